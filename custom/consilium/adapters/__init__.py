@@ -1,0 +1,1 @@
+"""Adapters: what is trained inside a frozen model."""

@@ -1,0 +1,138 @@
+"""LoRA through PEFT: put into a model, read, write, and export as a PEFT folder.
+
+Tensors are named after their layer, "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight".
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from consilium.errors import CheckpointError, ConfigError
+from consilium.models.sam_attention import split_qkv
+from consilium.seeding import seed_for
+
+_ENCODER = r"image_encoder\.blocks\.\d+"
+_DECODER = r"mask_decoder\.transformer\..*"
+TARGETS: dict[str, str] = {
+    "paper": rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)",
+    "qv": rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)",
+    "all-linear": rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
+    rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)",
+}
+"""Target sets by name, as regular expressions on full module names."""
+
+_FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)"
+
+
+def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
+    """Freeze `model` and add LoRA in place to the layers that `targets` (a name in TARGETS, or a regex) matches.
+
+    With "qv" the encoder's fused qkv projection is first split into its three slices. Raises ConfigError if nothing matches.
+    """
+    if targets == "qv":
+        split_qkv(model)
+    pattern = _pattern(targets)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
+    if not linear:
+        known = ", ".join(TARGETS)
+        raise ConfigError(f"adapter.targets: {targets!r} matches no linear layer of the model; use {known}, or a full regex")
+    model.requires_grad_(False)
+    inject_adapter_in_model(_lora_config(rank, alpha, "|".join(map(re.escape, linear)), dropout), model)
+
+
+def tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the model's live adapter parameters by name."""
+    return {_short(name): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
+
+
+def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy `values` into the model's adapter. Raises CheckpointError unless names and shapes are exactly the model's."""
+    live = tensors(model)
+    if wrong := sorted(live.keys() ^ values.keys()):
+        raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
+    with torch.no_grad():
+        for name, parameter in live.items():
+            if parameter.shape != values[name].shape:
+                shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
+                raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter.rank for both?")
+            parameter.copy_(values[name])
+
+
+def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return start values by name: A Kaiming-uniform (a = sqrt 5), B = 0, each tensor from its own seed. Meta models do."""
+    return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items()}
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Run the frozen base alone inside the block."""
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_peft(folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, targets: str, base: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors that plain PEFT loads onto the unsplit base model.
+
+    A "qv" pair of an encoder block becomes one adapter of rank 2r on the fused projection, block-placed and so exactly equal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fused = _fuse_qv(values) if targets == "qv" else dict(values)
+    ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
+    wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
+    config = _lora_config(rank, alpha, _FUSED_QV if targets == "qv" else _pattern(targets).pattern, 0.0)
+    config.rank_pattern, config.alpha_pattern = wide, {layer: alpha * r / rank for layer, r in wide.items()}
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(folder)
+    keys = {f"base_model.model.{n}.weight": t.detach().cpu().contiguous() for n, t in fused.items()}
+    save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _pattern(targets: str) -> re.Pattern[str]:
+    try:
+        return re.compile(TARGETS.get(targets, targets))
+    except re.error as error:
+        raise ConfigError(f"adapter.targets: {targets!r} is no valid regular expression ({error}); mend it") from None
+
+
+def _lora_config(rank: int, alpha: float, targets: str, dropout: float) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+
+
+def _short(name: str) -> str:
+    return name.replace(".default.weight", "")
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if name.endswith(".lora_B"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
+    bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _fuse_qv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the factors of the fused projection: A = [A_q; A_v], B with B_q in the q rows and B_v in the v rows."""
+    fused = {n: t for n, t in values.items() if ".attn.qkv." not in n}
+    for layer in {_layer(_layer(n)) for n in values if ".attn.qkv." in n}:
+        a_q, a_v, b_q, b_v = (values[f"{layer}.{s}.lora_{f}"] for f in "AB" for s in "qv")
+        zero = torch.zeros_like(b_q)
+        fused[f"{layer}.lora_A"] = torch.cat([a_q, a_v])
+        fused[f"{layer}.lora_B"] = torch.cat([torch.cat([b_q, zero], 1), torch.cat([zero, zero], 1), torch.cat([zero, b_v], 1)])
+    return fused

@@ -1,0 +1,121 @@
+"""From configuration to objects: the one place that knows models, adapters, tasks, strategies and sites."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from consilium.adapters import lora
+from consilium.config import JobConfig, ModelConfig, SiteConfig
+from consilium.data.datalist import DataList, pool, read_datalist
+from consilium.data.phantoms import make_phantoms
+from consilium.errors import ConfigError
+from consilium.models.sam import build_sam
+from consilium.site import Observer, Site
+from consilium.strategies import build_strategy
+from consilium.strategy import Strategy, Tensors
+from consilium.tasks.segmentation import SegmentationTask
+from consilium.training import Task, pick_device
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated job: its configuration, its strategy, and the adapter tensors every site starts from."""
+
+    config: JobConfig
+    strategy: Strategy
+    initial: Tensors
+
+
+def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
+    """Build what the server needs; the base model is only laid out (meta device), so no weights are read.
+
+    Raises ConfigError where model, adapter and strategy do not fit together.
+    """
+    with torch.device("meta"):
+        model = _bare_model(config, checkpoint=None, weights=False)
+        _inject(model, config)
+    job = Job(config, build_strategy(config.strategy, source), lora.initial(model, config.training.seed))
+    for name in job.initial:
+        job.strategy.role(name, 0, 0)
+    return job
+
+
+def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
+    """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
+    model = _bare_model(config, _checkpoint(config.model, site), weights=True)
+    _inject(model, config)
+    return model.to(pick_device(site.device)).eval()
+
+
+def build_task(config: JobConfig, data: DataList) -> Task:
+    """Return the job's task on one site's data. Raises DataError."""
+    return SegmentationTask(data, config.task.classes, config.model.image_size, config.task.prompt, config.task.augment)
+
+
+def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
+    """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
+    if site.datalist:
+        return read_datalist(site.datalist)
+    phantoms = config.data.phantoms
+    if phantoms is None:
+        raise ConfigError(
+            f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
+            f"{name}/datalist.json"
+        )
+    seed, size = config.training.seed, config.model.image_size
+    spec = phantoms.model_dump() | {"seed": seed, "size": size}
+    return read_datalist(make_phantoms(folder / "phantoms", site=name, **spec))
+
+
+def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
+    """Return a ready site; `folder` is its private folder. `model` lets sites of one process share the frozen base."""
+    if site.threads:
+        torch.set_num_threads(site.threads)
+    task = build_task(job.config, site_data(job.config, name, site, folder))
+    return _site(job, name, site, folder, observer, model, task)
+
+
+def build_pooled_site(
+    job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
+) -> Site:
+    """Return the one site of a centralized reference run, on the data of all `members`."""
+    lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
+    return _site(job, name, SiteConfig(), folder, observer, model, build_task(job.config, pool(lists)))
+
+
+def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None, task: Task) -> Site:
+    model = model if model is not None else build_model(job.config, site)
+    return Site(name, job.config, job.strategy, model, task, folder, site.share_metrics, observer)
+
+
+def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+    wanted, training = config.model, config.training
+    return build_sam(
+        wanted.variant,
+        checkpoint,
+        wanted.image_size,
+        len(config.task.classes),
+        prompt=config.task.prompt,
+        attention=wanted.attention,
+        gradient_checkpointing=training.gradient_checkpointing,
+        weights=weights,
+    )
+
+
+def _inject(model: nn.Module, config: JobConfig) -> None:
+    wanted = config.adapter
+    lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
+
+
+def _checkpoint(config: ModelConfig, site: SiteConfig) -> Path | None:
+    """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
+    if config.checkpoint is None:
+        return None
+    if "${SITE}" in config.checkpoint and site.checkpoints is None:
+        raise ConfigError(
+            f"model.checkpoint: {config.checkpoint!r} needs the site's checkpoint folder; set `checkpoints:` in site.yaml, "
+            "or simulate with --checkpoints FOLDER"
+        )
+    return Path(config.checkpoint.replace("${SITE}", str(site.checkpoints)))

@@ -1,0 +1,176 @@
+"""The server's life: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
+
+import math
+import random
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consilium import __version__
+from consilium.assemble import Job
+from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.runlog import RunLog
+from consilium.seeding import seed_for
+from consilium.site import Hello, Observer
+from consilium.storage import load_state, save_state
+from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo
+
+
+class Coordinator:
+    """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
+
+    welcome* -> (start -> accept* -> conclude) until done -> final -> record_final*. Thread-safe where results arrive.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        observer: Observer,
+        resume: bool = False,
+        aggregate: RoundAggregate | None = None,
+    ) -> None:
+        self.job, self.folder, self.observer = job, folder, observer
+        self.log = RunLog(folder, job.config, resume)
+        self.sites: dict[str, SiteInfo] = {}
+        self.asked: dict[str, SiteInfo] = {}
+        self.accepted: set[str] = set()
+        self._lock = threading.Lock()
+        self.aggregate = aggregate or RoundAggregate(job.strategy)
+        self.run, self.state = self._load() if resume else (secrets.token_hex(6), job.strategy.init_state(job.initial))
+
+    @property
+    def done(self) -> bool:
+        """True after the last round."""
+        return self.state.round >= self.job.config.training.rounds
+
+    @property
+    def quorum(self) -> int:
+        """How many results a round needs."""
+        return self.job.config.federation.min_sites
+
+    def welcome(self, hello: Hello) -> None:
+        """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
+        if hello.version != __version__:
+            raise RefusedError(f"{hello.name}: consilium {hello.version}, the server has {__version__}; install the same")
+        if hello.num_samples < 1:
+            raise RefusedError(f"{hello.name}: no training samples; add entries under `training` to its data list")
+        self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined)
+        self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
+
+    def start(self) -> dict[str, Payload]:
+        """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
+        if len(self.sites) < self.quorum:
+            have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
+            raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
+        with self._lock:
+            self.asked = {name: self.sites[name] for name in self._sample()}
+            self.accepted = set()
+            self.aggregate.reset()
+        self.observer({"event": "round", "round": self.state.round, "phase": self.state.phase, "sites": sorted(self.asked)})
+        payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        for name, payload in payloads.items():
+            self.log.sent(name, payload)
+        return payloads
+
+    def _sample(self) -> list[str]:
+        """Return this round's cohort: the same for all its phases, fixed by seed and round."""
+        names, config = sorted(self.sites), self.job.config
+        count = min(len(names), max(self.quorum, math.ceil(config.federation.sample * len(names))))
+        return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
+
+    def accept(self, name: str, result: Payload) -> str | None:
+        """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
+        with self._lock:
+            try:
+                self._check(name, result)
+                weight = self.asked[name].num_samples if self.job.config.federation.weighting == "samples" else 1
+                self.aggregate.add(result, weight)
+            except ConsiliumError as refusal:
+                return self.refuse(name, str(refusal))
+            self.accepted.add(name)
+            self.sites[name] = SiteInfo(name, self.asked[name].num_samples, joined=True)
+        self.log.received(name, result)
+        self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
+
+    def refuse(self, name: str, reason: str) -> str:
+        """Note that a site gave nothing usable in this round, and return the reason."""
+        self.observer({"event": "refused", "site": name, "round": self.state.round, "reason": reason})
+        self.log.refused(self.state.round, name, reason)
+        return reason
+
+    def _check(self, name: str, result: Payload) -> None:
+        if name not in self.asked or name in self.accepted:
+            raise RefusedError(f"{name} was not asked in this phase, or has answered already")
+        if (result.round, result.phase) != (self.state.round, self.state.phase):
+            at = f"round {self.state.round} phase {self.state.phase}"
+            raise RefusedError(f"stale: answers round {result.round} phase {result.phase}, the federation is at {at}")
+        check_result(self.job, result)
+
+    def conclude(self) -> None:
+        """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
+        with self._lock:
+            if len(self.accepted) < self.quorum:
+                got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
+            self.log.concluded(self.state, sorted(self.accepted))
+            self.state = self.aggregate.conclude(self.state)
+            self._save()
+            self.asked = {}
+
+    def final(self) -> dict[str, Payload]:
+        """Return the payloads for the last evaluation, one per registered site."""
+        return {name: self.job.strategy.broadcast(self.state, site) for name, site in sorted(self.sites.items())}
+
+    def record_final(self, name: str, result: Payload) -> None:
+        """Keep a site's final metrics."""
+        self.log.final(name, result)
+        self.observer({"event": "final", "site": name, "metrics": result.metrics})
+
+    def close(self) -> None:
+        """Write the run's closing files."""
+        self.log.close()
+
+    def _file(self) -> Path:
+        return self.folder / "server" / "state.safetensors"
+
+    def _save(self) -> None:
+        groups = {"shared": self.state.shared, "initial": self.state.initial}
+        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
+        save_state(self._file(), tensors, {"run": self.run, "round": self.state.round, "phase": self.state.phase})
+
+    def _load(self) -> tuple[str, ServerState]:
+        tensors, meta = load_state(self._file())
+        fresh = self.job.strategy.init_state(self.job.initial)
+        groups = {}
+        for group, expected in {"shared": fresh.shared, "initial": fresh.initial}.items():
+            groups[group] = {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+            if {n: t.shape for n, t in groups[group].items()} != {n: t.shape for n, t in expected.items()}:
+                raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
+        return meta["run"], ServerState(meta["round"], meta["phase"], groups["shared"], groups["initial"])
+
+
+def check_result(job: Job, result: Payload) -> None:
+    """Raise RefusedError unless names, shapes and scalars are exactly what the strategy uploads, and all values are finite."""
+    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    if wrong := sorted(set(expected) ^ result.tensors.keys()):
+        raise RefusedError(f"tensor {wrong[0]!r} is {'missing' if wrong[0] in expected else 'not expected'}")
+    for name, tensor in result.tensors.items():
+        if tensor.shape != job.initial[name].shape:
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(job.initial[name].shape)}")
+        if not torch.isfinite(tensor).all():
+            raise RefusedError(f"tensor {name!r} has NaN or Inf")
+    _check_numbers(result.scalars, job.strategy.upload_scalars)
+
+
+def _check_numbers(scalars: Mapping[str, Any], declared: frozenset[str]) -> None:
+    if wrong := sorted(scalars.keys() ^ declared):
+        raise RefusedError(f"scalar {wrong[0]!r} is {'missing' if wrong[0] in declared else 'not declared'}")
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            raise RefusedError(f"scalar {name!r} is {value}")

@@ -1,0 +1,1 @@
+"""Data lists, readers, generated phantoms and checks."""

@@ -1,0 +1,60 @@
+"""The strategy's server half as a FLARE aggregator. Our controller uses it, and so can FedAvg and ScatterAndGather."""
+
+from nvflare.apis.dxo import MetaKey
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+
+from consilium.assemble import Job
+from consilium.coordinator import check_result
+from consilium.errors import RefusedError
+from consilium.flare import context, wire
+from consilium.strategy import Payload, RoundAggregate
+
+
+class StrategyAggregator(ModelAggregator):
+    """Aggregates updates by the strategy of the job.yaml in the app's config folder.
+
+    Under FLARE's own workflows, which broadcast one payload, it fits strategies that share all they train (fedit, ffa_lora
+    after its start, centralized). Results that the server's check refuses are left out with a warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._job: Job | None = None
+        self._aggregate: RoundAggregate | None = None
+
+    def use(self, job: Job) -> RoundAggregate:
+        """Return the aggregate this component holds, made for `job`."""
+        self._job, self._aggregate = job, RoundAggregate(job.strategy)
+        return self._aggregate
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Read the job when the run starts."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            wire.register()
+            if self._aggregate is None:
+                self.use(context.load(fl_ctx))
+
+    def accept_model(self, model: FLModel) -> None:
+        """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count)."""
+        rest = model.meta.get(wire.KEY, {})
+        update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
+        try:
+            check_result(self._job, update)
+            self._aggregate.add(update, int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)))
+        except RefusedError as error:
+            self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
+
+    def aggregate_model(self) -> FLModel:
+        """Return the mean difference in the tensors' own type."""
+        mean = {n: t.to(self._job.initial[n].dtype) for n, t in self._aggregate.mean().items()}
+        self.reset_stats()
+        return FLModel(params_type=ParamsType.DIFF, params=mean)
+
+    def reset_stats(self) -> None:
+        """Forget the round's results."""
+        if self._aggregate is not None:
+            self._aggregate.reset()

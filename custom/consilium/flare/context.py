@@ -1,0 +1,67 @@
+"""What our components need of FLARE's context: the job, folders, and where progress events go."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+
+from consilium.assemble import Job, assemble_job
+from consilium.config import SiteConfig, find_site, job_file, load_job
+from consilium.site import Observer
+
+OUTPUT = "CONSILIUM_OUTPUT"
+"""Environment variable of a simulation: the folder that receives the run's files of server and sites."""
+
+
+def load(fl_ctx: FLContext) -> Job:
+    """Return this run's job from app/config/job.yaml. Raises ConfigError."""
+    folder = Path(_workspace(fl_ctx).get_app_config_dir(fl_ctx.get_job_id()))
+    path = job_file(folder)
+    return assemble_job(load_job(path), path)
+
+
+def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
+    """Return the site's own configuration, from its kit's local/site.yaml in a deployment. Raises ConfigError."""
+    return find_site(name, Path(_workspace(fl_ctx).get_site_config_dir()))
+
+
+def server_folder(fl_ctx: FLContext, job: Job) -> Path:
+    """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears."""
+    return _root(fl_ctx, job)
+
+
+def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return the site's private folder: its own choice (`state:`), else beside FLARE's run folders."""
+    if site.state:
+        return site.state / job.config.name
+    return _root(fl_ctx, job) / "sites" / name
+
+
+def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
+    """Return an observer that logs each event and, in a simulation, hands it to the live view through a file."""
+    output = os.environ.get(OUTPUT)
+
+    def observe(event: Mapping[str, Any]) -> None:
+        if event["event"] != "step":
+            component.log_info(fl_ctx, json.dumps(dict(event)))
+        if output:
+            folder = Path(output) / "events"
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{name}.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(event)) + "\n")
+
+    return observe
+
+
+def _root(fl_ctx: FLContext, job: Job) -> Path:
+    output = os.environ.get(OUTPUT)
+    return Path(output) if output else Path(_workspace(fl_ctx).get_root_dir()) / "consilium" / job.config.name
+
+
+def _workspace(fl_ctx: FLContext) -> Workspace:
+    return fl_ctx.get_engine().get_workspace()

@@ -1,0 +1,36 @@
+"""A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a config-only job folder."""
+
+from pathlib import Path
+
+from nvflare.job_config.api import FedJob
+from nvflare.job_config.defs import FilterType
+from nvflare.recipe.spec import Recipe
+
+from consilium.assemble import assemble_job
+from consilium.config import job_file, load_job
+from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.controller import RoundController
+from consilium.flare.executor import SiteExecutor
+from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
+from consilium.flare.wire import EVALUATE, HELLO, TRAIN
+
+TASKS = [HELLO, TRAIN, EVALUATE]
+
+
+class ConsiliumRecipe(Recipe):
+    """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts."""
+
+    def __init__(self, job: Path | str) -> None:
+        path = job_file(Path(job))
+        config = load_job(path)
+        assemble_job(config, path)
+        fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites)
+        fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
+        fed_job.to_server(StrategyAggregator(), id="aggregator")
+        fed_job.to_server(RoundController())
+        fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
+        fed_job.to_clients(SiteExecutor(), tasks=TASKS)
+        fed_job.to_clients(ReleaseFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
+        for add in (fed_job.add_file_to_server, fed_job.add_file_to_clients):
+            add(str(path), app_folder_type="config")
+        super().__init__(fed_job)

@@ -1,0 +1,24 @@
+"""Models: built from configuration; no federated word inside."""
+
+import importlib.util
+import sys
+from types import ModuleType
+
+
+def _allow_segment_anything_without_torchvision() -> None:
+    """Put a bare `segment_anything` package into sys.modules where torchvision is absent.
+
+    The package's own __init__ imports its mask generator, which needs torchvision; the model code does not.
+    """
+    if "segment_anything" in sys.modules or importlib.util.find_spec("torchvision"):
+        return
+    spec = importlib.util.find_spec("segment_anything")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("segment-anything is not installed; run: pip install -r requirements.txt")
+    package = ModuleType("segment_anything")
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules["segment_anything"] = package
+
+
+_allow_segment_anything_without_torchvision()

@@ -1,0 +1,89 @@
+"""What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
+
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from consilium.config import JobConfig
+from consilium.storage import write_atomic
+from consilium.strategy import Payload, ServerState, Tensors
+
+PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
+
+
+class RunLog:
+    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal."""
+
+    def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._file = open(folder / "metrics.jsonl", "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
+        self._writers: dict[str, SummaryWriter] = {}
+        self._down: dict[str, int] = {}
+        self._results: dict[str, dict[str, float]] = {}
+        write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+        write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
+
+    def sent(self, site: str, payload: Payload) -> None:
+        """Note the size of what a site receives."""
+        self._down[site] = payload_bytes(payload.tensors)
+
+    def received(self, site: str, result: Payload) -> None:
+        """Record one accepted result."""
+        up, down = payload_bytes(result.tensors), self._down.get(site, 0)
+        values = result.metrics | {"comm/bytes_up": float(up), "comm/bytes_down": float(down)}
+        self._line({"event": "result", "site": site, "round": result.round, "phase": result.phase, "metrics": values})
+        self._scalars(site, values, result.round)
+
+    def refused(self, round: int, site: str, reason: str) -> None:
+        """Record why a site's result was not used."""
+        self._line({"event": "refused", "site": site, "round": round, "reason": reason})
+
+    def concluded(self, state: ServerState, sites: list[str]) -> None:
+        """Record that a phase ended and whose results are in its mean."""
+        self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites})
+
+    def final(self, site: str, result: Payload) -> None:
+        """Record a site's closing evaluation."""
+        self._results[site] = result.metrics
+        self._line({"event": "final", "site": site, "round": result.round, "metrics": result.metrics})
+        self._scalars(site, result.metrics, result.round)
+
+    def close(self) -> None:
+        """Write results.json and close all files."""
+        write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+        self._file.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def _line(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
+        if site not in self._writers:
+            self._writers[site] = SummaryWriter(str(self.folder / "tb_events" / site))
+        for name, value in values.items():
+            self._writers[site].add_scalar(name, value, step)
+
+
+def payload_bytes(tensors: Tensors) -> int:
+    """Return the bytes of the tensors' own values."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of what decides a run's numbers."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # carried in a job's app/custom instead of installed
+            found[name] = "not installed"
+    return found

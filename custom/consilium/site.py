@@ -1,0 +1,163 @@
+"""A site's life: keep its own tensors, receive, evaluate, train, pass the guard, remember what it sent."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from consilium import __version__
+from consilium.adapters import lora
+from consilium.config import JobConfig
+from consilium.errors import CheckpointError, RefusedError
+from consilium.privacy.guard import allowed_metrics, check_release
+from consilium.seeding import seed_for
+from consilium.storage import load_state, save_state
+from consilium.strategy import Payload, Role, Strategy, Tensors
+from consilium.training import Progress, Task, autocast, train
+
+Observer = Callable[[Mapping[str, Any]], None]
+"""Receives progress events; see Site and Coordinator for their keys."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a site tells the server before round 0."""
+
+    name: str
+    num_samples: int
+    joined: bool
+    version: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+class Site:
+    """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
+
+    `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: JobConfig,
+        strategy: Strategy,
+        model: nn.Module,
+        task: Task,
+        folder: Path,
+        share_metrics: bool,
+        observer: Observer,
+    ) -> None:
+        self.name, self.config, self.strategy = name, config, strategy
+        self.model, self.task, self.folder = model, task, folder
+        self.share_metrics, self.observer = share_metrics, observer
+        self.should_stop: Callable[[], None] = lambda: None
+
+    def hello(self, run: str) -> Hello:
+        """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
+        return Hello(self.name, self.task.num_samples, self._file(run).exists(), __version__)
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        """Do one phase of one round and return the update. A replayed payload gets the bytes of the first time again.
+
+        Raises RefusedError for a stale payload or an update the guard will not let out, CheckpointError for lost state.
+        """
+        own, last, reply = self._restore(run)
+        if last == (payload.round, payload.phase):
+            return reply
+        if last is not None and last > (payload.round, payload.phase):
+            raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
+        start = self._receive(own, payload)
+        metrics = self._evaluate("validation", "received", payload)
+        began = time.monotonic()
+        trained = self._train(payload)
+        seconds = time.monotonic() - began
+        end = {name: p.detach().cpu().clone() for name, p in lora.tensors(self.model).items()}
+        metrics |= self._evaluate("validation", "personal", payload)
+        metrics |= {"train/loss": trained["loss"], "train/steps": trained["steps"], "train/seconds": seconds}
+        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        reply = self._release(self.strategy.upload(start, end, payload), metrics)
+        self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
+        return reply
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        """Return test metrics (validation where there is no test split) of base, personal and received model.
+
+        Also writes the received model's adapter as a PEFT folder, the site's result of the run.
+        """
+        own, last, _ = self._restore(run)
+        split = "test" if self.task.has("test") else "validation"
+        metrics: dict[str, float] = {}
+        if last is not None:
+            lora.load(self.model, own)
+            metrics |= self._evaluate(split, "personal", payload, distances=True)
+        final = self._receive(own, payload)
+        metrics |= self._evaluate(split, "received", payload, distances=True)
+        with lora.disabled(self.model):
+            metrics |= self._evaluate(split, "base", payload, distances=True)
+        self._export(final)
+        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        return self._release(Payload(payload.round, payload.phase, {}), metrics)
+
+    def _receive(self, own: Tensors, payload: Payload) -> Tensors:
+        """Load the strategy's view of own tensors and payload into the model and return it."""
+        start = self.strategy.receive(own, payload)
+        if missing := sorted(lora.tensors(self.model).keys() - start.keys()):
+            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
+        lora.load(self.model, start)
+        return start
+
+    def _train(self, payload: Payload) -> dict[str, float]:
+        params = lora.tensors(self.model)
+        trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
+        seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
+
+        def watch(progress: Progress) -> None:
+            self.should_stop()
+            place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
+            self.observer(place | asdict(progress))
+
+        hook = self.strategy.regularizer
+        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch)
+
+    def _evaluate(self, split: str, stage: str, payload: Payload, distances: bool = False) -> dict[str, float]:
+        self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), autocast(device, self.config.training.precision):
+            metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
+        return {f"{split}/{stage}/{name}": value for name, value in metrics.items()}
+
+    def _release(self, upload: Payload, metrics: dict[str, float]) -> Payload:
+        shared = metrics if self.share_metrics else {}
+        reply = Payload(upload.round, upload.phase, upload.tensors, upload.scalars, shared)
+        check_release(reply, self.strategy, allowed_metrics(self.task.metric_names))
+        return reply
+
+    def _file(self, run: str) -> Path:
+        return self.folder / run / "state.safetensors"
+
+    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload) -> None:
+        tensors = {f"params/{n}": t for n, t in params.items()} | {f"reply/{n}": t for n, t in reply.tensors.items()}
+        meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
+        save_state(self._file(run), tensors, meta)
+
+    def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
+        """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
+        if not self._file(run).exists():
+            return {}, None, Payload(-1, -1, {})
+        tensors, meta = load_state(self._file(run))
+        params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
+        sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
+        reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
+        return params, (meta["round"], meta["phase"]), reply
+
+    def _export(self, params: Tensors) -> None:
+        adapter, model = self.config.adapter, self.config.model
+        base = f"{model.name}-{model.variant}"
+        lora.save_peft(self.folder / "adapter", params, adapter.rank, adapter.alpha, adapter.targets, base)

@@ -1,0 +1,56 @@
+"""Atomic, checksummed files of tensors with a JSON header: the server's checkpoint and a site's private state. No pickle."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from consilium.errors import CheckpointError
+
+
+def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"meta": json.dumps(dict(meta)), "sha256": _digest(ready)}
+    write_atomic(path, save(ready, metadata=header))
+
+
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, meta) of a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            header = file.metadata() or {}
+        meta, expected = json.loads(header["meta"]), header["sha256"]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
+    if _digest(tensors) != expected:
+        raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
+    return tensors, meta
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write bytes through a temporary file beside `path`, flushed to disk before it takes the name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

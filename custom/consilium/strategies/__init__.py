@@ -1,0 +1,32 @@
+"""Registry of algorithms: one file each; a new one adds its class here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from consilium.config import describe, nearest
+from consilium.errors import ConfigError
+from consilium.strategies.centralized import Centralized
+from consilium.strategies.fediat import FedIAT
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.fedsa_lora import FedSALoRA
+from consilium.strategies.ffa_lora import FFALoRA
+from consilium.strategies.local_only import LocalOnly
+from consilium.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, LocalOnly, Centralized)}
+
+
+def build_strategy(options: Mapping[str, Any], source: Path | str = "job.yaml") -> Strategy:
+    """Return the strategy that a job's `strategy:` section describes. Raises ConfigError, naming `source` and field."""
+    name = options.get("name")
+    if name not in STRATEGIES:
+        known = f"expected one of {', '.join(sorted(STRATEGIES))}{nearest(name, STRATEGIES)}"
+        raise ConfigError(f"{source}: strategy.name: {name!r}: {known}")
+    cls = STRATEGIES[name]
+    try:
+        return TypeAdapter(cls).validate_python({k: v for k, v in options.items() if k != "name"})
+    except ValidationError as error:
+        raise ConfigError(describe(error, source, "strategy.", list(cls.__dataclass_fields__))) from None

@@ -1,0 +1,108 @@
+"""IAT + SOR: inverse asymmetric tuning with a subspace orthogonality regularizer (Zhao et al., arXiv 2606.08687, ICML 2026).
+
+IAT (Eq. 4-5): encoder layers share B and keep A local (appearance shift), decoder layers share A and keep B local
+(annotation shift). The paper's Figure 5 compares four splits:
+
+    M1 share A everywhere (= FedSA-LoRA)    M2 share B everywhere
+    M3 encoder shares A, decoder B          M4 encoder shares B, decoder A (= IAT)
+
+SOR (Eq. 7-8): in r x r space, penalize the squared cosine between the shared factor's movement in this round and the
+moving average of the private factor's drift. Gradients reach the shared factor only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from consilium.errors import ConfigError
+from consilium.strategy import Role, Step, Strategy, factor
+
+SPLITS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
+"""Factor shared in (encoder, decoder)."""
+
+
+@dataclass(frozen=True)
+class FedIAT(Strategy):
+    """Hyperparameters: `split` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fediat"
+
+    split: Literal["M1", "M2", "M3", "M4"] = "M4"
+    sor_weight: Annotated[float, Field(ge=0)] = 1e-4
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED or LOCAL by the split. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
+        return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL
+
+    def shared_factor(self, name: str) -> str:
+        """Return "A" or "B": what the layer of this LoRA tensor shares."""
+        part = name.partition(".")[0]
+        if factor(name) is None or part not in ("image_encoder", "mask_decoder"):
+            raise ConfigError(
+                f"strategy fediat cannot place adapter tensor {name!r}: it knows LoRA factors under image_encoder.* and "
+                "mask_decoder.*; use model sam with adapter kind lora, or another strategy"
+            )
+        return SPLITS[self.split][0 if part == "image_encoder" else 1]
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return lambda * L_SOR and advance the private factors' drift averages in `step.memory`."""
+        if not self.sor_weight:
+            return None
+        terms = [self._group_sor(key, layers, step) for key, layers in self._groups(step.params).items()]
+        return self.sor_weight * torch.stack(terms).sum()
+
+    def _groups(self, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """Return layers by what they share and by shape, so that each group is one batched product."""
+        groups: dict[str, list[str]] = {}
+        for name in params:
+            if factor(name) == "A":
+                layer = name.removesuffix(".lora_A")
+                shapes = f"{tuple(params[name].shape)}{tuple(params[layer + '.lora_B'].shape)}"
+                groups.setdefault(f"{self.shared_factor(name)}{shapes}", []).append(layer)
+        return groups
+
+    def _group_sor(self, key: str, layers: list[str], step: Step) -> Tensor:
+        """Return the sum over one group's layers of the squared cosine."""
+        shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
+        shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
+        with torch.no_grad():
+            drift = self._advance(key, _stack(step.params, layers, private) - private_0, step)
+        moved = _stack(step.params, layers, shared) - shared_0
+        proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
+        proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
+        return squared_cosine(proxy_sh, proxy_lo, self.eps).sum()
+
+    def _anchor(self, key: str, which: str, layers: list[str], step: Step) -> Tensor:
+        """Return the stacked anchors of one factor, stacked once per round."""
+        slot = f"anchor {which} {key}"
+        if slot not in step.memory:
+            step.memory[slot] = _stack(step.anchors, layers, which)
+        return step.memory[slot]
+
+    def _advance(self, key: str, gap: Tensor, step: Step) -> Tensor:
+        """Return delta <- ema * delta + (1 - ema) * gap; delta is zero at the round's start."""
+        before = step.memory.get(key)
+        step.memory[key] = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)
+        return step.memory[key]
+
+
+def squared_cosine(shared: Tensor, local: Tensor, eps: float) -> Tensor:
+    """Return (<P, Q>_F / (|P|_F |Q|_F + eps))^2 per layer for (L, r, r) proxies; gradient reaches `shared` only.
+
+    At P = 0 or Q = 0 value and gradient are exactly 0: PyTorch's norm has subgradient 0 there.
+    """
+    local = local.detach()
+    inner = (shared * local).sum(dim=(-2, -1))
+    norms = torch.linalg.vector_norm(shared, dim=(-2, -1)) * torch.linalg.vector_norm(local, dim=(-2, -1))
+    return (inner / (norms + eps)).square()
+
+
+def _stack(tensors: Mapping[str, Tensor], layers: list[str], which: str) -> Tensor:
+    return torch.stack([tensors[f"{layer}.lora_{which}"] for layer in layers])

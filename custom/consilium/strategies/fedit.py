@@ -1,0 +1,25 @@
+"""FedIT: federated averaging of both LoRA factors (Zhang et al., "Towards Building the Federated GPT", ICASSP 2024).
+
+    A = sum_k p_k A_k,   B = sum_k p_k B_k
+
+The mean of the factors is not the mean of the products: B A != sum_k p_k B_k A_k. That is the method, and its known flaw.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from consilium.strategy import Role, Strategy
+
+
+@dataclass(frozen=True)
+class FedIT(Strategy):
+    """Share every adapter tensor."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fedit"
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED."""
+        return Role.SHARED

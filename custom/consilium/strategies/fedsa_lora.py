@@ -1,0 +1,23 @@
+"""FedSA-LoRA: share A, keep B at the site (Guo et al., "Selective Aggregation for Low-Rank Adaptation", ICLR 2025).
+
+The server's own model has B = 0, so only per-site evaluation means anything.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from consilium.strategy import Role, Strategy, factor
+
+
+@dataclass(frozen=True)
+class FedSALoRA(Strategy):
+    """Share lora_A; lora_B and any other adapter tensor (a head) stay local."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fedsa_lora"
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED for lora_A, LOCAL for the rest."""
+        return Role.SHARED if factor(name) == "A" else Role.LOCAL

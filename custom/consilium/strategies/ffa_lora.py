@@ -1,0 +1,23 @@
+"""FFA-LoRA: A frozen at its common start, B trained and averaged (Sun et al., ICLR 2024).
+
+With one A_0 everywhere the mean of the products is exact: sum_k p_k B_k A_0 = (sum_k p_k B_k) A_0.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from consilium.strategy import Role, Strategy, factor
+
+
+@dataclass(frozen=True)
+class FFALoRA(Strategy):
+    """Freeze lora_A, share lora_B and any other adapter tensor. A_0 travels once, when a site joins."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "ffa_lora"
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return FROZEN for lora_A, SHARED for the rest."""
+        return Role.FROZEN if factor(name) == "A" else Role.SHARED

@@ -1,0 +1,20 @@
+"""Local-only reference: every site trains alone from the common start; nothing is shared after it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from consilium.strategy import Role, Strategy
+
+
+@dataclass(frozen=True)
+class LocalOnly(Strategy):
+    """Keep every adapter tensor at its site."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "local_only"
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return LOCAL."""
+        return Role.LOCAL

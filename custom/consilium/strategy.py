@@ -1,0 +1,197 @@
+"""The strategy interface: one federated algorithm, both halves, as pure functions on tensors.
+
+A strategy holds hyperparameters only (a frozen dataclass). State lives in `ServerState` (the server's checkpoint) and in the
+site's own tensors. The defaults here are plain federated averaging of whatever `role` calls SHARED; a strategy file says
+which tensors those are and overrides a hook only where its paper differs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from consilium.errors import RefusedError
+
+Tensors = dict[str, Tensor]
+
+MEAN_UNIT = 2.0**-36
+"""Grid of the exact mean: updates are rounded to multiples of this (7e-12) before they are summed."""
+
+
+class Role(StrEnum):
+    """What happens to a tensor at a site in one phase of one round."""
+
+    SHARED = "shared"  # trained and uploaded
+    LOCAL = "local"  # trained, never leaves the site
+    FROZEN = "frozen"  # neither in this phase
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors."""
+
+    name: str
+    num_samples: int
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Payload:
+    """All that crosses the wire, both ways. Down: `tensors` are values. Up: updates (end - start of the local training)."""
+
+    round: int
+    phase: int
+    tensors: Tensors
+    scalars: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Everything the server needs to go on: `shared` as the federation has it now, `initial` as every site starts."""
+
+    round: int
+    phase: int
+    shared: Tensors
+    initial: Tensors
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local optimizer step as a regularizer sees it.
+
+    `params` are the live adapter tensors, `anchors` their detached values at the round's start (after the payload was
+    received), `scalars` those of the payload; `memory` is empty at the round's start and belongs to the strategy.
+    """
+
+    params: Mapping[str, Tensor]
+    anchors: Mapping[str, Tensor]
+    scalars: Mapping[str, float]
+    memory: dict[str, Tensor]
+
+
+class ExactMean:
+    """Weighted mean that keeps one running sum and does not depend on the order of arrival.
+
+    Updates are summed as 64-bit integers in units of `MEAN_UNIT`: integer addition never rounds, so it is associative.
+    Memory: one int64 tensor per name, however many sites report.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensors = {}
+        self._weight = 0
+
+    def add(self, update: Tensors, weight: int) -> None:
+        """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact."""
+        largest = max((float(t.abs().max()) for t in update.values() if t.numel()), default=0.0)
+        if largest / MEAN_UNIT * (self._weight + weight) >= 2.0**62:
+            raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
+        for name, tensor in update.items():
+            term = tensor.detach().double().div(MEAN_UNIT).round_().to(torch.int64).mul_(weight)
+            self._sums[name] = self._sums[name].add_(term) if name in self._sums else term
+        self._weight += weight
+
+    def value(self) -> Tensors:
+        """Return the mean in float64. Raises RefusedError if nothing was added."""
+        if not self._weight:
+            raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
+        return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self._sums.items()}
+
+
+def factor(name: str) -> str | None:
+    """Return "A" or "B" for a LoRA factor's tensor name, None for any other adapter tensor (a head, a bottleneck)."""
+    return {"lora_A": "A", "lora_B": "B"}.get(name.rpartition(".")[2])
+
+
+def next_phase(state: ServerState, phases: int) -> tuple[int, int]:
+    """Return (round, phase) after the state's."""
+    return (state.round, state.phase + 1) if state.phase + 1 < phases else (state.round + 1, 0)
+
+
+class Strategy:
+    """Base of every algorithm. Hooks never mutate their inputs; all randomness must come from seeds in the payload."""
+
+    name: ClassVar[str]
+    upload_scalars: ClassVar[frozenset[str]] = frozenset()
+    pools_data: ClassVar[bool] = False
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
+        raise NotImplementedError
+
+    def phases(self, round: int) -> int:
+        """Return how many exchanges this round has."""
+        return 1
+
+    def names(self, tensors: Mapping[str, Tensor], role: Role, round: int, phase: int) -> list[str]:
+        """Return the names that have `role` in this phase, in order."""
+        return [name for name in tensors if self.role(name, round, phase) is role]
+
+    # server half ------------------------------------------------------------------------------------------------------
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
+        phases = range(self.phases(0))
+        shared = {n: t for n, t in initial.items() if any(self.role(n, 0, p) is Role.SHARED for p in phases)}
+        return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared})
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""
+        first = {} if site.joined else state.initial
+        return Payload(state.round, state.phase, {**state.shared, **first})
+
+    def accumulate(self, mean: ExactMean, update: Payload, weight: int) -> None:
+        """Add one accepted result to the round's running mean."""
+        mean.add(update.tensors, weight)
+
+    def conclude(self, state: ServerState, mean: ExactMean) -> ServerState:
+        """Return the next state: the mean update added to the shared tensors."""
+        shared = dict(state.shared)
+        if any(self.role(name, state.round, state.phase) is Role.SHARED for name in shared):
+            shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.value().items()}
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared=shared)
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return the tensors local training starts from: the site's own, overwritten by what the server sent."""
+        return {**params, **payload.tensors}
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return a scalar to add to the task's loss at this step, or None."""
+        return None
+
+    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
+        """Return the update that leaves the site: end - start of the SHARED tensors."""
+        shared = self.names(end, Role.SHARED, payload.round, payload.phase)
+        return Payload(payload.round, payload.phase, {name: end[name] - start[name] for name in shared})
+
+
+class RoundAggregate:
+    """One phase's aggregation: the strategy's server half with its running mean. Any engine feeds it."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._mean = ExactMean()
+
+    def reset(self) -> None:
+        """Forget everything added."""
+        self._mean = ExactMean()
+
+    def add(self, update: Payload, weight: int) -> None:
+        """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
+        self.strategy.accumulate(self._mean, update, weight)
+
+    def mean(self) -> Tensors:
+        """Return the mean update so far, float64."""
+        return self._mean.value()
+
+    def conclude(self, state: ServerState) -> ServerState:
+        """Return the next state and forget what was added."""
+        concluded = self.strategy.conclude(state, self._mean)
+        self.reset()
+        return concluded

@@ -1,0 +1,1 @@
+"""Tasks: batches, loss and metrics of one kind of problem."""

@@ -1,0 +1,121 @@
+"""What a person sees of a run: a live table while it goes on, plain lines where there is no terminal, and the result."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+STAGES = ("base", "received", "personal")
+
+
+class LiveView:
+    """An observer that shows round, site, step, ETA and Dice so far. Use as a context manager."""
+
+    def __init__(self, console: Console, rounds: int, title: str) -> None:
+        self.console, self.rounds, self.title = console, rounds, title
+        self.sites: dict[str, dict[str, Any]] = {}
+        self.round, self.asked, self.began = 0, 1, time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
+        )
+        self._task = self._bar.add_task(title, total=rounds, eta="")
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> "LiveView":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event of a Coordinator or a Site."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler:
+            handler(event)
+        if self._live:
+            self._live.update(self._render())
+
+    def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        return self.sites.setdefault(event["site"], {"state": "", "part": 0.0})
+
+    def _on_round(self, event: Mapping[str, Any]) -> None:
+        self.round, self.asked = event["round"], len(event["sites"])
+        for row in self.sites.values():
+            row["part"] = 0.0
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        row = self._row(event)
+        row |= {
+            "state": f"step {event['step']}/{event['steps']}",
+            "loss": event["loss"],
+            "part": event["step"] / event["steps"],
+        }
+
+    def _on_evaluate(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = f"evaluating {event['stage']}"
+
+    def _on_refused(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = f"refused: {event['reason']}"
+        self.console.print(f"[red]round {event['round'] + 1}: {event['site']}: refused: {event['reason']}", highlight=False)
+
+    def _on_metrics(self, event: Mapping[str, Any]) -> None:
+        found = {k: event["metrics"].get(f"validation/{k}/dice") for k in ("received", "personal")}
+        row = self._row(event)
+        row |= {k: v for k, v in found.items() if v is not None} | {"state": "done", "part": 1.0}
+        if not self._live and found["received"] is not None:
+            dice = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
+            place = f"round {event['round'] + 1}/{self.rounds}  {event['site']}"
+            self.console.print(
+                f"{place}: loss {event['metrics']['train/loss']:.3f}  Dice {dice}  {self._eta()}", highlight=False
+            )
+
+    def _fraction(self) -> float:
+        return (self.round + sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)) / self.rounds
+
+    def _eta(self) -> str:
+        done, spent = min(self._fraction(), 1.0), time.monotonic() - self.began
+        return f"ETA {spent * (1 - done) / done:.0f} s" if done > 0 else ""
+
+    def _render(self) -> Group:
+        table = Table("site", "now", "loss", "Dice received", "Dice personal")
+        for name in sorted(self.sites):
+            row = self.sites[name]
+            numbers = [f"{row[k]:.3f}" if k in row else "" for k in ("loss", "received", "personal")]
+            table.add_row(name, row["state"], *numbers)
+        done = self._fraction() * self.rounds
+        self._bar.update(
+            self._task, completed=done, description=f"round {min(self.round + 1, self.rounds)}/{self.rounds}", eta=self._eta()
+        )
+        return Group(self._bar, table)
+
+
+def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Table:
+    """Return the closing per-site table: Dice of base, received and personal model, then IoU and HD95 of the received one."""
+    split = "test" if any(name.startswith("test/") for metrics in results.values() for name in metrics) else "validation"
+    table = Table(title=f"{title}: {split} split, resized grid; HD95 in pixels of it", title_justify="left", box=SIMPLE)
+    columns = [f"{split}/{stage}/dice" for stage in STAGES] + [f"{split}/received/{m}" for m in ("iou", "hd95")]
+    for heading in ("site", *(f"Dice {s}" for s in STAGES), "IoU received", "HD95 received"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    for site in sorted(results):
+        table.add_row(site, *(_number(results[site].get(c)) for c in columns))
+    table.add_section()
+    table.add_row("mean", *(_number(mean_of(results, c)) for c in columns), style="bold")
+    return table
+
+
+def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | None:
+    """Return the unweighted mean over the sites that report a metric."""
+    found = [metrics[metric] for metrics in results.values() if metric in metrics]
+    return sum(found) / len(found) if found else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

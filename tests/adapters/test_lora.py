@@ -1,0 +1,92 @@
+"""LoRA by name: the paper's counts, start values, PEFT folders that plain PEFT loads with equal outputs."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from consilium.adapters import lora
+from consilium.errors import CheckpointError, ConfigError
+from consilium.models.sam import build_sam
+from safetensors.torch import load_file
+from torch import nn
+
+
+def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:
+    model = build_sam("tiny", None, 64, 2)
+    lora.inject(model, rank, alpha, targets)
+    return model
+
+
+def randomize(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    values = {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in lora.tensors(model).items()}
+    lora.load(model, values)
+    return values
+
+
+@pytest.mark.parametrize(("rank", "trainable"), [(8, 389_120), (16, 778_240)])
+def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) -> None:
+    with torch.device("meta"):
+        model = build_sam("vit_b", None, 1024, 2, weights=False)
+        lora.inject(model, rank, rank, "paper")
+    assert sum(p.numel() for p in lora.tensors(model).values()) == trainable
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
+
+
+def test_initial_values_are_seeded_per_tensor_and_change_nothing() -> None:
+    model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
+    start = lora.initial(model, seed=5)
+    assert all(torch.equal(t, lora.initial(model, seed=5)[n]) for n, t in start.items())
+    assert not torch.equal(*[lora.initial(model, seed=s)["image_encoder.blocks.0.attn.qkv.lora_A"] for s in (5, 6)])
+    bound = 128**-0.5
+    a = start["image_encoder.blocks.0.attn.qkv.lora_A"]
+    assert a.abs().max() <= bound
+    assert a.std() == pytest.approx(bound / 3**0.5, rel=0.1)
+    lora.load(model, start)
+    assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
+
+
+@pytest.mark.parametrize("targets", ["paper", "qv", "all-linear", r"image_encoder\.blocks\.[01]\.mlp\.lin1"])
+def test_plain_peft_loads_the_folder_with_equal_outputs(targets: str, tmp_path: Path) -> None:
+    model, images = tiny(targets), torch.rand(2, 3, 64, 64) * 255
+    values = randomize(model)
+    lora.save_peft(tmp_path, values, 3, 6.0, targets, "sam-tiny")
+    plain = build_sam("tiny", None, 64, 2)
+    before = plain(images)
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval()
+    assert torch.allclose(loaded(images), model(images), atol=2e-4)
+    assert not torch.allclose(loaded(images), before, atol=1e-2)
+    assert all(n.startswith("base_model.model.") for n in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_qv_leaves_k_alone() -> None:
+    model = tiny("qv")
+    adapted = {n.rpartition(".")[0] for n in lora.tensors(model)}
+    assert {f"image_encoder.blocks.0.attn.qkv.{s}" for s in "qv"} <= adapted
+    assert not [n for n in adapted if n.endswith((".k", "k_proj", "out_proj"))]
+
+
+def test_disabled_is_the_base_and_ends_with_the_block() -> None:
+    model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
+    randomize(model)
+    adapted = model(images)
+    with lora.disabled(model):
+        assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
+    assert torch.equal(model(images), adapted)
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(ConfigError, match="adapter.targets: 'nothing' matches no linear layer"):
+        tiny("nothing")
+    with pytest.raises(ConfigError, match="no valid regular expression"):
+        tiny("a(")
+    model = tiny("paper")
+    values = lora.initial(model, 0)
+    name = next(iter(values))
+    with pytest.raises(CheckpointError, match=r"shape \(1, 1\)"):
+        lora.load(model, values | {name: torch.zeros(1, 1)})
+    with pytest.raises(CheckpointError, match="not in both"):
+        lora.load(model, {n: t for n, t in values.items() if n != name})

@@ -1,0 +1,46 @@
+"""Shared pieces: one thread (equal sums in every process) and a job small enough for a second a round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from consilium.assemble import Job, assemble_job
+from consilium.config import JobConfig
+
+JOBS = Path(__file__).parent.parent / "jobs"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONSILIUM_DATA", "CONSILIUM_CHECKPOINTS", "CONSILIUM_OUTPUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
+    """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
+    phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
+    return JobConfig.model_validate(
+        {
+            "name": "small",
+            "strategy": strategy,
+            "model": {"name": "sam", "variant": "tiny", "image_size": 64},
+            "adapter": {"rank": 4, "alpha": 4},
+            "task": {"classes": {"disc": [1, 2], "cup": [2]}},
+            "data": {"phantoms": phantoms},
+            "training": {"rounds": 2, "batch_size": 2, "lr": 3e-3, "seed": 0} | training,
+            "federation": {"min_sites": 2, "round_timeout": 120, "grace": 30},
+        }
+    )
+
+
+@pytest.fixture
+def small_job() -> Callable[..., Job]:
+    """Return a maker of small jobs: small_job("fedit", rounds=1)."""
+    return lambda strategy="fediat", **training: assemble_job(small_config(strategy, **training))

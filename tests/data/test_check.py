@@ -1,0 +1,56 @@
+"""`data check` finds what would spoil a training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from consilium.data.check import check_datalist
+from PIL import Image
+
+
+def picture(path: Path, seed: int, shape: tuple[int, int] = (16, 16)) -> str:
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, shape, np.uint8)).save(path)
+    return path.name
+
+
+def mask(path: Path, value: int, shape: tuple[int, int] = (16, 16)) -> str:
+    array = np.zeros(shape, np.uint8)
+    array[:4] = value
+    Image.fromarray(array).save(path)
+    return path.name
+
+
+def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
+    good = {"image": picture(tmp_path / "a.png", 0), "label": mask(tmp_path / "ma.png", 1)}
+    small = {"image": picture(tmp_path / "b.png", 1), "label": mask(tmp_path / "mb.png", 1, (8, 8))}
+    odd = {"image": picture(tmp_path / "c.png", 2), "label": mask(tmp_path / "mc.png", 255)}
+    empty = {"image": picture(tmp_path / "d.png", 3), "label": mask(tmp_path / "md.png", 0)}
+    (tmp_path / "e.png").write_bytes(b"broken")
+    broken = {"image": "e.png", "label": "ma.png"}
+    unlabelled = picture(tmp_path / "f.png", 4)
+    path = tmp_path / "datalist.json"
+    path.write_text(json.dumps({"training": [good, small, odd, empty, broken], "validation": [good], "test": [unlabelled]}))
+    report = check_datalist(path, {"nucleus": [1]})
+    found = {kind: len(names) for kind, names in report.problems.items()}
+    assert found == {
+        "mask of another size": 1,
+        "undeclared label value": 1,
+        "unreadable": 1,
+        "no mask": 1,
+        "duplicate between splits": 1,
+    }
+    assert report.warnings == {"empty mask": ["training: d.png"]}
+    assert report.problems["duplicate between splits"] == ["validation: a.png = training: a.png"]
+    shown = report.to_dict()
+    assert shown["samples"] == {"training": 5, "validation": 1, "test": 1}
+    assert shown["images_with_label_value"] == {"0": 4, "1": 2, "255": 1}
+    json.dumps(shown)
+
+
+def test_only_the_first_ten_are_named(tmp_path: Path) -> None:
+    entries = [{"image": picture(tmp_path / f"{i}.png", i), "label": mask(tmp_path / "m.png", 0)} for i in range(13)]
+    path = tmp_path / "datalist.json"
+    path.write_text(json.dumps({"training": entries}))
+    empty = check_datalist(path).to_dict()["warnings"]["empty mask"]
+    assert empty["count"] == 13
+    assert len(empty["first"]) == 10

@@ -1,0 +1,50 @@
+"""Data lists: the Decathlon layout, and one clear line for everything else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from consilium.data.datalist import Item, pool, read_datalist
+from consilium.errors import DataError
+
+
+def write(folder: Path, content: object, *files: str) -> Path:
+    for name in files:
+        (folder / name).touch()
+    path = folder / "datalist.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
+    entries = {"training": [{"image": "a.png", "label": "m.png", "fold": 0}], "test": ["b.png"]}
+    entries["validation"] = [{"image": "v.nii.gz", "label": "l.nii.gz", "slice": 3}]
+    data = read_datalist(write(tmp_path, entries, "a.png", "m.png", "b.png", "v.nii.gz", "l.nii.gz"))
+    assert data.splits["training"] == (Item(tmp_path / "a.png", tmp_path / "m.png"),)
+    assert data.splits["test"] == (Item(tmp_path / "b.png", None),)
+    assert data.splits["validation"][0].name == "v.nii.gz[3]"
+    both = pool([data, data])
+    assert [len(both.splits[s]) for s in ("training", "validation", "test")] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ({"validation": []}, 'has no key "training"'),
+        ({"training": {}}, "training: is a dict, not a list"),
+        ({"training": [{"label": "m.png"}]}, r'training\[0\]: has no "image" path'),
+        ({"training": [{"image": "a.png", "mask": "m.png"}]}, r"training\[0\]: unknown key 'mask'"),
+        ({"training": [{"image": "gone.png"}]}, r"training\[0\]: .*gone\.png: no such file"),
+    ],
+)
+def test_errors_name_file_entry_and_remedy(content: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_datalist(write(tmp_path, content, "a.png"))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_list(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        read_datalist(tmp_path / "none.json")

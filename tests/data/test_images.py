@@ -1,0 +1,121 @@
+"""Reading: formats, orientation, sizes, label values; augmentation that order cannot change."""
+
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from consilium.data.datalist import Item
+from consilium.data.images import augment, augmentation, read_image, read_mask, read_sample
+from consilium.errors import DataError
+from PIL import Image
+
+CLASSES = {"disc": [1, 2], "cup": [2]}
+
+
+def scene(height: int = 20, width: int = 30) -> np.ndarray:
+    """Return a grey picture that is bright at the top left only."""
+    picture = np.full((height, width), 10, np.uint8)
+    picture[2:6, 3:12] = 200
+    return picture
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.tif", "x.bmp"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P"])
+def test_formats_and_modes_read_as_rgb_as_one_sees_them(name: str, mode: str, tmp_path: Path) -> None:
+    if (name, mode) == ("x.bmp", "RGBA"):
+        pytest.skip("BMP has no alpha")
+    picture = Image.fromarray(scene())
+    (picture if mode == "P" else picture.convert("RGB")).convert(mode).save(tmp_path / name)
+    image = read_image(tmp_path / name)
+    assert image.shape == (20, 30, 3)
+    assert image.dtype == np.float32
+    assert np.array_equal(image, np.repeat(scene()[..., None], 3, 2))
+
+
+def test_jpeg_is_close(tmp_path: Path) -> None:
+    Image.fromarray(scene()).save(tmp_path / "x.jpg", quality=95)
+    assert np.abs(read_image(tmp_path / "x.jpg")[..., 0] - scene()).max() < 25
+
+
+def test_16_bit_maps_its_range_to_0_255(tmp_path: Path) -> None:
+    ramp = np.linspace(1000, 3000, 2000).astype(np.uint16).reshape(40, 50)
+    Image.fromarray(ramp).save(tmp_path / "x.png")
+    image = read_image(tmp_path / "x.png")
+    assert image.min() == 0
+    assert image.max() == 255
+    assert np.all(np.diff(image[..., 0].ravel()) >= 0)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (-1, -1), (-1, 1)])
+def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int], tmp_path: Path) -> None:
+    """A bright spot at the patient's right front belongs at the top left of the picture."""
+    x_sign, y_sign = axes
+    volume = np.zeros((30, 20, 4), np.float32)
+    volume[25 if x_sign > 0 else 4, 17 if y_sign > 0 else 2, 1] = 100
+    nibabel.save(nibabel.Nifti1Image(volume, np.diag([x_sign, y_sign, 1, 1])), tmp_path / "v.nii.gz")
+    image = read_image(tmp_path / "v.nii.gz", 1)
+    assert image.shape == (20, 30, 3)
+    row, column = np.unravel_index(image[..., 0].argmax(), (20, 30))
+    assert (row, column) == (2, 4)
+    mask = read_mask(tmp_path / "v.nii.gz", 1)
+    assert mask[2, 4] == 100
+    with pytest.raises(DataError, match='has 4 planes; name one by "slice"'):
+        read_image(tmp_path / "v.nii.gz")
+    with pytest.raises(DataError, match="slice 9 is outside"):
+        read_image(tmp_path / "v.nii.gz", 9)
+
+
+def save(folder: Path, image: np.ndarray, mask: np.ndarray) -> Item:
+    Image.fromarray(image).save(folder / "i.png")
+    Image.fromarray(mask).save(folder / "m.png")
+    return Item(folder / "i.png", folder / "m.png")
+
+
+def test_sample_has_one_channel_per_class_and_nested_classes(tmp_path: Path) -> None:
+    mask = np.zeros((20, 20), np.uint8)
+    mask[:10], mask[:5] = 1, 2
+    sample = read_sample(save(tmp_path, scene(20, 20), mask), CLASSES, 40)
+    assert sample["image"].shape == (3, 40, 40)
+    assert type(sample["image"]) is torch.Tensor
+    assert sample["label"].shape == (2, 40, 40)
+    assert sample["label"][0].sum() == 20 * 40
+    assert sample["label"][1].sum() == 10 * 40
+    assert sample["label"].unique().tolist() == [0.0, 1.0]
+
+
+def test_image_and_mask_stay_aligned_when_resized(tmp_path: Path) -> None:
+    picture = scene(64, 64)
+    sample = read_sample(save(tmp_path, picture, (picture > 100).astype(np.uint8)), {"spot": [1]}, 128)
+    bright = sample["image"][0] > 105  # half way between spot and ground: where the edge is
+    assert torch.equal(bright, sample["label"][0] > 0)
+
+
+def test_bad_masks_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"m\.png: mask is \(5, 5\), its image i\.png \(20, 30\)"):
+        read_sample(save(tmp_path, scene(), np.zeros((5, 5), np.uint8)), CLASSES, 32)
+    with pytest.raises(DataError, match=r"label value 255 belongs to no class; declare it .* as in {disc: \[255\]}"):
+        read_sample(save(tmp_path, scene(), np.full((20, 30), 255, np.uint8)), CLASSES, 32)
+    with pytest.raises(DataError, match="3 channels"):
+        read_sample(save(tmp_path, scene(), np.zeros((20, 30, 3), np.uint8)), CLASSES, 32)
+    with pytest.raises(DataError, match='has no "label"'):
+        read_sample(Item(tmp_path / "i.png", None), CLASSES, 32)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"broken\.png: image cannot be read"):
+        read_image(tmp_path / "broken.png")
+
+
+def test_augmentation_depends_on_seed_and_index_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(3, 16, 16, generator=generator) * 255
+    samples = [{"image": image, "label": (image[:1] > 128).float()} for _ in range(6)]
+    transforms = augmentation()
+    forward = [augment(transforms, samples[i], 7, i) for i in range(6)]
+    backward = [augment(augmentation(), samples[i], 7, i) for i in reversed(range(6))][::-1]
+    for one, other in zip(forward, backward, strict=True):
+        assert torch.equal(one["image"], other["image"])
+        assert one["label"].sum() == samples[0]["label"].sum()
+        assert 0 <= one["image"].min() <= one["image"].max() <= 255
+    assert any(not torch.equal(f["label"], samples[0]["label"]) for f in forward)
+    assert torch.equal(samples[0]["image"], image)

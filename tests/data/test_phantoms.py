@@ -1,0 +1,54 @@
+"""Phantoms: seeded, and appearance and annotation shifts that do not touch one another."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from consilium.data.datalist import read_datalist
+from consilium.data.images import read_sample
+from consilium.data.phantoms import draw_phantom, habits, make_phantoms
+
+
+@pytest.mark.parametrize("kind", ["fundus", "nuclei"])
+def test_files_are_deterministic_and_readable(kind: str, tmp_path: Path) -> None:
+    paths = [make_phantoms(tmp_path / d, kind, "site-1", 3, 2, 1, 1, 48, 0.5, 0.5) for d in "ab"]
+    lists = [read_datalist(p) for p in paths]
+    assert [len(v) for v in lists[0].splits.values()] == [2, 1, 1]
+    for one, other in zip(*(d.splits["training"] for d in lists), strict=True):
+        assert one.image.read_bytes() == other.image.read_bytes()
+        assert one.label.read_bytes() == other.label.read_bytes()
+    classes = {"disc": [1, 2], "cup": [2]} if kind == "fundus" else {"nucleus": [1]}
+    label = read_sample(lists[0].splits["training"][0], classes, 48)["label"]
+    assert (label.flatten(1).mean(1) > 0.005).all()
+
+
+def test_an_equal_spec_is_not_written_again_and_another_is(tmp_path: Path) -> None:
+    path = make_phantoms(tmp_path, "fundus", "site-1", 0, 1, 0, 0, 32, 0.5, 0.5)
+    (tmp_path / "images" / "training-000.png").write_bytes(b"mine")
+    make_phantoms(tmp_path, "fundus", "site-1", 0, 1, 0, 0, 32, 0.5, 0.5)
+    assert (tmp_path / "images" / "training-000.png").read_bytes() == b"mine"
+    make_phantoms(tmp_path, "fundus", "site-1", 1, 1, 0, 0, 32, 0.5, 0.5)
+    assert (tmp_path / "images" / "training-000.png").read_bytes() != b"mine"
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("kind", ["fundus", "nuclei"])
+def test_each_shift_changes_only_its_side(kind: str) -> None:
+    def draw(appearance: float, annotation: float, site: str = "site-2") -> tuple[np.ndarray, np.ndarray]:
+        return draw_phantom(np.random.default_rng(0), kind, 64, habits(site, 0, appearance, annotation))
+
+    image, mask = draw(0, 0)
+    assert all(np.array_equal(a, b) for a, b in zip((image, mask), draw(0, 0, "site-3"), strict=True))
+    looks, drawn = draw(1, 0)
+    assert not np.array_equal(looks, image)
+    assert np.array_equal(drawn, mask)
+    same, other = draw(0, 1)
+    assert np.array_equal(same, image)
+    assert (other != mask).mean() > 0.005
+
+
+def test_numbered_sites_are_spread() -> None:
+    looks = np.array([habits(f"site-{i}", 0, 1, 1).look for i in range(1, 6)])
+    distance = np.linalg.norm(looks[:, None] - looks[None], axis=-1)
+    assert distance[~np.eye(5, dtype=bool)].min() > 0.8
+    assert not np.array_equal(habits("charite", 0, 1, 1).look, habits("mayo", 0, 1, 1).look)

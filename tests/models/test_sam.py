@@ -1,0 +1,158 @@
+"""SAM: fused attention equals the original, batches equal SAM one by one, checkpoints load or say why not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from consilium.errors import CheckpointError, ConfigError
+from consilium.models import sam, sam_attention
+from consilium.models.sam import SHAPES, Shape, build_sam
+from consilium.models.sam_attention import FusedDecoderAttention, FusedImageAttention, split_qkv
+from segment_anything.modeling.image_encoder import Attention as ImageAttention
+from segment_anything.modeling.transformer import Attention as DecoderAttention
+from torch import Tensor, nn
+
+SMALL = Shape(32, 2, 2, (1,), native=64, patch=16, window=3, prompt=16, decoder_mlp=32, decoder_heads=2)
+
+
+@pytest.fixture
+def small_vit_b(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Make vit_b small and return a checkpoint of it in Meta's layout (random weights)."""
+    monkeypatch.setitem(SHAPES, "vit_b", SMALL)
+    torch.manual_seed(0)
+    model = build_sam("vit_b", None, None, 3, weights=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "pos" in name:
+                parameter.normal_(0, 0.2)
+    path = tmp_path / "sam_vit_b.pth"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def grads(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = x.clone().requires_grad_()
+    out = module(x)
+    out.square().sum().backward()
+    return out.detach(), [x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("size", [(8, 8), (5, 7), (14, 14)])
+def test_fused_image_attention_equals_the_original(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sam_attention, "CPU_FUSED_TOKENS", 0)
+    torch.manual_seed(0)
+    original = ImageAttention(24, 2, use_rel_pos=True, input_size=size)
+    nn.init.normal_(original.rel_pos_h)
+    nn.init.normal_(original.rel_pos_w)
+    x = torch.randn(3, *size, 24)
+    expected = grads(original, x)
+    original.zero_grad()
+    original.__class__ = FusedImageAttention
+    found = grads(original, x)
+    assert torch.allclose(expected[0], found[0], atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected[1], found[1], strict=True))
+
+
+def test_fused_decoder_attention_equals_the_original() -> None:
+    torch.manual_seed(0)
+    original, inputs = DecoderAttention(32, 4, downsample_rate=2), [torch.randn(2, n, 32) for n in (5, 9, 9)]
+    expected = original(*inputs)
+    original.__class__ = FusedDecoderAttention
+    assert torch.allclose(expected, original(*inputs), atol=1e-6)
+
+
+def test_whole_model_fused_and_original_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sam_attention, "CPU_FUSED_TOKENS", 0)
+    images = torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(0)) * 255
+    fused, original = (build_sam("tiny", None, 128, 2, attention=a) for a in ("fused", "original"))
+    assert any(isinstance(m, FusedImageAttention) for m in fused.modules())
+    assert not any(isinstance(m, FusedImageAttention) for m in original.modules())
+    assert torch.allclose(fused(images), original(images), atol=2e-3)
+
+
+def test_a_batch_equals_meta_sam_image_by_image(small_vit_b: Path) -> None:
+    model = build_sam("vit_b", small_vit_b, None, 3, attention="original")
+    images = torch.rand(2, 3, 64, 64) * 255
+    ours = model(images)
+    for index in range(2):
+        one = [{"image": images[index], "original_size": (64, 64)}]
+        theirs = sam.Sam.forward(model, one, multimask_output=True)[0]["low_res_logits"]
+        up = torch.nn.functional.interpolate(theirs, (64, 64), mode="bilinear", align_corners=False)
+        assert torch.allclose(ours[index], up[0], atol=1e-5)
+
+
+def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: Path) -> None:
+    model = build_sam("vit_b", small_vit_b, None, 2, prompt="box", attention="original")
+    images = torch.rand(1, 3, 64, 64) * 255
+    boxes = torch.tensor([[[3.0, 5.0, 30.0, 40.0], [float("nan")] * 4]])
+    known = torch.tensor([[3.0, 5.0, 30.0, 40.0], [0.0, 0.0, 63.0, 63.0]])
+    one = [{"image": images[0], "original_size": (64, 64), "boxes": known}]
+    theirs = sam.Sam.forward(model, one, multimask_output=False)[0]["low_res_logits"]
+    up = torch.nn.functional.interpolate(theirs, (64, 64), mode="bilinear", align_corners=False)
+    assert torch.allclose(model(images, boxes)[0], up[:, 0], atol=1e-5)
+    with pytest.raises(ConfigError, match="given no boxes"):
+        model(images)
+
+
+@pytest.mark.parametrize(("classes", "tokens"), [(1, [0]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 3, 4, 5])])
+def test_classes_take_mask_tokens(classes: int, tokens: list[int]) -> None:
+    model = build_sam("tiny", None, 64, classes)
+    out = model(torch.rand(1, 3, 64, 64) * 255)
+    assert model.mask_tokens == tokens
+    assert out.shape == (1, classes, 64, 64)
+    pairs = [(i, j) for i in range(classes) for j in range(i)]
+    assert all(not torch.allclose(out[0, i], out[0, j], atol=1e-3) for i, j in pairs)
+
+
+def test_other_image_sizes_interpolate_positions(small_vit_b: Path) -> None:
+    model = build_sam("vit_b", small_vit_b, 128, 1)
+    assert model.image_encoder.pos_embed.shape == (1, 8, 8, 32)
+    assert model.image_encoder.blocks[1].attn.rel_pos_h.shape == (15, 16)
+    assert model(torch.rand(1, 3, 128, 128) * 255).shape == (1, 1, 128, 128)
+
+
+def test_split_qkv_is_the_same_function() -> None:
+    model, images = build_sam("tiny", None, 64, 1), torch.rand(1, 3, 64, 64) * 255
+    expected = model(images)
+    split_qkv(model)
+    assert torch.allclose(model(images), expected, atol=1e-4)
+
+
+def test_gradient_checkpointing_gives_equal_gradients() -> None:
+    images, found = torch.rand(1, 3, 64, 64) * 255, []
+    for again in (False, True):
+        model = build_sam("tiny", None, 64, 1, gradient_checkpointing=again).train()
+        model.requires_grad_(False)
+        weight = model.image_encoder.blocks[0].attn.qkv.weight.requires_grad_()
+        model(images).square().mean().backward()
+        found.append(weight.grad)
+    assert torch.allclose(*found, rtol=1e-5)
+
+
+def test_layout_alone_needs_no_weights() -> None:
+    with torch.device("meta"):
+        model = build_sam("vit_h", None, 1024, 2, weights=False)
+    assert sum(p.numel() for p in model.parameters()) == 641_090_608
+
+
+def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) -> None:
+    truncated, other = tmp_path / "cut.pth", tmp_path / "other.pth"
+    truncated.write_bytes(small_vit_b.read_bytes()[:5000])
+    torch.save({"weight": torch.zeros(1)}, other)
+    with pytest.raises(CheckpointError, match=r"cut\.pth: damaged or no checkpoint"):
+        build_sam("vit_b", truncated, None, 1)
+    with pytest.raises(CheckpointError, match=r"other\.pth: holds no SAM"):
+        build_sam("vit_b", other, None, 1)
+    with pytest.raises(CheckpointError, match=r"looks like vit_b, model\.variant is vit_l"):
+        build_sam("vit_l", small_vit_b, None, 1)
+    with pytest.raises(CheckpointError, match="no such file"):
+        build_sam("vit_b", tmp_path / "none.pth", None, 1)
+    with pytest.raises(CheckpointError, match="vit_b needs Meta's"):
+        build_sam("vit_b", None, None, 1)
+    state = torch.load(small_vit_b, weights_only=True)
+    state.pop("mask_decoder.iou_token.weight")
+    torch.save(state, other)
+    with pytest.raises(CheckpointError, match=r"mask_decoder\.iou_token\.weight is missing"):
+        build_sam("vit_b", other, None, 1)
+    with pytest.raises(ConfigError, match=r"model\.image_size: 100 is no multiple of the patch size 8; use 96"):
+        build_sam("tiny", None, 100, 1)

@@ -1,0 +1,147 @@
+"""IAT's splits and SOR: a hand-worked case, double-precision autograd, zeros, gradients on the shared factor only."""
+
+import pytest
+import torch
+from consilium.errors import ConfigError
+from consilium.strategies.fediat import SPLITS, FedIAT, squared_cosine
+from consilium.strategies.fedsa_lora import FedSALoRA
+from consilium.strategy import Role, Step
+from torch import Tensor
+
+ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
+
+
+def tensor(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def factors(layer: str, out: int = 5, rank: int = 2, inner: int = 3, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((rank, inner), (out, rank)))
+    return {f"{layer}.lora_A": a, f"{layer}.lora_B": b}
+
+
+def live(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.clone().requires_grad_() for n, t in values.items()}
+
+
+@pytest.mark.parametrize(("split", "encoder", "decoder"), [(s, *pair) for s, pair in SPLITS.items()])
+def test_splits_place_every_factor_once(split: str, encoder: str, decoder: str) -> None:
+    strategy = FedIAT(split=split)
+    for layer, shared in ((ENC, encoder), (DEC, decoder)):
+        for which in "AB":
+            expected = Role.SHARED if which == shared else Role.LOCAL
+            assert strategy.role(f"{layer}.lora_{which}", 4, 0) is expected
+
+
+def test_m1_is_fedsa_and_m4_inverts_encoder_and_decoder() -> None:
+    names = [f"{layer}.lora_{f}" for layer in (ENC, DEC) for f in "AB"]
+    assert all(FedIAT(split="M1").role(n, 0, 0) is FedSALoRA().role(n, 0, 0) for n in names)
+    m4 = [n for n in names if FedIAT().role(n, 0, 0) is Role.SHARED]
+    assert m4 == [f"{ENC}.lora_B", f"{DEC}.lora_A"]
+
+
+@pytest.mark.parametrize("name", ["prompt_encoder.x.lora_A", "my_mask_decoder.x.lora_B", "image_encoder.neck.weight"])
+def test_a_tensor_that_is_neither_encoder_nor_decoder_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot place adapter tensor"):
+        FedIAT().role(name, 0, 0)
+
+
+def test_hand_worked_2x2_encoder_case() -> None:
+    """B0 = I, B - B0 = [[1, 0], [0, 0]]: P_sh = [[1, 0], [0, 0]]. A0 = I, A - A0 = [[2, 0], [2, 0]], delta = 0.1 of it,
+    P_lo = A0 delta^T = [[.2, .2], [0, 0]]. <P, Q> = .2, norms 1 and .2 sqrt 2: cosine 1/sqrt 2, squared 1/2.
+    """
+    anchors = {f"{ENC}.lora_A": torch.eye(2).double(), f"{ENC}.lora_B": torch.eye(2).double()}
+    params = live({f"{ENC}.lora_A": tensor([[3, 0], [2, 1]]), f"{ENC}.lora_B": tensor([[2, 0], [0, 1]])})
+    loss = FedIAT(sor_weight=1.0).regularizer(Step(params, anchors, {}, {}))
+    assert loss.item() == pytest.approx(0.5, abs=1e-7)
+    loss.backward()
+    assert params[f"{ENC}.lora_A"].grad is None
+    # f = (p11 + p12)^2 / (2 |P|^2) at P = [[1, 0], [0, 0]]: only d/dp12 = 1 remains; dP = dB^T, so it stands at B[1, 0]
+    assert torch.allclose(params[f"{ENC}.lora_B"].grad, tensor([[0, 0], [1, 0]]), atol=1e-6)
+
+
+def test_hand_worked_2x2_decoder_case_is_the_mirror() -> None:
+    anchors = {f"{DEC}.lora_A": torch.eye(2).double(), f"{DEC}.lora_B": torch.eye(2).double()}
+    params = live({f"{DEC}.lora_A": tensor([[2, 0], [0, 1]]), f"{DEC}.lora_B": tensor([[3, 2], [0, 1]])})
+    loss = FedIAT(sor_weight=1.0).regularizer(Step(params, anchors, {}, {}))
+    assert loss.item() == pytest.approx(0.5, abs=1e-7)
+    loss.backward()
+    assert params[f"{DEC}.lora_B"].grad is None
+    assert torch.allclose(params[f"{DEC}.lora_A"].grad, tensor([[0, 1], [0, 0]]), atol=1e-6)
+
+
+def plain_sor(layer: str, params: dict[str, Tensor], anchors: dict[str, Tensor], drift: Tensor, eps: float) -> Tensor:
+    """Return Eq. 7-8 for one layer, written out as printed."""
+    a, b, a0, b0 = params[f"{layer}.lora_A"], params[f"{layer}.lora_B"], anchors[f"{layer}.lora_A"], anchors[f"{layer}.lora_B"]
+    sh, lo = ((b - b0).T @ b0, a0 @ drift.T) if layer == ENC else ((a - a0) @ a0.T, b0.T @ drift)
+    return ((sh * lo.detach()).sum() / (sh.norm() * lo.norm() + eps)) ** 2
+
+
+def test_value_and_gradient_equal_the_printed_formula_over_three_steps() -> None:
+    strategy, memory = FedIAT(sor_weight=0.3, ema=0.7), {}
+    anchors = factors(ENC, seed=1) | factors(DEC, out=4, inner=4, seed=2)
+    drift = {ENC: 0.0, DEC: 0.0}
+    for number in range(3):
+        moved = {
+            n: t + 0.1 * torch.randn(t.shape, generator=torch.Generator().manual_seed(number)).double()
+            for n, t in anchors.items()
+        }
+        ours, theirs = live(moved), live(moved)
+        expected = 0.0
+        for layer, private in ((ENC, "A"), (DEC, "B")):
+            name = f"{layer}.lora_{private}"
+            drift[layer] = 0.7 * drift[layer] + 0.3 * (moved[name] - anchors[name])
+            expected = expected + 0.3 * plain_sor(layer, theirs, anchors, drift[layer], strategy.eps)
+        loss = strategy.regularizer(Step(ours, anchors, {}, memory))
+        assert torch.allclose(loss, expected, rtol=1e-12)
+        loss.backward()
+        expected.backward()
+        for name in (f"{ENC}.lora_B", f"{DEC}.lora_A"):
+            assert torch.allclose(ours[name].grad, theirs[name].grad, rtol=1e-9, atol=1e-14)
+        assert ours[f"{ENC}.lora_A"].grad is None
+        assert ours[f"{DEC}.lora_B"].grad is None
+
+
+def test_gradient_of_the_squared_cosine_by_finite_differences() -> None:
+    shared = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    local = torch.randn(3, 2, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda s: squared_cosine(s, local, 1e-8), (shared,))
+
+
+@pytest.mark.parametrize("zero_b", [False, True], ids=["B = B0", "B0 = 0"])
+def test_zero_and_finite_at_the_start(zero_b: bool) -> None:
+    anchors = factors(ENC) | factors(DEC, out=4, inner=4)
+    if zero_b:
+        anchors |= {n: torch.zeros_like(t) for n, t in anchors.items() if n.endswith("lora_B")}
+    params, memory = live(anchors), {}
+    for _ in range(2):
+        loss = FedIAT(sor_weight=1.0).regularizer(Step(params, anchors, {}, memory))
+        loss.backward()
+    assert loss.item() == 0.0
+    shared = [params[f"{ENC}.lora_B"], params[f"{DEC}.lora_A"]]
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in shared)
+
+
+def test_zero_gradient_when_only_the_private_factor_stands_still() -> None:
+    anchors = factors(ENC)
+    params = live({n: t + (0.1 if n.endswith("B") else 0.0) for n, t in anchors.items()})
+    FedIAT(sor_weight=1.0).regularizer(Step(params, anchors, {}, {})).backward()
+    assert torch.equal(params[f"{ENC}.lora_B"].grad, torch.zeros(5, 2, dtype=torch.float64))
+
+
+def test_equal_layers_add_up_and_other_shapes_are_grouped_apart() -> None:
+    layers = [f"image_encoder.blocks.{i}.attn.qkv" for i in range(3)]
+    anchors = {n: t for layer in layers for n, t in factors(layer, seed=1).items()} | factors(DEC, out=7, inner=3, seed=4)
+    params = {n: t + 0.1 * torch.arange(t.numel()).double().reshape(t.shape) for n, t in anchors.items()}
+    whole = FedIAT(sor_weight=1.0).regularizer(Step(params, anchors, {}, {}))
+
+    def part(layer: str) -> Tensor:
+        own = {n: t for n, t in params.items() if n.startswith(layer)}
+        return FedIAT(sor_weight=1.0).regularizer(Step(own, anchors, {}, {}))
+
+    assert torch.allclose(whole, 3 * part(layers[0]) + part(DEC))
+
+
+def test_weight_zero_switches_sor_off() -> None:
+    assert FedIAT(sor_weight=0.0).regularizer(Step({}, {}, {}, {})) is None

@@ -1,0 +1,104 @@
+"""The segmentation task: hand-worked metrics, batches, boxes, empty cases."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from consilium.data.datalist import read_datalist
+from consilium.tasks.segmentation import SegmentationTask, boxes, score
+from PIL import Image
+from torch import Tensor, nn
+
+
+class Fixed(nn.Module):
+    """Answers the same logits whatever it sees."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+        return self.logits.expand(len(images), -1, -1, -1)
+
+
+def make_task(folder: Path, count: int = 3, **options: object) -> SegmentationTask:
+    entries = []
+    for index in range(count):
+        image, mask = np.full((8, 8), 40 * index, np.uint8), np.zeros((8, 8), np.uint8)
+        mask[:4] = 1
+        mask[:2] = 2
+        Image.fromarray(image).save(folder / f"{index}.png")
+        Image.fromarray(mask).save(folder / f"m{index}.png")
+        entries.append({"image": f"{index}.png", "label": f"m{index}.png"})
+    (folder / "d.json").write_text(json.dumps({"training": entries, "test": entries}))
+    return SegmentationTask(read_datalist(folder / "d.json"), {"disc": [1, 2], "cup": [2]}, 8, **options)
+
+
+def test_metrics_of_a_known_prediction(tmp_path: Path) -> None:
+    """Disc: 32 true pixels, 48 guessed, 32 shared: Dice 64/80, IoU 32/48. Cup: 16 true, none guessed: 0."""
+    logits = torch.full((2, 8, 8), -5.0)
+    logits[0, :6] = 5
+    found = make_task(tmp_path).evaluate(Fixed(logits), "test", 2, distances=True)
+    assert found["dice/disc"] == pytest.approx(0.8)
+    assert found["iou/disc"] == pytest.approx(2 / 3)
+    assert found["dice/cup"] == 0
+    assert found["dice"] == pytest.approx(0.4)
+    assert found["hd95/disc"] == pytest.approx(2)
+    assert found["hd95/cup"] == pytest.approx(8 * 2**0.5)
+    assert found.keys() <= make_task(tmp_path).metric_names
+
+
+def test_loss_is_dice_plus_cross_entropy(tmp_path: Path) -> None:
+    task = make_task(tmp_path, augment=False)
+    batch = next(task.batches(3, seed=0))
+    probability = torch.full((2, 8, 8), 0.25)
+    loss = task.loss(Fixed(probability.logit()), batch)
+    disc, cup = (1 - (2 * n * 0.25 + 1e-5) / (n + 64 * 0.25 + 1e-5) for n in (32, 16))
+    entropy = np.mean([-(n * np.log(0.25) + (64 - n) * np.log(0.75)) / 64 for n in (32, 16)])
+    assert loss.item() == pytest.approx((disc + cup) / 2 + entropy, rel=1e-5)
+
+
+def test_an_absent_reference_counts_for_nothing() -> None:
+    label, guess = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 4)
+    label[0, 0, :2] = guess[0, 0, :2] = 1
+    found = score(guess, label, distances=False)["dice"]
+    assert found[0, 0] == 1
+    assert found[1, 0].isnan()
+
+
+def test_evaluation_of_an_empty_split_and_the_models_mode(tmp_path: Path) -> None:
+    task, model = make_task(tmp_path), Fixed(torch.zeros(2, 8, 8)).train()
+    assert task.evaluate(model, "validation", 2) == {}
+    task.evaluate(model, "test", 2)
+    assert model.training
+    assert task.has("test")
+    assert not task.has("validation")
+
+
+def test_an_epoch_sees_every_sample_once_in_an_order_the_seed_fixes(tmp_path: Path) -> None:
+    task = make_task(tmp_path, count=5, augment=False)
+    orders = [[float(x) for b in task.batches(2, seed) for x in b["image"][:, 0, 0, 0]] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert sorted(orders[0]) == [0, 40, 80, 120, 160]
+    assert [len(b["image"]) for b in task.batches(2, 0)] == [2, 2, 1]
+
+
+def test_boxes_around_masks_and_their_jitter() -> None:
+    label = torch.zeros(2, 20, 20)
+    label[0, 3:9, 5:16] = 1
+    exact = boxes(label)
+    assert exact[0].tolist() == [5, 3, 15, 8]
+    assert exact[1].isnan().all()
+    moved = boxes(label, seed=1)
+    side = torch.tensor([10.0, 5.0, 10.0, 5.0])
+    assert ((moved[0] - exact[0]).abs() <= 0.1 * side + 1e-5).all()
+    assert not torch.equal(moved[0], exact[0])
+    assert torch.equal(moved[0], boxes(label, seed=1)[0])
+
+
+def test_box_prompts_travel_with_the_batch(tmp_path: Path) -> None:
+    batch = next(make_task(tmp_path, prompt="box", augment=False).batches(2, 0))
+    assert batch["box"].shape == (2, 2, 4)

@@ -1,0 +1,116 @@
+"""Contracts every algorithm keeps, and the exact mean under them."""
+
+import itertools
+
+import pytest
+import torch
+from consilium.errors import RefusedError
+from consilium.strategies import STRATEGIES
+from consilium.strategy import ExactMean, Payload, Role, SiteInfo, Strategy, Tensors, factor
+
+LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
+EVERY = [cls() for cls in STRATEGIES.values()]
+
+
+def adapter(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {f"{n}.lora_A": (2, i) for n, (o, i) in LAYERS.items()} | {f"{n}.lora_B": (o, 2) for n, (o, i) in LAYERS.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_exact_mean_is_the_weighted_mean() -> None:
+    mean = ExactMean()
+    mean.add({"w": torch.tensor([1.0, 0.0])}, 3)
+    mean.add({"w": torch.tensor([5.0, 1.0])}, 1)
+    assert mean.value()["w"].tolist() == [2.0, 0.25]
+
+
+def test_exact_mean_does_not_depend_on_order_to_the_last_bit() -> None:
+    updates = [
+        ({"w": torch.randn(500, generator=torch.Generator().manual_seed(i)) * 10.0 ** (-i)}, 7 * i + 1) for i in range(5)
+    ]
+    results = []
+    for order in itertools.permutations(updates):
+        mean = ExactMean()
+        for update, weight in order:
+            mean.add(update, weight)
+        results.append(mean.value()["w"])
+    assert all(torch.equal(results[0], other) for other in results)
+    total = sum(weight for _, weight in updates)
+    truth = sum(u["w"].double() * w for u, w in updates) / total
+    assert (results[0] - truth).abs().max() < 1e-11
+
+
+def test_exact_mean_refuses_what_it_cannot_add_and_keeps_the_rest() -> None:
+    mean = ExactMean()
+    mean.add({"w": torch.ones(2)}, 2)
+    with pytest.raises(RefusedError, match="too large to average"):
+        mean.add({"w": torch.tensor([1.0, 1e9])}, 2)
+    assert mean.value()["w"].tolist() == [1.0, 1.0]
+
+
+def test_exact_mean_of_nothing_is_an_error() -> None:
+    with pytest.raises(RefusedError, match="no site's update"):
+        ExactMean().value()
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy) -> None:
+    start, end = adapter(0), adapter(1)
+    kept = {n: t.clone() for n, t in end.items()}
+    sent = strategy.upload(start, end, Payload(3, 0, {}))
+    assert (sent.round, sent.phase) == (3, 0)
+    assert all(strategy.role(name, 3, 0) is Role.SHARED for name in sent.tensors)
+    assert sent.tensors.keys() == set(strategy.names(end, Role.SHARED, 3, 0))
+    assert all(torch.equal(t, end[n] - start[n]) for n, t in sent.tensors.items())
+    assert equal(kept, end)
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
+    initial = adapter(0)
+    state = strategy.init_state(initial)
+    first = strategy.broadcast(state, SiteInfo("a", 1, joined=False))
+    later = strategy.broadcast(state, SiteInfo("a", 1, joined=True))
+    assert equal(strategy.receive({}, first), initial)
+    assert later.tensors.keys() == {n for n in initial if strategy.role(n, 0, 0) is Role.SHARED}
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_private_tensors_survive_what_the_server_sends(strategy: Strategy) -> None:
+    own = adapter(5)
+    payload = strategy.broadcast(strategy.init_state(adapter(0)), SiteInfo("a", 1, joined=True))
+    received = strategy.receive(own, payload)
+    private = [n for n in own if strategy.role(n, 0, 0) is not Role.SHARED]
+    assert all(torch.equal(received[n], own[n]) for n in private)
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strategy) -> None:
+    state = strategy.init_state(adapter(0))
+    update = {n: torch.full_like(t, 0.5) for n, t in state.shared.items()}
+    mean = ExactMean()
+    for weight in (3, 11):
+        strategy.accumulate(mean, Payload(0, 0, update), weight)
+    after = strategy.conclude(state, mean)
+    assert (after.round, after.phase) == (1, 0)
+    assert all(torch.allclose(after.shared[n], state.shared[n] + 0.5, atol=1e-6) for n in update)
+
+
+def test_ffa_mean_of_products_is_the_product_of_means_and_fedit_is_not() -> None:
+    sites = [adapter(i) for i in range(3)]
+    a, b = (f"image_encoder.blocks.0.attn.qkv.lora_{f}" for f in "AB")
+    for site in sites:
+        site["frozen"] = sites[0][a]
+    products = {"ffa": torch.stack([s[b] @ s["frozen"] for s in sites]), "fedit": torch.stack([s[b] @ s[a] for s in sites])}
+    mean_b, mean_a = (torch.stack([s[n] for s in sites]).mean(0) for n in (b, a))
+    assert torch.allclose(products["ffa"].mean(0), mean_b @ sites[0][a], atol=1e-6)
+    assert not torch.allclose(products["fedit"].mean(0), mean_b @ mean_a, atol=1e-2)
+
+
+def test_factor_of_a_name() -> None:
+    assert [factor(n) for n in ("x.lora_A", "x.lora_B", "lora_A.head.weight", "head.weight")] == ["A", "B", None, None]
