@@ -91,7 +91,7 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
 
 def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
     server = coordinator(small_job(), tmp_path, sites=0)
-    with pytest.raises(RefusedError, match="consilium 0.0.0, the server has"):
+    with pytest.raises(RefusedError, match=r"consilium 0\.0\.0, the server has"):
         server.welcome(Hello("old", 5, False, "0.0.0"))
     with pytest.raises(RefusedError, match="no training samples"):
         server.welcome(Hello("empty", 0, False, __version__))

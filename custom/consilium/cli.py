@@ -88,11 +88,11 @@ def _run(
     ready = assemble_job(config, source)
     with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name) as view:
         if engine is Engine.FLARE:
-            from consilium.flare.simulator import run_simulator
+            from consilium.flare.simulator import export_job, run_simulator
 
             if ready.strategy.pools_data:
                 raise ConfigError(f"strategy.name: {config.strategy['name']!r} pools all data; only --engine inprocess can")
-            run_simulator(config, names, folder, view, {})
+            run_simulator(export_job(config, folder), names, folder, view)
         else:
             from consilium.simulate import simulate as run_inprocess
 
@@ -119,6 +119,14 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
         numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
         table.add_row(one.strategy + (" *" if index == 0 else ""), *(f"{n:,}" for n in numbers))
     Console().print(table)
+
+
+@app.command()
+def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare simulator`, or a startup kit")]) -> None:
+    """Let FLARE run consilium's installed classes there: adds "consilium." to class_allow_list in local/resources.json."""
+    from consilium.flare.allow import allow_classes
+
+    typer.echo(f"{allow_classes(folder)}: lists consilium.")
 
 
 @data_app.command("check")

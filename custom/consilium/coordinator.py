@@ -23,7 +23,7 @@ from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteI
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    welcome* -> (start -> accept* -> conclude) until done -> final -> record_final*. Thread-safe where results arrive.
+    welcome* -> (start -> accept* -> conclude) until done -> final -> record_final* -> finish. Thread-safe where results arrive.
     """
 
     def __init__(
@@ -132,8 +132,12 @@ class Coordinator:
         self.log.final(name, result)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
 
+    def finish(self) -> None:
+        """Write the results of a run that came to its end."""
+        self.log.finish()
+
     def close(self) -> None:
-        """Write the run's closing files."""
+        """Close the run's files."""
         self.log.close()
 
     def _file(self) -> Path:

@@ -55,9 +55,12 @@ class RunLog:
         self._line({"event": "final", "site": site, "round": result.round, "metrics": result.metrics})
         self._scalars(site, result.metrics, result.round)
 
-    def close(self) -> None:
-        """Write results.json and close all files."""
+    def finish(self) -> None:
+        """Write results.json: only a run that came to its end has one."""
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+
+    def close(self) -> None:
+        """Close all files."""
         self._file.close()
         for writer in self._writers.values():
             writer.close()

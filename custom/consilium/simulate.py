@@ -30,6 +30,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
         while not coordinator.done:
             run_phase(coordinator, trainers)
         _evaluate(coordinator, members)
+        coordinator.finish()
     finally:
         coordinator.close()
     return coordinator

@@ -79,7 +79,7 @@ def test_disabled_is_the_base_and_ends_with_the_block() -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    with pytest.raises(ConfigError, match="adapter.targets: 'nothing' matches no linear layer"):
+    with pytest.raises(ConfigError, match=r"adapter\.targets: 'nothing' matches no linear layer"):
         tiny("nothing")
     with pytest.raises(ConfigError, match="no valid regular expression"):
         tiny("a(")

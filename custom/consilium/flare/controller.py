@@ -103,6 +103,8 @@ class RoundController(Controller):
             coordinator.record_final(name, wire.decode(result)[0])
 
         self._exchange(wire.EVALUATE, payloads, record, len(payloads), abort_signal, fl_ctx)
+        if not abort_signal.triggered:
+            coordinator.finish()
 
     def _exchange(
         self,
@@ -152,6 +154,6 @@ class RoundController(Controller):
                     break
             time.sleep(self.task_check_period)
         for name, task in tasks.items():
-            if task.completion_status is None:
+            if task.completion_status is None and not abort_signal.triggered:
                 self.log_warning(fl_ctx, f"{name}: no answer within the grace period; the round goes on without it")
                 self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)

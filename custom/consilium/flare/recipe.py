@@ -4,11 +4,13 @@ from pathlib import Path
 
 from nvflare.job_config.api import FedJob
 from nvflare.job_config.defs import FilterType
-from nvflare.recipe.spec import Recipe
+from nvflare.recipe.sim_env import SimEnv
+from nvflare.recipe.spec import ExecEnv, Recipe
 
 from consilium.assemble import assemble_job
 from consilium.config import job_file, load_job
 from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.allow import allow_classes
 from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
@@ -34,3 +36,8 @@ class ConsiliumRecipe(Recipe):
         for add in (fed_job.add_file_to_server, fed_job.add_file_to_clients):
             add(str(path), app_folder_type="config")
         super().__init__(fed_job)
+
+    def process_env(self, env: ExecEnv) -> None:
+        """Let a simulation's workspace run our classes; a real site decides for itself."""
+        if isinstance(env, SimEnv):
+            allow_classes(Path(env.workspace_root) / self.name)

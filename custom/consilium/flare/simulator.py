@@ -12,29 +12,35 @@ import yaml
 
 from consilium.config import JobConfig
 from consilium.errors import ConsiliumError
+from consilium.flare.allow import allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import ConsiliumRecipe
 from consilium.site import Observer
 
 
-def run_simulator(
-    config: JobConfig, sites: list[str], workspace: Path, observer: Observer, environment: dict[str, str]
-) -> None:
-    """Run `config` with one FLARE client process per site; files land in `workspace` as from the in-process engine.
-
-    FLARE's own files are under `workspace`/flare. Raises ConsiliumError with the reason if the job does not complete.
-    """
+def export_job(config: JobConfig, workspace: Path) -> Path:
+    """Write `config` as a FLARE job folder under `workspace`/flare/job and return it."""
     source = workspace / "flare" / "source" / "job.yaml"
     source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
     ConsiliumRecipe(source).export(str(workspace / "flare" / "job"))
-    log = workspace / "flare" / "simulator.log"
+    return workspace / "flare" / "job" / config.name
+
+
+def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observer, threads: int | None = None) -> None:
+    """Run a job folder with one FLARE client process per site; files land in `workspace` as from the in-process engine.
+
+    `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. Raises
+    ConsiliumError with the reason if the job does not complete.
+    """
+    allow_classes(workspace / "flare" / "workspace")
+    log, count = workspace / "flare" / "simulator.log", threads or len(sites)
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            _command(workspace / "flare", config.name, sites),
+            _command(job, workspace / "flare" / "workspace", sites, count),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | _threads(len(sites)) | environment | {OUTPUT: str(workspace.resolve())},
+            env=os.environ | _cores(count) | {OUTPUT: str(workspace.resolve())},
         )
         try:
             for event in _events(workspace / "events", process):
@@ -42,20 +48,20 @@ def run_simulator(
         finally:
             process.terminate()
             process.wait()
-    if not (workspace / "results.json").is_file() or process.returncode > 0:
+    if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
 
 
-def _command(folder: Path, name: str, sites: list[str]) -> list[str]:
+def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[str]:
     """Return the command of FLARE's simulator. `nvflare simulator` runs the same module."""
-    module, count = "nvflare.private.fed.app.simulator.simulator", str(len(sites))
-    job = [sys.executable, "-m", module, str(folder / "job" / name), "-w", str(folder / "workspace")]
-    return [*job, "-n", count, "-t", count, "-c", ",".join(sites)]
+    module = "nvflare.private.fed.app.simulator.simulator"
+    counts = ["-n", str(len(sites)), "-t", str(threads), "-c", ",".join(sites)]
+    return [sys.executable, "-m", module, str(job), "-w", str(folder), *counts]
 
 
-def _threads(sites: int) -> dict[str, str]:
+def _cores(processes: int) -> dict[str, str]:
     """Share the cores out: site processes that each use all of them slow one another down many times over."""
-    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sites))}
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
 def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:

@@ -1,0 +1,51 @@
+"""FLARE components the tests put into job folders: a listener on a site's bytes, a site gone wrong, FLARE's FedAvg."""
+
+import os
+from pathlib import Path
+
+import torch
+from consilium.assemble import assemble_job
+from consilium.config import load_job
+from consilium.storage import save_state
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.fuel.utils import fobs
+
+
+class Listener(Filter):
+    """Last filter of a site: keeps the bytes FLARE's serializer makes of what the site sends."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        folder = Path(os.environ["CONSILIUM_OUTPUT"]) / "heard" / fl_ctx.get_identity_name()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{len(list(folder.iterdir()))}.bin").write_bytes(fobs.dumps(shareable))
+        return shareable
+
+
+class Corrupter(Filter):
+    """A site whose results are damaged after its own check: NaN in round 0, a tensor too many in round 1."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        if fl_ctx.get_identity_name() == "site-3" and "DXO" in shareable:
+            data = from_shareable(shareable).data
+            if data and shareable.get_header("current_round") == 0:
+                data[next(iter(data))].fill_(float("nan"))
+            elif data:
+                data["extra"] = torch.zeros(1)
+        return shareable
+
+
+class InitialFedAvg(FedAvg):
+    """FLARE's FedAvg with its two documented hooks: where the first model comes from and where the last one goes."""
+
+    def load_model(self) -> FLModel:
+        path = Path(os.environ["CONSILIUM_JOB"])
+        return FLModel(params=assemble_job(load_job(path), path).initial)
+
+    def save_model(self, model: FLModel) -> None:
+        save_state(Path(os.environ["CONSILIUM_OUTPUT"]) / "fedavg.safetensors", model.params, {})
+        (Path(os.environ["CONSILIUM_OUTPUT"]) / "results.json").write_text("{}")

@@ -1,0 +1,150 @@
+"""Wire, filters, aggregator, allow-list and recipe without a running federation."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from consilium.assemble import Job, assemble_job
+from consilium.errors import ConfigError, RefusedError
+from consilium.flare import wire
+from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.allow import allow_classes
+from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
+from consilium.flare.recipe import ConsiliumRecipe
+from consilium.strategy import Payload, Role
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.fuel.utils import fobs
+
+from tests.conftest import JOBS, small_config
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return assemble_job(small_config("fediat"))
+
+
+def update(job: Job) -> Payload:
+    names = job.strategy.names(job.initial, Role.SHARED, 0, 0)
+    return Payload(0, 0, {n: torch.ones_like(job.initial[n]) for n in names}, {}, {"train/loss": 0.5})
+
+
+def passed(filter_class: type, job: Job, shareable: Shareable) -> Shareable:
+    checker = filter_class()
+    checker._job = job
+    return checker.process(shareable, FLContext())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_messages_survive_flares_serializer_exactly(dtype: torch.dtype) -> None:
+    wire.register()
+    sent = Payload(7, 1, {"a.lora_A": torch.randn(3, 4).to(dtype), "empty": torch.zeros(0)}, {"gate": 0.5}, {"train/loss": 1.5})
+    heard, run = wire.decode(fobs.loads(fobs.dumps(wire.encode(sent, "run-1", update=True))))
+    assert (heard.round, heard.phase, run, heard.scalars, heard.metrics) == (7, 1, "run-1", sent.scalars, sent.metrics)
+    assert all(torch.equal(heard.tensors[n], t) and heard.tensors[n].dtype == t.dtype for n, t in sent.tensors.items())
+
+
+def test_what_is_no_message_is_refused_by_name() -> None:
+    with pytest.raises(RefusedError, match="not a consilium message"):
+        wire.decode(Shareable())
+
+
+def test_a_proper_update_passes_both_filters_unchanged(job: Job) -> None:
+    message = wire.encode(update(job), "r", update=True)
+    for kind in (ReleaseFilter, ResultCheckFilter):
+        assert passed(kind, job, message) is message
+
+
+def bad_messages(job: Job) -> dict[str, Shareable]:
+    good = update(job)
+    local = job.strategy.names(job.initial, Role.LOCAL, 0, 0)[0]
+    return {
+        "local": wire.encode(Payload(0, 0, good.tensors | {local: job.initial[local]}), "r", update=True),
+        "scalar": wire.encode(Payload(0, 0, good.tensors, {"n": 1.0}), "r", update=True),
+        "nan": wire.encode(Payload(0, 0, {n: t * float("nan") for n, t in good.tensors.items()}), "r", update=True),
+        "no message": Shareable({"patients": [1, 2]}),
+        "other data kind": DXO(DataKind.APP_DEFINED, object()).to_shareable(),
+        "hello with more": wire.encode_dict(wire.HELLO, {"name": "a", "patients": 3}),
+        "hello with tensors": Shareable(wire.encode(good, "r", update=True) | {wire.HELLO: {}}),
+    }
+
+
+@pytest.mark.parametrize("kind", [ReleaseFilter, ResultCheckFilter])
+@pytest.mark.parametrize(
+    "name", ["local", "scalar", "nan", "no message", "other data kind", "hello with more", "hello with tensors"]
+)
+def test_filters_fail_closed(kind: type, name: str, job: Job) -> None:
+    answer = passed(kind, job, bad_messages(job)[name])
+    assert answer.get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert wire.failure(answer)
+    assert not set(answer) - {"__headers__"}
+
+
+def test_a_check_that_breaks_sends_nothing(job: Job) -> None:
+    with patch("consilium.flare.filters.check_release", side_effect=ZeroDivisionError):
+        answer = passed(ReleaseFilter, job, wire.encode(update(job), "r", update=True))
+    assert "ZeroDivisionError" in wire.failure(answer)
+    assert "DXO" not in answer
+
+
+def test_an_error_reply_keeps_code_and_reason_and_nothing_else(job: Job) -> None:
+    reply = wire.refusal("disk full")
+    reply["DXO"] = "secret"
+    answer = passed(ReleaseFilter, job, reply)
+    assert wire.failure(answer) == "disk full"
+    assert "DXO" not in answer
+    assert "return code" in wire.failure(make_reply(ReturnCode.TASK_ABORTED))
+
+
+def test_the_aggregator_serves_scatter_and_gather(job: Job) -> None:
+    aggregator, context = StrategyAggregator(), FLContext()
+    aggregator.use(job)
+    for value, count in ((1.0, 3), (5.0, 1)):
+        payload = Payload(0, 0, {n: t * value for n, t in update(job).tensors.items()})
+        assert aggregator.accept(wire.encode(payload, "r", update=True, num_samples=count), context)
+    model = FLModelUtils.from_shareable(aggregator.aggregate(context))
+    assert all(torch.equal(t, torch.full_like(t, 2.0)) and t.dtype == torch.float32 for t in model.params.values())
+
+
+def test_allow_keeps_what_is_there_and_adds_our_prefix_once(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "resources.json.default").write_text(json.dumps({"class_allow_list": ["nvflare.x.Y"], "keep": 1}))
+    for _ in range(2):
+        found = json.loads(allow_classes(tmp_path).read_text())
+        assert found == {"class_allow_list": ["nvflare.x.Y", "consilium."], "keep": 1}
+    (local / "resources.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        allow_classes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(p.parent.parent.parent for p in JOBS.glob("*/app/config/job.yaml")), ids=lambda p: p.name
+)
+def test_job_folders_are_what_the_recipe_exports(folder: Path, tmp_path: Path) -> None:
+    """The folders lie ready in jobs/; a drift from the recipe, or code inside them (BYOC), would show here."""
+    ConsiliumRecipe(folder).export(str(tmp_path))
+    exported = tmp_path / folder.name
+    assert not (exported / "app" / "custom").exists()
+    assert not (folder / "app" / "custom").exists()
+    for name in ("config_fed_server.json", "config_fed_client.json"):
+        ours, theirs = (json.loads((f / "app/config" / name).read_text()) for f in (folder, exported))
+        for section in ("workflows", "components", "executors", "task_result_filters"):
+            assert _classes(ours.get(section)) == _classes(theirs.get(section))
+    assert (exported / "app/config/job.yaml").read_text() == (folder / "app/config/job.yaml").read_text()
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["name"] == folder.name
+    assert meta["min_clients"] == json.loads((exported / "meta.json").read_text())["min_clients"]
+
+
+def _classes(section: object) -> list[str]:
+    """Return every class path of ours in a config section, in order."""
+    if isinstance(section, dict):
+        own = [section["path"]] if str(section.get("path", "")).startswith("consilium") else []
+        return own + [p for v in section.values() for p in _classes(v)]
+    return [p for v in section for p in _classes(v)] if isinstance(section, list) else []

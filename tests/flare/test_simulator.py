@@ -1,0 +1,130 @@
+"""Real FLARE runs in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, SiteConfig
+from consilium.flare.simulator import export_job, run_simulator
+from consilium.simulate import simulate
+from consilium.storage import load_state
+from consilium.strategy import Role
+
+from tests.conftest import small_config
+
+SITES = ["site-1", "site-2", "site-3"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def flare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a runner: flare(config, edit) runs the job, its folder edited first, and returns the workspace."""
+
+    def run(config: JobConfig, edit: Callable[[Path], None], threads: int | None = None) -> Path:
+        workspace = tmp_path / "flare"
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
+        job = export_job(config, workspace)
+        edit(job / "app" / "config")
+        resources = workspace / "flare/workspace/local/resources.json"
+        resources.parent.mkdir(parents=True)
+        resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
+        run_simulator(job, SITES, workspace, lambda event: None, threads)
+        return workspace
+
+    return run
+
+
+def add_filter(name: str) -> Callable[[Path], None]:
+    def edit(config: Path) -> None:
+        path = config / "config_fed_client.json"
+        client = json.loads(path.read_text())
+        (chain,) = client["task_result_filters"]
+        chain["filters"].append({"path": f"tests.flare.components.{name}", "args": {}})
+        path.write_text(json.dumps(client))
+
+    return edit
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_state(path)[0]
+
+
+def site_state(workspace: Path, site: str) -> dict[str, torch.Tensor]:
+    (path,) = (workspace / "sites" / site).glob("*/state.safetensors")
+    return state_of(path)
+
+
+def test_flare_equals_in_process_and_no_local_factor_is_on_the_wire(flare: Callable[..., Path], tmp_path: Path) -> None:
+    config = small_config("fediat")
+    job = assemble_job(config)
+    workspace = flare(config, add_filter("Listener"))
+    reference = tmp_path / "inprocess"
+    simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)
+
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+    for site in SITES:
+        ours, theirs = site_state(workspace, site), site_state(reference, site)
+        assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+    results = [json.loads((w / "results.json").read_text()) for w in (workspace, reference)]
+    assert results[0] == results[1]
+    for site in SITES:
+        _check_bytes(
+            job.initial, job.strategy.names(job.initial, Role.LOCAL, 0, 0), site_state(workspace, site), workspace, site
+        )
+
+
+def _check_bytes(initial: dict, private: list[str], kept: dict, workspace: Path, site: str) -> None:
+    sent = b"".join(p.read_bytes() for p in sorted((workspace / "heard" / site).iterdir()))
+    shared = [t for n, t in kept.items() if n.startswith("reply/")]
+    assert shared
+    assert all(t.numpy().tobytes() in sent for t in shared)  # the listener does hear tensors
+    for name in private:
+        value, start = kept[f"params/{name}"], initial[name]
+        assert not torch.equal(value, start)
+        assert name.encode() not in sent
+        for secret in (value, value - start):
+            assert secret.numpy().tobytes() not in sent
+            assert secret[0].numpy().tobytes() not in sent
+
+
+def test_a_damaged_site_is_left_out_and_state_survives_threads_fewer_than_sites(
+    flare: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = small_config("fediat")
+    workspace = flare(config, add_filter("Corrupter"), threads=2)
+    reference = tmp_path / "two"
+    simulate(assemble_job(config), {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    reasons = [(x["site"], x["round"], x["reason"]) for x in lines if x["event"] == "refused"]
+    assert [(site, round) for site, round, _ in reasons] == [("site-3", 0), ("site-3", 1)]
+    assert "NaN or Inf" in reasons[0][2]
+    assert "'extra' is not expected" in reasons[1][2]
+
+
+def test_flares_own_fedavg_uses_the_aggregator(flare: Callable[..., Path], tmp_path: Path) -> None:
+    config = small_config("fedit")
+
+    def edit(folder: Path) -> None:
+        path = folder / "config_fed_server.json"
+        server: dict[str, Any] = json.loads(path.read_text())
+        aggregator = {"path": "consilium.flare.aggregator.StrategyAggregator", "args": {}}
+        fedavg = {"num_clients": 3, "num_rounds": 2, "persistor_id": "", "aggregator": aggregator}
+        server["workflows"] = [{"id": "c", "path": "tests.flare.components.InitialFedAvg", "args": fedavg}]
+        path.write_text(json.dumps(server))
+
+    workspace = flare(config, edit)
+    reference = tmp_path / "inprocess"
+    simulate(assemble_job(config), {name: SiteConfig() for name in SITES}, reference, lambda event: None)
+    ours, theirs = state_of(workspace / "fedavg.safetensors"), state_of(reference / "server/state.safetensors")
+    assert all(torch.allclose(t, theirs[f"shared/{n}"], atol=1e-6) for n, t in ours.items())
+    assert len(ours) == len(theirs)
