@@ -2,8 +2,9 @@
 
 import argparse
 
-from consilium.flare.recipe import ConsiliumRecipe
 from nvflare.recipe import SimEnv
+
+from consilium.flare.recipe import ConsiliumRecipe
 
 
 def main() -> None:

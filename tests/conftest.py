@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from consilium.assemble import Job, assemble_job
 from consilium.config import JobConfig
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from consilium import __version__
 from consilium.assemble import Job, assemble_job
 from consilium.coordinator import Coordinator
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.site import Hello
 from consilium.strategy import Payload, Role
-
 from tests.conftest import small_config
 
 MakeJob = Callable[..., Job]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from consilium.adapters import lora
 from consilium.assemble import Job, build_site
 from consilium.config import SiteConfig

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from consilium.errors import CheckpointError
 from consilium.storage import load_state, save_state
 

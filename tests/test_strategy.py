@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from consilium.errors import RefusedError
 from consilium.strategies import STRATEGIES
 from consilium.strategy import ExactMean, Payload, Role, SiteInfo, Strategy, Tensors, factor

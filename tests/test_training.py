@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from consilium.config import TrainingConfig
 from consilium.errors import ConsiliumError
 from consilium.strategy import Step
 from consilium.training import autocast, make_optimizer, pick_device, steps_per_round, train
-from torch import Tensor, nn
 
 
 class Line(nn.Module):

@@ -50,8 +50,8 @@ class Coordinator:
 
     @property
     def quorum(self) -> int:
-        """How many results a round needs."""
-        return self.job.config.federation.min_sites
+        """How many results a round needs; a centralized reference run has a single, pooled site."""
+        return 1 if self.job.strategy.pools_data else self.job.config.federation.min_sites
 
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""

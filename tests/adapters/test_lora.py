@@ -5,11 +5,12 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+
 from consilium.adapters import lora
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.sam import build_sam
-from safetensors.torch import load_file
-from torch import nn
 
 
 def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from consilium.data.check import check_datalist
 from PIL import Image
+
+from consilium.data.check import check_datalist
 
 
 def picture(path: Path, seed: int, shape: tuple[int, int] = (16, 16)) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from consilium.data.datalist import Item, pool, read_datalist
 from consilium.errors import DataError
 

@@ -6,10 +6,11 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from consilium.data.datalist import Item
 from consilium.data.images import augment, augmentation, read_image, read_mask, read_sample
 from consilium.errors import DataError
-from PIL import Image
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 

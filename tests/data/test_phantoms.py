@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.phantoms import draw_phantom, habits, make_phantoms

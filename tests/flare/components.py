@@ -4,9 +4,6 @@ import os
 from pathlib import Path
 
 import torch
-from consilium.assemble import assemble_job
-from consilium.config import load_job
-from consilium.storage import save_state
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
@@ -14,6 +11,10 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
+
+from consilium.assemble import assemble_job
+from consilium.config import load_job
+from consilium.storage import save_state
 
 
 class Listener(Filter):

@@ -6,6 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.fuel.utils import fobs
+
 from consilium.assemble import Job, assemble_job
 from consilium.errors import ConfigError, RefusedError
 from consilium.flare import wire
@@ -14,13 +21,6 @@ from consilium.flare.allow import allow_classes
 from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
 from consilium.flare.recipe import ConsiliumRecipe
 from consilium.strategy import Payload, Role
-from nvflare.apis.dxo import DXO, DataKind
-from nvflare.apis.fl_constant import ReturnCode
-from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable, make_reply
-from nvflare.app_common.utils.fl_model_utils import FLModelUtils
-from nvflare.fuel.utils import fobs
-
 from tests.conftest import JOBS, small_config
 
 

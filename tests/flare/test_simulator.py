@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from consilium.assemble import assemble_job
 from consilium.config import JobConfig, SiteConfig
 from consilium.flare.simulator import export_job, run_simulator
 from consilium.simulate import simulate
 from consilium.storage import load_state
 from consilium.strategy import Role
-
 from tests.conftest import small_config
 
 SITES = ["site-1", "site-2", "site-3"]

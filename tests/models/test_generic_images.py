@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from consilium.models.generic_images import make_picture
 from consilium.models.pretrain_sam import make_batch
 

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from segment_anything.modeling.image_encoder import Attention as ImageAttention
+from segment_anything.modeling.transformer import Attention as DecoderAttention
+from torch import Tensor, nn
+
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models import sam, sam_attention
 from consilium.models.sam import SHAPES, Shape, build_sam
 from consilium.models.sam_attention import FusedDecoderAttention, FusedImageAttention, split_qkv
-from segment_anything.modeling.image_encoder import Attention as ImageAttention
-from segment_anything.modeling.transformer import Attention as DecoderAttention
-from torch import Tensor, nn
 
 SMALL = Shape(32, 2, 2, (1,), native=64, patch=16, window=3, prompt=16, decoder_mlp=32, decoder_heads=2)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from consilium.errors import RefusedError
 from consilium.privacy.guard import allowed_metrics, check_release
 from consilium.strategies.fediat import FedIAT

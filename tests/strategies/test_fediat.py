@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from consilium.errors import ConfigError
 from consilium.strategies.fediat import SPLITS, FedIAT, squared_cosine
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategy import Role, Step
-from torch import Tensor
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 

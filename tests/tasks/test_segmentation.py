@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from consilium.data.datalist import read_datalist
-from consilium.tasks.segmentation import SegmentationTask, boxes, score
 from PIL import Image
 from torch import Tensor, nn
+
+from consilium.data.datalist import read_datalist
+from consilium.tasks.segmentation import SegmentationTask, boxes, score
 
 
 class Fixed(nn.Module):

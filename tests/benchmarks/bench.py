@@ -1,0 +1,174 @@
+"""Speed, memory and bytes, as ratios within one run: `python -m tests.benchmarks.bench [NAME ...]`.
+
+Pairs are measured in turn (A B A B ...) and the median of the pairwise ratios is printed, so a drifting machine matters little.
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from nvflare.fuel.utils import fobs
+from torch import nn
+
+from consilium.adapters import lora
+from consilium.assemble import assemble_job
+from consilium.config import SiteConfig, load_job
+from consilium.flare import wire
+from consilium.flare.simulator import export_job, run_simulator
+from consilium.models.sam import build_sam
+from consilium.models.sam_attention import FusedImageAttention, use_fused
+from consilium.runlog import payload_bytes
+from consilium.simulate import simulate
+from consilium.strategies.fediat import FedIAT
+from consilium.strategy import SiteInfo, Step
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+def median_ratio(first: Callable[[], object], second: Callable[[], object], pairs: int) -> float:
+    """Return the median over pairs of time(first) / time(second), after one uncounted pair."""
+    ratios = []
+    for number in range(pairs + 1):
+        times = []
+        for call in (first, second):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        if number:
+            ratios.append(times[0] / times[1])
+    return statistics.median(ratios)
+
+
+def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], None]:
+    params = lora.tensors(model)
+    anchors, memory = {n: p.detach() + 0.01 for n, p in params.items()}, {}
+    optimizer = torch.optim.Adam(params.values())
+
+    def step() -> None:
+        penalty = sor.regularizer(Step(params, anchors, {}, memory))
+        loss = model(images).square().mean() + (0.0 if penalty is None else penalty)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _random_sam(variant: str, size: int, attention: str = "fused") -> nn.Module:
+    torch.manual_seed(0)
+    model = build_sam(variant, None, size, 2, attention=attention, weights=False)
+    lora.inject(model, 8, 8, "paper")
+    return model.train()
+
+
+def sor() -> None:
+    """Step time with SOR over step time without."""
+    for variant, size, batch, pairs in (("tiny", 128, 4, 40), ("vit_b", 256, 4, 8)):
+        model, images = _random_sam(variant, size), torch.rand(batch, 3, size, size) * 255
+        ratio = median_ratio(_step(model, images, FedIAT()), _step(model, images, FedIAT(sor_weight=0.0)), pairs)
+        print(f"step time with / without SOR, {variant} at {size}, batch {batch}: {ratio:.3f}")
+
+
+def attention() -> None:
+    """Forward and backward of one vit_b global attention, fused over original, time and peak memory."""
+    for grid in (16, 64):
+        modules = []
+        for kind in ("fused", "original"):
+            model = _random_sam("vit_b", 16 * grid, kind)
+            modules.append(model.image_encoder.blocks[2].attn)
+        x = torch.randn(1, grid, grid, 768)
+        calls = [lambda m=m: m(x.clone().requires_grad_()).sum().backward() for m in modules]
+        print(f"attention fused / original, {grid} x {grid} tokens, time: {median_ratio(*calls, 3 if grid > 16 else 15):.2f}")
+    peaks = [_peak_of("attention-memory", kind) for kind in ("fused", "original")]
+    print(f"one global attention, 64 x 64 tokens, added peak memory: {peaks[0]:.0f} MiB fused, {peaks[1]:.0f} MiB original")
+
+
+def memory() -> None:
+    """Peak memory a vit_b training step at 512 adds, batch 1."""
+    kinds = ("fused", "original", "fused-checkpointing")
+    peaks = {kind: _peak_of("step-memory", kind) for kind in kinds}
+    print("vit_b step at 512, batch 1, added peak memory: " + ", ".join(f"{k} {v:.0f} MiB" for k, v in peaks.items()))
+
+
+def wire_bytes() -> None:
+    """Bytes FLARE's serializer makes of an update over the parameters' own bytes."""
+    wire.register()
+    for name in ("quickstart", "fundus_fediat", "fundus_fedit"):
+        job = assemble_job(load_job(JOBS / name))
+        payload = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("a", 1, joined=True))
+        sent = len(fobs.dumps(wire.encode(payload, "run", update=True)))
+        print(f"bytes on the wire / parameters' own, {name}: {sent / payload_bytes(payload.tensors):.3f} ({sent:,} bytes)")
+
+
+def engines() -> None:
+    """Seconds a round of the quickstart takes in each engine: (time of 5 rounds - time of 1) / 4."""
+    found = {}
+    for engine in ("inprocess", "flare"):
+        times = [_run(engine, rounds) for rounds in (1, 5)]
+        found[engine] = (times[1] - times[0]) / 4
+        print(f"{engine}: {found[engine]:.2f} s a round, {times[0] - found[engine]:.1f} s to start, evaluate and stop")
+    print(f"FLARE's simulator / in-process, per round: {found['flare'] / found['inprocess']:.2f}")
+
+
+def _run(engine: str, rounds: int) -> float:
+    config = load_job(JOBS / "quickstart", {"training.rounds": rounds})
+    sites = [f"site-{i}" for i in (1, 2, 3)]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        if engine == "flare":
+            run_simulator(export_job(config, Path(folder)), sites, Path(folder), lambda event: None)
+        else:
+            simulate(assemble_job(config), {n: SiteConfig() for n in sites}, Path(folder), lambda event: None)
+        return time.perf_counter() - began
+
+
+def _peak_of(what: str, kind: str) -> float:
+    """Return the MiB that `what` adds to the peak of a fresh process."""
+    command = [sys.executable, "-m", "tests.benchmarks.bench", what, kind]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def _peak(call: Callable[[], object]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def _attention_memory(kind: str) -> None:
+    model = build_sam("vit_b", None, 1024, 1, attention="original", weights=False)
+    module, x = model.image_encoder.blocks[2].attn, torch.randn(1, 64, 64, 768)
+    if kind == "fused":
+        use_fused(model)
+        assert isinstance(module, FusedImageAttention)
+    _peak(lambda: module(x.requires_grad_()).sum().backward())
+
+
+def _step_memory(kind: str) -> None:
+    model = _random_sam("vit_b", 512, "original" if kind == "original" else "fused")
+    model.rematerialize = kind == "fused-checkpointing"
+    _peak(_step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT()))
+
+
+BENCHMARKS = {"sor": sor, "attention": attention, "memory": memory, "wire": wire_bytes, "engines": engines}
+
+
+def main() -> None:
+    """Run the benchmarks named, or all."""
+    names = sys.argv[1:]
+    if names[:1] == ["attention-memory"]:
+        _attention_memory(names[1])
+    elif names[:1] == ["step-memory"]:
+        _step_memory(names[1])
+    else:
+        for name in names or BENCHMARKS:
+            BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""job.yaml and site.yaml: what is accepted, and one line that names file, field, value and remedy for the rest."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, find_site, load_job, load_site
+from consilium.errors import ConfigError
+from consilium.strategies import STRATEGIES
+from tests.conftest import JOBS, small_config
+
+
+def written(folder: Path, **changes: object) -> Path:
+    raw = small_config().model_dump()
+    for field, value in changes.items():
+        section, _, key = field.partition("__")
+        if key:
+            raw[section][key] = value
+        else:
+            raw[section] = value
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*/app/config/job.yaml")), ids=lambda p: p.parts[-4])
+def test_every_job_of_the_project_is_valid(path: Path) -> None:
+    config = load_job(path)
+    assemble_job(config, path)
+    assert config.name == path.parts[-4]
+
+
+def test_a_job_folder_and_its_file_are_the_same() -> None:
+    assert load_job(JOBS / "quickstart") == load_job(JOBS / "quickstart/app/config/job.yaml")
+
+
+def test_classes_as_names_number_themselves() -> None:
+    raw = small_config().model_dump() | {"task": {"classes": ["disc", "cup"]}}
+    assert JobConfig.model_validate(raw).task.classes == {"disc": [1], "cup": [2]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__lr": -1}, r"training\.lr: -1: expected greater than 0"),
+        ({"training__rouds": 3}, r"training\.rouds: unknown field; remove it \(did you mean 'rounds'\?\)"),
+        ({"model__variant": "vit_x"}, r"model\.variant: 'vit_x': expected 'tiny', 'vit_b'"),
+        ({"training": {"lr": 0.1}}, r"training\.rounds: missing; add it"),
+        ({"task__classes": {"disc": ["a"]}}, r"task\.classes\.disc\.0: 'a': expected a valid integer"),
+        ({"name": "a b"}, r"name: 'a b': "),
+        ({"training": 5}, r"training: 5: expected a valid dictionary"),
+    ],
+)
+def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_job(written(tmp_path, **changes))
+    assert str(caught.value).startswith(str(tmp_path / "job.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("fedia", r"strategy\.name: 'fedia': expected one of .* \(did you mean 'fediat'\?\)"),
+        ({"name": "fediat", "split": "M5"}, r"strategy\.split: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
+        ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it \(did you mean 'sor_weight'\?\)"),
+        ({"name": "fediat", "ema": 1.0}, r"strategy\.ema: 1\.0: expected less than 1"),
+        ({"name": "fedit", "split": "M1"}, r"strategy\.split: unknown field"),
+    ],
+)
+def test_strategy_errors(strategy: object, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, strategy=strategy)
+    with pytest.raises(ConfigError, match=message):
+        assemble_job(load_job(path), path)
+
+
+def test_several_problems_are_one_line_each(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(written(tmp_path, training__lr=0, training__batch_size=0))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_files_that_are_no_jobs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no job\.yaml there"):
+        load_job(tmp_path)
+    (tmp_path / "job.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_job(tmp_path)
+    (tmp_path / "job.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="is not a map of sections"):
+        load_job(tmp_path)
+
+
+def test_overrides_are_validated_like_the_file() -> None:
+    assert load_job(JOBS / "quickstart", {"training.rounds": 3, "strategy.split": "M1"}).training.rounds == 3
+    with pytest.raises(ConfigError, match=r"training\.rounds: 0: expected greater than or equal to 1"):
+        load_job(JOBS / "quickstart", {"training.rounds": 0})
+    with pytest.raises(ConfigError, match="there is no section above it"):
+        load_job(JOBS / "quickstart", {"name.x.y": 0})
+
+
+def test_site_files_and_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "site.yaml").write_text("datalist: data/list.json\nshare_metrics: false\n")
+    assert load_site(local / "site.yaml").datalist == local / "data/list.json"
+    assert not find_site("a", local).share_metrics
+    assert find_site("a", tmp_path).datalist is None
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "datalist.json").touch()
+    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
+    monkeypatch.setenv("CONSILIUM_CHECKPOINTS", "/weights")
+    assert find_site("a", local).datalist == tmp_path / "a" / "datalist.json"
+    assert find_site("a").checkpoints == Path("/weights")
+    with pytest.raises(ConfigError, match=r"neither site\.yaml nor datalist\.json for site b"):
+        find_site("b")
+    (tmp_path / "a" / "site.yaml").write_text("device: gpu")
+    with pytest.raises(ConfigError, match="device: 'gpu'"):
+        find_site("a")
+
+
+def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
+    from consilium.assemble import build_site
+    from consilium.config import SiteConfig
+
+    path = written(tmp_path, data={})
+    with pytest.raises(ConfigError, match="site-1: no data list; set `datalist:`"):
+        build_site(assemble_job(load_job(path)), "site-1", SiteConfig(), tmp_path, lambda event: None)
+    fundus = assemble_job(
+        load_job(JOBS / "fundus_fediat", {"data": {"phantoms": {"kind": "fundus", "training": 1}}, "model.image_size": 64})
+    )
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: .* needs the site's checkpoint folder"):
+        build_site(fundus, "site-1", SiteConfig(), tmp_path, lambda event: None)
+
+
+def test_the_registry_names_every_strategy_by_its_own_name() -> None:
+    assert all(cls.name == name for name, cls in STRATEGIES.items())

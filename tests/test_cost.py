@@ -1,0 +1,34 @@
+"""The paper's Table 3, to the last parameter."""
+
+import pytest
+
+from consilium.assemble import assemble_job
+from consilium.config import load_job
+from consilium.cost import Cost, compare
+from tests.conftest import JOBS
+
+
+@pytest.fixture(scope="module")
+def costs() -> dict[str, Cost]:
+    return {c.strategy: c for c in compare(assemble_job(load_job(JOBS / "fundus_fediat")))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainable", "total"),
+    [
+        ("fedit", 389_120, 778_240),
+        ("fedsa_lora", 389_120, 251_904),
+        ("ffa_lora", 263_168, 526_336),
+        ("fediat M4", 389_120, 546_816),
+        ("fediat M1", 389_120, 251_904),
+        ("local_only", 389_120, 0),
+    ],
+)
+def test_sam_vit_b_rank_8_paper_targets(strategy: str, trainable: int, total: int, costs: dict[str, Cost]) -> None:
+    assert (costs[strategy].trainable, costs[strategy].total) == (trainable, total)
+    assert costs[strategy].bytes_up == 4 * costs[strategy].up
+
+
+def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
+    assert {c.start for c in costs.values()} == {389_120}
+    assert next(iter(costs)) == "fediat M4"

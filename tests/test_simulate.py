@@ -1,0 +1,94 @@
+"""Whole runs in one process: they learn, resume bit for bit, survive a bad site, and leave what they promise."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from consilium.assemble import Job
+from consilium.config import SiteConfig
+from consilium.data.phantoms import make_phantoms
+from consilium.errors import ConsiliumError
+from consilium.models.sam import build_sam
+from consilium.simulate import simulate
+from consilium.storage import load_state
+from consilium.strategies import STRATEGIES
+
+MakeJob = Callable[..., Job]
+SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
+
+
+def quiet(event: Mapping[str, Any]) -> None:
+    """See nothing."""
+
+
+def server(workspace: Path) -> dict[str, torch.Tensor]:
+    return load_state(workspace / "server/state.safetensors")[0]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_runs_and_learns(strategy: str, small_job: MakeJob, tmp_path: Path) -> None:
+    simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=4), SITES, tmp_path, quiet)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results.keys() == SITES.keys()
+    base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("base", "received"))
+    assert received < 0.9 * base
+
+
+def test_a_workspace_holds_what_the_readme_promises(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job(rounds=1)
+    simulate(job, SITES, tmp_path, quiet)
+    for name in ("job.yaml", "versions.json", "metrics.jsonl", "results.json", "server/state.safetensors"):
+        assert (tmp_path / name).is_file()
+    assert len(list((tmp_path / "tb_events").glob("site-*/events*"))) == 3
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = next(x for x in lines if x["event"] == "result")
+    assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in job.initial.values())
+    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapter"))
+    assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job(rounds=3)
+    simulate(job, SITES, tmp_path / "whole", quiet)
+
+    def crash(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 1 and event["site"] == "site-2" and event["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(job, SITES, tmp_path / "broken", crash)
+    simulate(job, SITES, tmp_path / "broken", quiet, resume=True)
+    one, other = server(tmp_path / "whole"), server(tmp_path / "broken")
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    results = [json.loads((tmp_path / w / "results.json").read_text()) for w in ("whole", "broken")]
+    assert results[0] == results[1]
+
+
+def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob, tmp_path: Path) -> None:
+    events: list[Mapping[str, Any]] = []
+
+    def fail(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], None]:
+        def observe(event: Mapping[str, Any]) -> None:
+            events.append(event)
+            if event["event"] == "step" and event["site"] in names:
+                raise ConsiliumError("no disk left")
+
+        return observe
+
+    job = small_job(rounds=1)
+    simulate(job, SITES, tmp_path / "one", fail(("site-3",)))
+    assert [e["reason"] for e in events if e["event"] == "refused"] == ["no disk left"]
+    with pytest.raises(ConsiliumError, match="1 of 3 results"):
+        simulate(job, SITES, tmp_path / "two", fail(("site-1", "site-3")))
+    assert not (tmp_path / "two" / "results.json").exists()
+
+
+def test_sites_with_their_own_data_lists(small_job: MakeJob, tmp_path: Path) -> None:
+    lists = {n: make_phantoms(tmp_path / n, "fundus", n, 1, 3, 0, 1, 64, 0.5, 0.5) for n in ("a", "b")}
+    simulate(small_job(rounds=1), {n: SiteConfig(datalist=p) for n, p in lists.items()}, tmp_path / "run", quiet)
+    assert json.loads((tmp_path / "run/results.json").read_text()).keys() == {"a", "b"}
