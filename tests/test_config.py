@@ -127,9 +127,8 @@ def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
     path = written(tmp_path, data={})
     with pytest.raises(ConfigError, match="site-1: no data list; set `datalist:`"):
         build_site(assemble_job(load_job(path)), "site-1", SiteConfig(), tmp_path, lambda event: None)
-    fundus = assemble_job(
-        load_job(JOBS / "fundus_fediat", {"data": {"phantoms": {"kind": "fundus", "training": 1}}, "model.image_size": 64})
-    )
+    changes = {"data": {"phantoms": {"kind": "fundus", "training": 1}}, "model.image_size": 64}
+    fundus = assemble_job(load_job(JOBS / "fundus_fediat", changes))
     with pytest.raises(ConfigError, match=r"model\.checkpoint: .* needs the site's checkpoint folder"):
         build_site(fundus, "site-1", SiteConfig(), tmp_path, lambda event: None)
 

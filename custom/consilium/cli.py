@@ -90,8 +90,6 @@ def _run(
         if engine is Engine.FLARE:
             from consilium.flare.simulator import export_job, run_simulator
 
-            if ready.strategy.pools_data:
-                raise ConfigError(f"strategy.name: {config.strategy['name']!r} pools all data; only --engine inprocess can")
             run_simulator(export_job(config, folder), names, folder, view)
         else:
             from consilium.simulate import simulate as run_inprocess

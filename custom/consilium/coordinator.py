@@ -53,21 +53,27 @@ class Coordinator:
         """How many results a round needs; a centralized reference run has a single, pooled site."""
         return 1 if self.job.strategy.pools_data else self.job.config.federation.min_sites
 
+    @property
+    def has_quorum(self) -> bool:
+        """True once this phase has enough accepted results."""
+        return len(self.accepted) >= self.quorum
+
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
         if hello.version != __version__:
             raise RefusedError(f"{hello.name}: consilium {hello.version}, the server has {__version__}; install the same")
         if hello.num_samples < 1:
             raise RefusedError(f"{hello.name}: no training samples; add entries under `training` to its data list")
-        self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined)
+        with self._lock:
+            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def start(self) -> dict[str, Payload]:
         """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
-        if len(self.sites) < self.quorum:
-            have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
-            raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
         with self._lock:
+            if len(self.sites) < self.quorum:
+                have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
             self.accepted = set()
             self.aggregate.reset()
@@ -115,7 +121,7 @@ class Coordinator:
     def conclude(self) -> None:
         """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
         with self._lock:
-            if len(self.accepted) < self.quorum:
+            if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
             self.log.concluded(self.state, sorted(self.accepted))

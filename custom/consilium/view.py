@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 STAGES = ("base", "received", "personal")
 
@@ -85,7 +85,7 @@ class LiveView:
         return f"ETA {spent * (1 - done) / done:.0f} s" if done > 0 else ""
 
     def _render(self) -> Group:
-        table = Table("site", "now", "loss", "Dice received", "Dice personal")
+        table = Table("site", Column("now", min_width=30), "loss", "Dice received", "Dice personal")
         for name in sorted(self.sites):
             row = self.sites[name]
             numbers = [f"{row[k]:.3f}" if k in row else "" for k in ("loss", "received", "personal")]

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,10 +84,14 @@ def attention() -> None:
             model = _random_sam("vit_b", 16 * grid, kind)
             modules.append(model.image_encoder.blocks[2].attn)
         x = torch.randn(1, grid, grid, 768)
-        calls = [lambda m=m: m(x.clone().requires_grad_()).sum().backward() for m in modules]
+        calls = [partial(_forward_backward, module, x) for module in modules]
         print(f"attention fused / original, {grid} x {grid} tokens, time: {median_ratio(*calls, 3 if grid > 16 else 15):.2f}")
     peaks = [_peak_of("attention-memory", kind) for kind in ("fused", "original")]
     print(f"one global attention, 64 x 64 tokens, added peak memory: {peaks[0]:.0f} MiB fused, {peaks[1]:.0f} MiB original")
+
+
+def _forward_backward(module: nn.Module, x: torch.Tensor) -> None:
+    module(x.clone().requires_grad_()).sum().backward()
 
 
 def memory() -> None:

@@ -12,6 +12,7 @@ from nvflare.apis.workspace import Workspace
 
 from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig, find_site, job_file, load_job
+from consilium.errors import ConfigError
 from consilium.site import Observer
 
 OUTPUT = "CONSILIUM_OUTPUT"
@@ -21,8 +22,15 @@ OUTPUT = "CONSILIUM_OUTPUT"
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_config_dir(fl_ctx.get_job_id()))
-    path = job_file(folder)
-    return assemble_job(load_job(path), path)
+    return federated_job(job_file(folder))
+
+
+def federated_job(path: Path) -> Job:
+    """Return the job of a job.yaml. Raises ConfigError if it is wrong, or pools data, which a federation never does."""
+    job = assemble_job(load_job(path), path)
+    if job.strategy.pools_data:
+        raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
+    return job
 
 
 def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:

@@ -17,6 +17,7 @@ from consilium.flare.aggregator import StrategyAggregator
 from consilium.site import Hello
 
 OnResult = Callable[[str, Shareable], None]
+Messages = dict[str, Shareable]
 
 
 class RoundController(Controller):
@@ -26,6 +27,7 @@ class RoundController(Controller):
         super().__init__(task_check_period=task_check_period)
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
+        self._invited: dict[str, Task] = {}
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
@@ -50,7 +52,7 @@ class RoundController(Controller):
         if self.coordinator is None:
             return
         try:
-            self._welcome(abort_signal, fl_ctx)
+            self._wait(self._invite(fl_ctx), lambda: len(self.coordinator.sites) >= self.coordinator.quorum, abort_signal)
             while not self.coordinator.done and not abort_signal.triggered:
                 self._round(abort_signal, fl_ctx)
             if not abort_signal.triggered:
@@ -64,19 +66,21 @@ class RoundController(Controller):
         """Drop a result that comes after its phase has ended."""
         self.log_warning(fl_ctx, f"{client.name}: late result of task {task_name} dropped; its phase has ended")
 
-    def _welcome(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Ask every client that is not yet a member who it is. Later comers are asked at the next round's start."""
+    def _invite(self, fl_ctx: FLContext) -> dict[str, Task]:
+        """Ask every client that is neither member nor already asked who it is; return the tasks. Answers register sites."""
         coordinator = self.coordinator
-        names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in coordinator.sites]
+        waiting = {name: task for name, task in self._invited.items() if task.completion_status is None}
+        names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
         asks = {name: wire.encode_dict(wire.HELLO, {"run": coordinator.run}) for name in names}
 
         def answer(name: str, result: Shareable) -> None:
             try:
                 coordinator.welcome(Hello(**{**result[wire.HELLO], "name": name}))
             except (RefusedError, TypeError, KeyError) as error:
-                coordinator.refuse(name, str(error))
+                self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}"))
 
-        self._exchange(wire.HELLO, asks, answer, coordinator.quorum, abort_signal, fl_ctx)
+        self._invited = waiting | self._send(wire.HELLO, asks, answer, set(), fl_ctx)
+        return self._invited
 
     def _round(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         coordinator = self.coordinator
@@ -90,10 +94,10 @@ class RoundController(Controller):
             if reason:
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
-        self._exchange(wire.TRAIN, payloads, accept, coordinator.quorum, abort_signal, fl_ctx)
+        self._exchange(wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
-            self._welcome(abort_signal, fl_ctx)
+            self._invite(fl_ctx)  # a site that came late takes part as soon as it has answered
 
     def _final(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         coordinator = self.coordinator
@@ -102,58 +106,56 @@ class RoundController(Controller):
         def record(name: str, result: Shareable) -> None:
             coordinator.record_final(name, wire.decode(result)[0])
 
-        self._exchange(wire.EVALUATE, payloads, record, len(payloads), abort_signal, fl_ctx)
+        self._exchange(wire.EVALUATE, payloads, record, lambda: False, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             coordinator.finish()
 
     def _exchange(
         self,
         task_name: str,
-        messages: dict[str, Shareable],
+        messages: Messages,
         on_result: OnResult,
-        quorum: int,
+        enough: Callable[[], bool],
         abort_signal: Signal,
         fl_ctx: FLContext,
     ) -> None:
-        """Send each site its message and wait for all; once `quorum` answered, at most `grace` seconds more."""
+        """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more."""
         answered: set[str] = set()
+        tasks = self._send(task_name, messages, on_result, answered, fl_ctx)
+        self._wait(tasks, enough, abort_signal)
+        for name in sorted(tasks.keys() - answered):
+            if not abort_signal.triggered:
+                reason = self.coordinator.refuse(name, "no answer in time; the round goes on without it")
+                self.log_warning(fl_ctx, f"{name}: {reason}")
+                self.cancel_task(tasks[name], TaskCompletionStatus.CANCELLED, fl_ctx)
+
+    def _send(
+        self, task_name: str, messages: Messages, on_result: OnResult, answered: set[str], fl_ctx: FLContext
+    ) -> dict[str, Task]:
+        """Send a task of its own to every site; results and failures are noted in `answered` as they arrive."""
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             name, result = client_task.client.name, client_task.result
             client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
             if (reason := wire.failure(result)) is None:
-                answered.add(name)
                 on_result(name, result)
             else:
                 self.log_warning(fl_ctx, f"{name}: {reason}")
                 self.coordinator.refuse(name, reason)
+            answered.add(name)
 
-        federation = self.coordinator.job.config.federation
-        tasks = {
-            n: Task(task_name, m, timeout=int(federation.round_timeout), result_received_cb=received)
-            for n, m in messages.items()
-        }
+        timeout = int(self.coordinator.job.config.federation.round_timeout)
+        tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}
         for name, task in tasks.items():
             self.send(task, fl_ctx, targets=[name])
-        self._wait(tasks, answered, quorum, federation.grace, abort_signal, fl_ctx)
+        return tasks
 
-    def _wait(
-        self,
-        tasks: dict[str, Task],
-        answered: set[str],
-        quorum: int,
-        grace: float,
-        abort_signal: Signal,
-        fl_ctx: FLContext,
-    ) -> None:
-        enough_since: float | None = None
+    def _wait(self, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
+        """Return when all tasks have ended, or `grace` seconds after `enough` became true."""
+        grace, enough_since = self.coordinator.job.config.federation.grace, None
         while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
-            if len(answered) >= quorum:
+            if enough():
                 enough_since = enough_since or time.monotonic()
                 if time.monotonic() - enough_since >= grace:
-                    break
+                    return
             time.sleep(self.task_check_period)
-        for name, task in tasks.items():
-            if task.completion_status is None and not abort_signal.triggered:
-                self.log_warning(fl_ctx, f"{name}: no answer within the grace period; the round goes on without it")
-                self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)

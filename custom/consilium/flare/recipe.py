@@ -7,10 +7,10 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from consilium.assemble import assemble_job
-from consilium.config import job_file, load_job
+from consilium.config import job_file
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
+from consilium.flare.context import federated_job
 from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
@@ -24,8 +24,7 @@ class ConsiliumRecipe(Recipe):
 
     def __init__(self, job: Path | str) -> None:
         path = job_file(Path(job))
-        config = load_job(path)
-        assemble_job(config, path)
+        config = federated_job(path).config
         fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
         fed_job.to_server(StrategyAggregator(), id="aggregator")
