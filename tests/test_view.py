@@ -1,0 +1,45 @@
+"""What a person reads: the closing table, progress lines without a terminal, the fraction done."""
+
+import io
+
+from rich.console import Console
+
+from consilium.view import LiveView, mean_of, result_table
+
+
+def shown(table: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_the_table_has_every_site_the_mean_and_says_what_was_evaluated() -> None:
+    results = {
+        "b": {"test/base/dice": 0.2, "test/received/dice": 0.5, "test/received/hd95": 7.0},
+        "a": {"test/base/dice": 0.4, "test/received/dice": 0.7},
+    }
+    text = shown(result_table(results, "job"))
+    assert text.index("a ") < text.index("b ")
+    assert "test split" in text
+    assert mean_of(results, "test/received/dice") == 0.6
+    assert "0.600" in text
+    assert "-" in text
+
+
+def test_validation_is_named_where_no_site_has_a_test_split() -> None:
+    assert "validation split" in shown(result_table({"a": {"validation/base/dice": 0.2}}, "job"))
+
+
+def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 2, "job") as view:
+        view({"event": "round", "round": 0, "phase": 0, "sites": ["a", "b"]})
+        view({"event": "step", "site": "a", "round": 0, "step": 1, "steps": 2, "loss": 1.0})
+        assert view._fraction() == 0.125
+        metrics = {"validation/received/dice": 0.25, "validation/personal/dice": 0.5, "train/loss": 0.75}
+        view({"event": "metrics", "site": "a", "round": 0, "metrics": metrics})
+        assert view._fraction() == 0.25
+        view({"event": "refused", "site": "b", "round": 0, "reason": "NaN"})
+    text = console.file.getvalue()
+    assert "round 1/2  a: loss 0.750  Dice received 0.250  personal 0.500  ETA" in text
+    assert "round 1: b: refused: NaN" in text
