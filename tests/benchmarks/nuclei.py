@@ -103,7 +103,12 @@ def _write(wanted: argparse.Namespace, results: dict[str, list]) -> None:
     seeds = f"{max(map(len, results.values()))} seed(s): mean ± standard deviation"
     lines = [f"{budget}; {seeds}; test Dice.", "", "Base:", "", *table(base, "base"), ""]
     lines += ["The federation's result (aggregate + own local factors):", "", *table(results, "received"), ""]
-    lines += ["After one more local round (personalised):", "", *table(results, "personal"), ""]
+    lines += [
+        "Each site's own model as its last training left it:",
+        "",
+        *table(results, "personal"),
+        "",
+    ]
     wanted.output.write_text("\n".join(lines))
 
 
