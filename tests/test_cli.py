@@ -78,7 +78,10 @@ def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (["simulate", JOBS / "quickstart", "--resume", "--workspace", "nowhere"], "nowhere holds no run"),
         (["data", "phantoms", "x", "--kind", "lungs"], "--kind: 'lungs' is not one of fundus, nuclei"),
         (["data", "check", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["simulate", JOBS / "quickstart", "--engine", "flare", "--set", "strategy={name: centralized}"], "pools all data"),
+        (
+            ["simulate", JOBS / "quickstart", "--engine", "flare", "--set", "strategy={name: centralized}"],
+            "pools all sites' data",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(
