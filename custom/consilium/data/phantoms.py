@@ -16,12 +16,9 @@ from numpy.random import Generator
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
-from consilium.errors import DataError
 from consilium.seeding import seed_for
 
 Kind = Literal["fundus", "nuclei"]
-FAR = 6
-"""Radii from a shape's centre beyond which nothing of its soft edge shows in 8 bits."""
 LABELS = {"fundus": ["background", "disc", "cup"], "nuclei": ["background", "nucleus"]}
 
 
@@ -57,32 +54,20 @@ def make_phantoms(
 ) -> Path:
     """Write images/, masks/ and datalist.json for one site into `folder`; return the data list's path.
 
-    Does nothing if the folder holds exactly this already. Raises DataError if it holds a data list of another origin.
+    Does nothing if the folder holds exactly this already.
     """
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     path = folder / "datalist.json"
-    if _generated(path) == spec | counts:
+    if path.is_file() and json.loads(path.read_text()).get("phantoms") == spec | counts:
         return path
-    path.unlink(missing_ok=True)  # written again at the end: it vouches for every file it names
     for part in ("images", "masks"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     who = habits(site, seed, appearance, annotation)
     entries = {split: [_write(folder, spec, who, split, i) for i in range(n)] for split, n in counts.items()}
     labels = {str(i): name for i, name in enumerate(LABELS[kind])}
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
-    return draft.replace(path)
-
-
-def _generated(path: Path) -> dict | None:
-    """Return what the phantoms in this folder were made from, None if there are none."""
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text())["phantoms"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise DataError(f"{path}: is no list of phantoms and would be overwritten; choose another folder") from None
+    path.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
+    return path
 
 
 def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
@@ -101,29 +86,24 @@ def draw_phantom(rng: Generator, kind: Kind, size: int, who: Habits) -> tuple[np
 
 
 def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
-    """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside, infinite is far outside.
+    """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside.
 
     With `corners` the outline is a polygon through that many of its points, as a hurried rater clicks it.
     """
-    waves = [rng.normal(0, waviness / k) * np.exp(1j * rng.uniform(0, 2 * np.pi)) for k in range(2, 6)]
-    stretch, turn = rng.uniform(0.8, 1), np.exp(-1j * rng.uniform(0, np.pi))
+    y, x = np.mgrid[:size, :size] + 0.5
+    angle = np.arctan2(y - center[0], x - center[1])
+    waves = [(k, rng.normal(0, waviness / k), rng.uniform(0, 2 * np.pi)) for k in range(2, 6)]
+    stretch, turn = rng.uniform(0.8, 1), rng.uniform(0, np.pi)
 
-    def outline(at: np.ndarray) -> np.ndarray:  # directions as complex numbers: powers cost less than cosines
-        turned = at * turn
-        length = np.polyval([*reversed(waves), 0, 1], at).real
-        return radius * length * np.sqrt(turned.real**2 + (stretch * turned.imag) ** 2)
+    def outline(at: np.ndarray) -> np.ndarray:
+        length = 1 + sum(a * np.cos(k * at + p) for k, a, p in waves)
+        return radius * length * np.sqrt(np.cos(at - turn) ** 2 + (stretch * np.sin(at - turn)) ** 2)
 
-    rows, cols = (slice(max(int(c - FAR * radius), 0), int(c + FAR * radius) + 1) for c in center)
-    y, x = np.mgrid[:size, :size][:, rows, cols] + 0.5
-    ray = x - center[1] + 1j * (y - center[0])
-    distance = np.abs(ray)
-    reach = outline(ray / distance)
+    reach = outline(angle)
     if corners:
         knots = np.linspace(-np.pi, np.pi, corners + 1)
-        reach = np.interp(np.angle(ray), knots, outline(np.exp(1j * knots)))
-    field = np.full((size, size), np.inf)
-    field[rows, cols] = distance / reach
-    return field
+        reach = np.interp(angle, knots, outline(knots))
+    return np.hypot(y - center[0], x - center[1]) / reach
 
 
 def _twice(rng: Generator, *args: float | int | np.ndarray, corners: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,6 @@ Classes may nest (a cup lies in its disc), so every class is a binary problem of
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import DataList
 from consilium.data.images import Sample, augment, augmentation, read_sample
-from consilium.errors import DataError
 from consilium.seeding import seed_for
 
 Batch = dict[str, Tensor]
@@ -34,38 +32,27 @@ class SegmentationTask:
     """One site's images. All samples are opened once at the start, so that bad data stops before any training.
 
     Metrics are per image on the resized grid, averaged over the images where they are defined: an image whose reference lacks
-    the class counts for neither Dice, IoU nor HD95 (`consilium data check` counts the images that show each class). HD95 is in
-    pixels of that grid; a prediction without the class counts with the grid's diagonal. "dice" and so on are means over the
-    classes. Test samples without a mask, which Decathlon lists have, are left out.
-
-    Raises DataError for samples that cannot be used, or where there is nothing to train on.
+    the class counts for neither Dice, IoU nor HD95. HD95 is in pixels of that grid; a prediction without the class counts
+    with the grid's diagonal. "dice" and so on are means over the classes.
     """
 
     def __init__(
-        self,
-        data: DataList,
-        classes: dict[str, list[int]],
-        image_size: int,
-        prompt: Literal["none", "box"] = "none",
-        augment: bool = True,
+        self, data: DataList, classes: dict[str, list[int]], image_size: int, prompt: str = "none", augment: bool = True
     ) -> None:
-        self.items = data.splits | {"test": tuple(item for item in data.splits["test"] if item.label)}
-        self.classes, self.size = classes, image_size
+        self.data, self.classes, self.size = data, classes, image_size
         self.by_box, self.augment = prompt == "box", augment
         self.num_samples = len(data.splits["training"])
         self.metric_names = metric_names(classes)
         self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
         self._cache: dict[tuple[str, int], Sample] = {}
         self._room = CACHE_BYTES
-        if not self.num_samples:
-            raise DataError(f"{data.path}: training: has no entries; a site needs at least one sample to train on")
-        for split, items in self.items.items():
+        for split, items in data.splits.items():
             for index in range(len(items)):
                 self._sample(split, index)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample that can be scored."""
-        return bool(self.items[split])
+        """Tell whether the split holds any sample."""
+        return bool(self.data.splits[split])
 
     def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
         """Yield one epoch of the training split, shuffled by `seed`; the last batch may be smaller."""
@@ -81,22 +68,20 @@ class SegmentationTask:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         """Return metrics of a split, {} if it is empty; `distances` adds HD95. The model's mode is restored."""
-        count, was_training = len(self.items[split]), model.training
-        if not count:
+        items = self.data.splits[split]
+        if not items:
             return {}
         scores: dict[str, list[Tensor]] = {}
-        losses = 0.0
+        losses, was_training = 0.0, model.training
         model.eval()
-        try:
-            for start in range(0, count, batch_size):
-                samples = [self._with_boxes(self._sample(split, i)) for i in range(start, min(start + batch_size, count))]
-                logits, label = self._forward(model, self._collate(samples))
-                losses += float(self._loss(logits, label)) * len(samples)
-                for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
-                    scores.setdefault(name, []).append(values)
-        finally:
-            model.train(was_training)
-        return {"loss": losses / count} | self._average({n: torch.cat(v) for n, v in scores.items()})
+        for start in range(0, len(items), batch_size):
+            samples = [self._sample(split, i) for i in range(start, min(start + batch_size, len(items)))]
+            logits, label = self._forward(model, self._collate([self._with_boxes(s) for s in samples]))
+            losses += float(self._loss(logits, label)) * len(samples)
+            for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
+                scores.setdefault(name, []).append(values)
+        model.train(was_training)
+        return {"loss": losses / len(items)} | self._average({n: torch.cat(v) for n, v in scores.items()})
 
     def _average(self, scores: dict[str, Tensor]) -> dict[str, float]:
         """Return the mean per class over images where it is defined, and their mean."""
@@ -124,7 +109,7 @@ class SegmentationTask:
     def _sample(self, split: str, index: int) -> Sample:
         """Return a decoded sample; images are kept as bytes."""
         if (found := self._cache.get((split, index))) is None:
-            sample = read_sample(self.items[split][index], self.classes, self.size)
+            sample = read_sample(self.data.splits[split][index], self.classes, self.size)
             found = {key: tensor.round().to(torch.uint8) for key, tensor in sample.items()}
             self._room -= sum(tensor.numel() for tensor in found.values())
             if self._room > 0:
