@@ -1,6 +1,6 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,8 +26,8 @@ class Task(Protocol):
         """Tell whether the split holds any sample."""
         ...
 
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        """Yield one shuffled epoch of the training split."""
+    def batch(self, indices: Sequence[int], seed: int) -> Batch:
+        """Return these samples of the training split; `seed` fixes their augmentation. The first dimension is the sample."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -125,8 +125,15 @@ def _stream(task: Task, config: TrainingConfig, seed: int) -> Iterator[Batch]:
     """Yield batches for ever, each epoch shuffled by its own seed."""
     epoch = 0
     while True:
-        yield from task.batches(config.batch_size, seed_for(seed, "epoch", epoch))
+        yield from batches(task, config.batch_size, seed_for(seed, "epoch", epoch))
         epoch += 1
+
+
+def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Yield one epoch of the training split, shuffled by `seed`; the last batch may be smaller."""
+    order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    for start in range(0, len(order), batch_size):
+        yield task.batch(order[start : start + batch_size], seed)
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SegmentationTask, boxes, score
+from consilium.training import batches
 
 
 class Fixed(nn.Module):
@@ -53,7 +54,7 @@ def test_metrics_of_a_known_prediction(tmp_path: Path) -> None:
 
 def test_loss_is_dice_plus_cross_entropy(tmp_path: Path) -> None:
     task = make_task(tmp_path, augment=False)
-    batch = next(task.batches(3, seed=0))
+    batch = next(batches(task, 3, seed=0))
     probability = torch.full((2, 8, 8), 0.25)
     loss = task.loss(Fixed(probability.logit()), batch)
     disc, cup = (1 - (2 * n * 0.25 + 1e-5) / (n + 64 * 0.25 + 1e-5) for n in (32, 16))
@@ -80,11 +81,11 @@ def test_evaluation_of_an_empty_split_and_the_models_mode(tmp_path: Path) -> Non
 
 def test_an_epoch_sees_every_sample_once_in_an_order_the_seed_fixes(tmp_path: Path) -> None:
     task = make_task(tmp_path, count=5, augment=False)
-    orders = [[float(x) for b in task.batches(2, seed) for x in b["image"][:, 0, 0, 0]] for seed in (1, 1, 2)]
+    orders = [[float(x) for b in batches(task, 2, seed) for x in b["image"][:, 0, 0, 0]] for seed in (1, 1, 2)]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
     assert sorted(orders[0]) == [0, 40, 80, 120, 160]
-    assert [len(b["image"]) for b in task.batches(2, 0)] == [2, 2, 1]
+    assert [len(b["image"]) for b in batches(task, 2, 0)] == [2, 2, 1]
 
 
 def test_boxes_around_masks_and_their_jitter() -> None:
@@ -101,5 +102,5 @@ def test_boxes_around_masks_and_their_jitter() -> None:
 
 
 def test_box_prompts_travel_with_the_batch(tmp_path: Path) -> None:
-    batch = next(make_task(tmp_path, prompt="box", augment=False).batches(2, 0))
+    batch = make_task(tmp_path, prompt="box", augment=False).batch([0, 1], 0)
     assert batch["box"].shape == (2, 2, 4)

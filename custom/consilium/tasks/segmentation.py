@@ -4,7 +4,7 @@ Classes may nest (a cup lies in its disc), so every class is a binary problem of
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -54,11 +54,9 @@ class SegmentationTask:
         """Tell whether the split holds any sample."""
         return bool(self.data.splits[split])
 
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        """Yield one epoch of the training split, shuffled by `seed`; the last batch may be smaller."""
-        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-        for start in range(0, len(order), batch_size):
-            yield self._collate([self._training_sample(i, seed) for i in order[start : start + batch_size]])
+    def batch(self, indices: Sequence[int], seed: int) -> Batch:
+        """Return these samples of the training split, augmented as `seed` says."""
+        return self._collate([self._training_sample(i, seed) for i in indices])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean of Dice loss plus binary cross-entropy, in float32."""
