@@ -88,11 +88,6 @@ def test_lost_state_is_a_clear_error(small_job: MakeJob, tmp_path: Path) -> None
         make_site(job, tmp_path).train("run", payload(job, joined=True))
 
 
-def test_metrics_can_be_withheld(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job()
-    assert make_site(job, tmp_path, share_metrics=False).train("run", payload(job)).metrics == {}
-
-
 def test_a_stop_in_training_saves_and_sends_nothing(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     site = make_site(job, tmp_path)

@@ -1,13 +1,14 @@
 """Contracts every algorithm keeps, and the exact mean under them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from consilium.errors import RefusedError
 from consilium.strategies import STRATEGIES
-from consilium.strategy import ExactMean, Payload, Role, SiteInfo, Strategy, Tensors, factor
+from consilium.strategy import ExactMean, Payload, Role, SiteInfo, Strategy, Tensors, factor, next_phase
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
 EVERY = [cls() for cls in STRATEGIES.values()]
@@ -59,15 +60,20 @@ def test_exact_mean_of_nothing_is_an_error() -> None:
         ExactMean().value()
 
 
+def corner(strategy: Strategy, name: str, tensor: torch.Tensor, round: int = 0) -> torch.Tensor:
+    """Return the part of a tensor that travels."""
+    return tensor[tuple(slice(size) for size in strategy.shape(name, tuple(tensor.shape), round))]
+
+
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy) -> None:
     start, end = adapter(0), adapter(1)
     kept = {n: t.clone() for n, t in end.items()}
-    sent = strategy.upload(start, end, Payload(3, 0, {}))
+    state = replace(strategy.init_state(start), round=3)
+    sent = strategy.upload(start, end, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
     assert (sent.round, sent.phase) == (3, 0)
-    assert all(strategy.role(name, 3, 0) is Role.SHARED for name in sent.tensors)
     assert sent.tensors.keys() == set(strategy.names(end, Role.SHARED, 3, 0))
-    assert all(torch.equal(t, end[n] - start[n]) for n, t in sent.tensors.items())
+    assert all(torch.equal(t, corner(strategy, n, end[n] - start[n], 3)) for n, t in sent.tensors.items())
     assert equal(kept, end)
 
 
@@ -77,29 +83,42 @@ def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
     state = strategy.init_state(initial)
     first = strategy.broadcast(state, SiteInfo("a", 1, joined=False))
     later = strategy.broadcast(state, SiteInfo("a", 1, joined=True))
-    assert equal(strategy.receive({}, first), initial)
-    assert later.tensors.keys() == {n for n in initial if strategy.role(n, 0, 0) is Role.SHARED}
+    start = strategy.receive({}, first)
+    assert {n: t.shape for n, t in start.items()} == {n: t.shape for n, t in initial.items()}
+    assert all(torch.equal(corner(strategy, n, start[n]), corner(strategy, n, t)) for n, t in initial.items())
+    assert later.tensors.keys() == state.shared.keys()
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_private_tensors_survive_what_the_server_sends(strategy: Strategy) -> None:
     own = adapter(5)
-    payload = strategy.broadcast(strategy.init_state(adapter(0)), SiteInfo("a", 1, joined=True))
-    received = strategy.receive(own, payload)
-    private = [n for n in own if strategy.role(n, 0, 0) is not Role.SHARED]
-    assert all(torch.equal(received[n], own[n]) for n in private)
+    state = strategy.init_state(adapter(0))
+    received = strategy.receive(own, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
+    assert all(torch.equal(received[n], own[n]) for n in own if n not in state.shared)
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strategy) -> None:
     state = strategy.init_state(adapter(0))
-    update = {n: torch.full_like(t, 0.5) for n, t in state.shared.items()}
+    shared = strategy.names(state.shared, Role.SHARED, 0, 0)
+    update = {n: torch.full_like(corner(strategy, n, state.shared[n]), 0.5) for n in shared}
     mean = ExactMean()
     for weight in (3, 11):
         strategy.accumulate(mean, Payload(0, 0, update), weight)
-    after = strategy.conclude(state, mean)
-    assert (after.round, after.phase) == (1, 0)
-    assert all(torch.allclose(after.shared[n], state.shared[n] + 0.5, atol=1e-6) for n in update)
+    after = strategy.conclude(state, mean.value())
+    assert (after.round, after.phase) == next_phase(state, strategy.phases(0))
+    for name in state.shared:
+        moved = corner(strategy, name, after.shared[name] - state.shared[name])
+        assert torch.allclose(moved, torch.full_like(moved, 0.5 if name in shared else 0.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
+    for round in range(strategy.period):
+        assert strategy.phases(round) == strategy.phases(round + strategy.period)
+        places = [(round, phase) for phase in range(strategy.phases(round))]
+        for name in adapter(0):
+            assert [strategy.role(name, *p) for p in places] == [strategy.role(name, r + strategy.period, p) for r, p in places]
 
 
 def test_ffa_mean_of_products_is_the_product_of_means_and_fedit_is_not() -> None:

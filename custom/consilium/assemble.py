@@ -12,10 +12,13 @@ from consilium.data.datalist import DataList, pool, read_datalist
 from consilium.data.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.models.sam import build_sam
+from consilium.privacy.guard import Guard, allowed_metrics
+from consilium.privacy.ledger import Ledger
+from consilium.privacy.plan import make_plan
 from consilium.site import Observer, Site
 from consilium.strategies import build_strategy
 from consilium.strategy import Strategy, Tensors
-from consilium.tasks.segmentation import SegmentationTask
+from consilium.tasks.segmentation import SegmentationTask, metric_names
 from consilium.training import Task, pick_device
 
 
@@ -39,6 +42,9 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     job = Job(config, build_strategy(config.strategy, source), lora.initial(model, config.training.seed))
     for name in job.initial:
         job.strategy.role(name, 0, 0)
+    if config.privacy is not None and job.strategy.pools_data:
+        raise ConfigError(f"{source}: privacy: strategy {job.strategy.name!r} pools all sites' data; remove the section")
+    make_plan(config, job.strategy)
     return job
 
 
@@ -77,6 +83,31 @@ def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Ob
     return _site(job, name, site, folder, observer, model, task)
 
 
+def build_guard(
+    job: Job, name: str, site: SiteConfig, folder: Path, ledger: Path, observer: Observer, simulated: bool = False
+) -> Guard:
+    """Return the gate of one site for this job. `ledger` is used unless the site names its own.
+
+    In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
+    """
+    data = site_data(job.config, name, site, folder)
+    shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
+    return Guard(
+        name,
+        job.config,
+        job.strategy,
+        job.initial,
+        allowed_metrics(metric_names(job.config.task.classes)),
+        site.privacy,
+        shares,
+        site.privacy.dataset or str(data.path),
+        len(data.splits["training"]),
+        folder,
+        Ledger(site.privacy.ledger or ledger),
+        observer,
+    )
+
+
 def build_pooled_site(
     job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
 ) -> Site:
@@ -87,7 +118,8 @@ def build_pooled_site(
 
 def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None, task: Task) -> Site:
     model = model if model is not None else build_model(job.config, site)
-    return Site(name, job.config, job.strategy, model, task, folder, site.share_metrics, observer)
+    plan = make_plan(job.config, job.strategy, task.num_samples)
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, site.privacy.noise_seed)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

@@ -4,10 +4,10 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from consilium.errors import ConfigError
 
@@ -93,9 +93,57 @@ class FederationConfig(Section):
 
     min_sites: Annotated[int, Field(ge=1)] = 1
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Literal["samples", "uniform"] | None = None
     round_timeout: Annotated[float, Field(gt=0)] = 3600.0
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
+
+
+class SitePrivacyConfig(Section):
+    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
+
+    `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
+    noise: each site all of it (local), each a share of it (distributed, honest under secure aggregation only), the server
+    (central). `adjacency`: a site's update against none (zero-out), or any two data sets at it (replace, twice the noise).
+    """
+
+    unit: Literal["site"]
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0)]
+    trust: Literal["local", "distributed", "central"] = "local"
+    adjacency: Literal["zero-out", "replace"] = "zero-out"
+    accountant: Literal["exact", "prv", "rdp"] = "exact"
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+class RecordPrivacyConfig(Section):
+    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches."""
+
+    unit: Literal["record"]
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    accountant: Literal["prv", "rdp"] = "prv"
+    trust: ClassVar[str] = "local"
+    adjacency: ClassVar[str] = "add-or-remove"
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+def _one_noise(section: Any) -> Any:
+    if (section.epsilon is None) == (section.noise_multiplier is None):
+        raise ValueError("one of epsilon and noise_multiplier; give exactly one")
+    return section
+
+
+PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discriminator="unit")]
 
 
 class JobConfig(Section):
@@ -109,6 +157,27 @@ class JobConfig(Section):
     data: DataConfig = DataConfig()
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
+    privacy: PrivacyConfig | None = None
+
+    @property
+    def weighting(self) -> str:
+        """What weighs a site's update; with site-level DP uniform, because a weight would tell the site's data size."""
+        private = self.privacy is not None and self.privacy.unit == "site"
+        return self.federation.weighting or ("uniform" if private else "samples")
+
+    @model_validator(mode="after")
+    def _keeps_privacy(self) -> Self:
+        if self.privacy is None:
+            return self
+        if self.privacy.unit == "site" and self.weighting != "uniform":
+            raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
+        if self.privacy.unit == "record" and self.training.accumulate > 1:
+            raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
+        if self.privacy.unit == "site" and self.privacy.trust == "distributed" and self.federation.min_sites < 2:
+            raise ValueError(
+                "federation.min_sites: 1 with privacy.trust distributed: a lone site has no one to share; use local"
+            )
+        return self
 
     @field_validator("strategy", mode="before")
     @classmethod
@@ -116,15 +185,41 @@ class JobConfig(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class BudgetConfig(Section):
+    """How much a data set may spend in all jobs together."""
+
+    epsilon: Annotated[float, Field(gt=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
+class PolicyConfig(Section):
+    """What a hospital lets jobs do to its privacy. With any budget, a job that cannot keep one in its unit is refused.
+
+    `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
+    `noise_seed` makes noise repeatable for tests; it protects nobody, and the ledger says so.
+    """
+
+    dataset: str | None = None
+    budgets: dict[Literal["site", "record"], BudgetConfig] = {}
+    trust: list[Literal["local", "distributed", "central"]] = ["local"]
+    ledger: Path | None = None
+    noise_seed: Annotated[int, Field(ge=0)] | None = None
+
+
 class SiteConfig(Section):
-    """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder."""
+    """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
+
+    `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
+    because no noise protects them.
+    """
 
     datalist: Path | None = None
     checkpoints: Path | None = None
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
-    share_metrics: bool = True
+    share_metrics: bool | None = None
+    privacy: PolicyConfig = PolicyConfig()
 
 
 def load_job(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
@@ -163,6 +258,8 @@ def load_site(path: Path) -> SiteConfig:
     """Read and validate a site.yaml; relative paths are resolved against its folder. Raises ConfigError."""
     site = _validate(SiteConfig, _read_yaml(path) or {}, path)
     paths = {k: path.parent / v for k in ("datalist", "checkpoints", "state") if (v := getattr(site, k)) is not None}
+    if site.privacy.ledger is not None:
+        paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)
 
 
@@ -212,9 +309,12 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
     """Return one line per problem: file: field: value: what is expected, and the nearest known name."""
     lines = []
     for item in error.errors():
-        field = prefix + ".".join(str(part) for part in item["loc"] if part not in ("list[int]",))
+        field = prefix + ".".join(_location(item["loc"]))
         if item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
+        elif item["type"].startswith("union_tag"):
+            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "see the README")
+            lines.append(f"{path}: {field}.{key}: {item['ctx'].get('tag', 'missing')}: expected one of {known}")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
         else:
@@ -222,6 +322,12 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
             where = f"{field}: {item['input']!r}: expected " if item["loc"] else ""
             lines.append(f"{path}: {where}{message}")
     return "\n".join(lines)
+
+
+def _location(loc: tuple[int | str, ...]) -> list[str]:
+    """Return the field's path as written in the file, without pydantic's marks of which union member it tried."""
+    tags = {("privacy", "site"), ("privacy", "record")}
+    return [str(p) for i, p in enumerate(loc) if p != "list[int]" and not (i == 1 and (loc[0], p) in tags)]
 
 
 def nearest(word: str | None, known: Any) -> str:

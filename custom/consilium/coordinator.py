@@ -13,11 +13,14 @@ import torch
 from consilium import __version__
 from consilium.assemble import Job
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.privacy.guard import geometries, upload_shapes
+from consilium.privacy.mechanism import Normal, release, system_normal
+from consilium.privacy.plan import make_plan
 from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo
+from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
 class Coordinator:
@@ -41,7 +44,10 @@ class Coordinator:
         self.accepted: set[str] = set()
         self._lock = threading.Lock()
         self.aggregate = aggregate or RoundAggregate(job.strategy)
-        self.run, self.state = self._load() if resume else (secrets.token_hex(6), job.strategy.init_state(job.initial))
+        self.plan = make_plan(job.config, job.strategy)
+        self.normal: Normal = system_normal
+        fresh = (secrets.token_hex(6), secrets.token_hex(16), job.strategy.init_state(job.initial))
+        self.run, self._secret, self.state = self._load() if resume else fresh
 
     @property
     def done(self) -> bool:
@@ -56,7 +62,12 @@ class Coordinator:
     @property
     def has_quorum(self) -> bool:
         """True once this phase has enough accepted results."""
-        return len(self.accepted) >= self.quorum
+        return len(self.accepted) >= (len(self.asked) if self._poisson else self.quorum)
+
+    @property
+    def _poisson(self) -> bool:
+        """True when each site is drawn on its own, unknown to the others, as amplification by sampling needs."""
+        return self.plan is not None and self.plan.in_advance
 
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
@@ -86,6 +97,9 @@ class Coordinator:
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
         names, config = sorted(self.sites), self.job.config
+        if self._poisson:
+            draw = random.Random(seed_for(int(self._secret, 16), "sample", self.state.round))
+            return [name for name in names if draw.random() < config.federation.sample]
         count = min(len(names), max(self.quorum, math.ceil(config.federation.sample * len(names))))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
@@ -94,7 +108,7 @@ class Coordinator:
         with self._lock:
             try:
                 self._check(name, result)
-                weight = self.asked[name].num_samples if self.job.config.federation.weighting == "samples" else 1
+                weight = self.asked[name].num_samples if self.job.config.weighting == "samples" else 1
                 self.aggregate.add(result, weight)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
@@ -121,17 +135,40 @@ class Coordinator:
     def conclude(self) -> None:
         """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
         with self._lock:
-            if not self.has_quorum:
+            if not (self.has_quorum or self._poisson):
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
-            self.log.concluded(self.state, sorted(self.accepted))
-            self.state = self.aggregate.conclude(self.state)
+            mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.mean()
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
+            self.state = self.job.strategy.conclude(self.state, mean)
             self._save()
             self.asked = {}
 
+    def _epsilon(self) -> float | None:
+        """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
+        if self.plan is None:
+            return None
+        before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
+        return self.plan.epsilon(before + self.state.phase + 1)
+
+    def _noised_mean(self) -> Tensors:
+        """Return the mean update with the server's noise (central trust): sigma S over the number of sites it counts.
+
+        That number is how many answered; of a Poisson sample it is the expected one, a constant that tells nothing.
+        """
+        state, expected = self.state, float(len(self.accepted))
+        shapes = upload_shapes(self.job.strategy, self.job.initial, state.round, state.phase)
+        mean = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        if self._poisson:
+            expected = self.job.config.federation.sample * len(self.sites)
+        if self.accepted:
+            mean = {name: tensor * (len(self.accepted) / expected) for name, tensor in self.aggregate.mean().items()}
+        maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
+        return release(mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / expected, self.normal)[0]
+
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site."""
-        return {name: self.job.strategy.broadcast(self.state, site) for name, site in sorted(self.sites.items())}
+        return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
     def record_final(self, name: str, result: Payload) -> None:
         """Keep a site's final metrics."""
@@ -140,7 +177,7 @@ class Coordinator:
 
     def finish(self) -> None:
         """Write the results of a run that came to its end."""
-        self.log.finish()
+        self.log.finish(self.plan)
 
     def close(self) -> None:
         """Close the run's files."""
@@ -152,9 +189,10 @@ class Coordinator:
     def _save(self) -> None:
         groups = {"shared": self.state.shared, "initial": self.state.initial}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
-        save_state(self._file(), tensors, {"run": self.run, "round": self.state.round, "phase": self.state.phase})
+        place = {"round": self.state.round, "phase": self.state.phase}
+        save_state(self._file(), tensors, place | {"run": self.run, "secret": self._secret})
 
-    def _load(self) -> tuple[str, ServerState]:
+    def _load(self) -> tuple[str, str, ServerState]:
         tensors, meta = load_state(self._file())
         fresh = self.job.strategy.init_state(self.job.initial)
         groups = {}
@@ -162,17 +200,17 @@ class Coordinator:
             groups[group] = {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
             if {n: t.shape for n, t in groups[group].items()} != {n: t.shape for n, t in expected.items()}:
                 raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
-        return meta["run"], ServerState(meta["round"], meta["phase"], groups["shared"], groups["initial"])
+        return meta["run"], meta["secret"], ServerState(meta["round"], meta["phase"], groups["shared"], groups["initial"])
 
 
 def check_result(job: Job, result: Payload) -> None:
     """Raise RefusedError unless names, shapes and scalars are exactly what the strategy uploads, and all values are finite."""
-    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
-    if wrong := sorted(set(expected) ^ result.tensors.keys()):
+    expected = upload_shapes(job.strategy, job.initial, result.round, result.phase)
+    if wrong := sorted(expected.keys() ^ result.tensors.keys()):
         raise RefusedError(f"tensor {wrong[0]!r} is {'missing' if wrong[0] in expected else 'not expected'}")
     for name, tensor in result.tensors.items():
-        if tensor.shape != job.initial[name].shape:
-            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(job.initial[name].shape)}")
+        if tuple(tensor.shape) != expected[name]:
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected[name]}")
         if not torch.isfinite(tensor).all():
             raise RefusedError(f"tensor {name!r} has NaN or Inf")
     _check_numbers(result.scalars, job.strategy.upload_scalars)

@@ -1,7 +1,7 @@
 """What a job costs on the wire and in trainable parameters, for its strategy and every other on the same model."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from consilium.assemble import Job
@@ -34,16 +34,22 @@ class Cost:
 
 
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
-    """Return the cost of a round, summed over its phases."""
-    state, site = strategy.init_state(initial), SiteInfo("site", 1, joined=True)
-    phases = range(strategy.phases(1))
-    trained = {n for phase in phases for n in initial if strategy.role(n, 1, phase) is not Role.FROZEN}
-    up = [initial[n] for phase in phases for n in strategy.names(initial, Role.SHARED, 1, phase)]
-    down = [t for _ in phases for t in strategy.broadcast(state, site).tensors.values()]
-    first = strategy.broadcast(state, SiteInfo("site", 1, joined=False)).tensors
-    return Cost(
-        label, _count(initial[n] for n in trained), _count(up), _count(down), _bytes(up), _bytes(down), _count(first.values())
-    )
+    """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on."""
+    start = strategy.init_state(initial)
+    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
+    up = [
+        initial[n][_corner(strategy, n, initial[n], r)] for r, p in places for n in strategy.names(initial, Role.SHARED, r, p)
+    ]
+    sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)).tensors for r, p in places]
+    down = [tensor for tensors in sent for tensor in tensors.values()]
+    first = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
+    numbers = (round(f(t) / strategy.period) for f in (_count, _bytes) for t in (up, down))
+    return Cost(label, _count(initial[n] for n in trained), *numbers, _count(first.values()))
+
+
+def _corner(strategy: Strategy, name: str, tensor: Any, round: int) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in strategy.shape(name, tuple(tensor.shape), round))
 
 
 def compare(job: Job) -> list[Cost]:

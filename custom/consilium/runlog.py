@@ -11,6 +11,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config import JobConfig
+from consilium.privacy.plan import Plan
 from consilium.storage import write_atomic
 from consilium.strategy import Payload, ServerState, Tensors
 
@@ -45,9 +46,12 @@ class RunLog:
         """Record why a site's result was not used."""
         self._line({"event": "refused", "site": site, "round": round, "reason": reason})
 
-    def concluded(self, state: ServerState, sites: list[str]) -> None:
-        """Record that a phase ended and whose results are in its mean."""
-        self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites})
+    def concluded(self, state: ServerState, sites: list[str], epsilon: float | None = None) -> None:
+        """Record that a phase ended, whose results are in its mean, and the epsilon of the plan so far."""
+        line = {"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites}
+        self._line(line | ({} if epsilon is None else {"privacy/epsilon": epsilon}))
+        if epsilon is not None:
+            self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
 
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
@@ -55,8 +59,10 @@ class RunLog:
         self._line({"event": "final", "site": site, "round": result.round, "metrics": result.metrics})
         self._scalars(site, result.metrics, result.round)
 
-    def finish(self) -> None:
-        """Write results.json: only a run that came to its end has one."""
+    def finish(self, plan: Plan | None = None) -> None:
+        """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
+        if plan is not None:
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
 
     def close(self) -> None:

@@ -1,15 +1,40 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from consilium.assemble import Job, build_model, build_pooled_site, build_site
+from torch import nn
+
+from consilium.assemble import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.config import SiteConfig
 from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError
-from consilium.site import Observer, Site
+from consilium.privacy.guard import Guard
+from consilium.site import Hello, Observer, Site
 from consilium.strategy import Payload
 
 POOLED = "centralized"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A site and the guard at its door, as FLARE puts an executor behind its filters."""
+
+    site: Site
+    guard: Guard
+
+    def hello(self, run: str) -> Hello:
+        """Return the site's hello, if its guard admits the job."""
+        return replace(self.site.hello(run), num_samples=self.guard.admit(run))
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        """Train and return what the guard releases."""
+        self.guard.receive(run, payload)
+        return self.guard.release(run, self.site.train(run, payload))
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        """Evaluate and return what the guard lets out."""
+        return self.guard.report(self.site.evaluate(run, payload))
 
 
 def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
@@ -19,14 +44,14 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     """
     folder = workspace / "sites"
     model = build_model(job.config, next(iter(sites.values())))
-    members = {name: build_site(job, name, site, folder / name, observer, model) for name, site in sites.items()}
+    members = {name: _member(job, name, site, folder / name, observer, model) for name, site in sites.items()}
     trainers = members
     if job.strategy.pools_data:
-        trainers = {POOLED: build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)}
+        pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
+        trainers = {POOLED: Member(pooled, next(iter(members.values())).guard)}
     coordinator = Coordinator(job, workspace, observer, resume)
     try:
-        for site in trainers.values():
-            coordinator.welcome(site.hello(coordinator.run))
+        _welcome(coordinator, trainers)
         while not coordinator.done:
             run_phase(coordinator, trainers)
         _evaluate(coordinator, members)
@@ -36,11 +61,24 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     return coordinator
 
 
-def run_phase(coordinator: Coordinator, sites: dict[str, Site]) -> None:
+def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
+    guard = build_guard(job, name, site, folder, folder / "ledger.sqlite", observer, simulated=True)
+    return Member(build_site(job, name, site, folder, observer, model), guard)
+
+
+def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    for name, member in members.items():
+        try:
+            coordinator.welcome(member.hello(coordinator.run))
+        except ConsiliumError as error:
+            coordinator.refuse(name, str(error))
+
+
+def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:
     """Run one phase of one round: every site asked answers in turn."""
     for name, payload in coordinator.start().items():
         try:
-            result = sites[name].train(coordinator.run, payload)
+            result = members[name].train(coordinator.run, payload)
         except ConsiliumError as error:
             coordinator.refuse(name, str(error))
         else:
@@ -48,9 +86,10 @@ def run_phase(coordinator: Coordinator, sites: dict[str, Site]) -> None:
     coordinator.conclude()
 
 
-def _evaluate(coordinator: Coordinator, members: dict[str, Site]) -> None:
+def _evaluate(coordinator: Coordinator, members: dict[str, Member]) -> None:
     """Evaluate every member on what the federation ended with (the pooled model, in a centralized run)."""
     payloads = coordinator.final()
     pooled: Payload | None = payloads.get(POOLED)
-    for name, site in members.items():
-        coordinator.record_final(name, site.evaluate(coordinator.run, pooled or payloads[name]))
+    for name, member in members.items():
+        if pooled or name in payloads:  # not a site that was refused
+            coordinator.record_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))

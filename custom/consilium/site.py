@@ -1,8 +1,8 @@
-"""A site's life: keep its own tensors, receive, evaluate, train, pass the guard, remember what it sent."""
+"""A site's life: keep its own tensors, receive, evaluate, train, remember what it handed to its guard."""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from consilium import __version__
 from consilium.adapters import lora
 from consilium.config import JobConfig
 from consilium.errors import CheckpointError, RefusedError
-from consilium.privacy.guard import allowed_metrics, check_release
+from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
 from consilium.storage import load_state, save_state
 from consilium.strategy import Payload, Role, Strategy, Tensors
@@ -41,6 +41,7 @@ class Site:
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
+    Under a record-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Site:
         model: nn.Module,
         task: Task,
         folder: Path,
-        share_metrics: bool,
         observer: Observer,
+        plan: Plan | None = None,
+        noise_seed: int | None = None,
     ) -> None:
         self.name, self.config, self.strategy = name, config, strategy
         self.model, self.task, self.folder = model, task, folder
-        self.share_metrics, self.observer = share_metrics, observer
+        self.observer, self.plan, self.noise_seed = observer, plan, noise_seed
         self.should_stop: Callable[[], None] = lambda: None
 
     def hello(self, run: str) -> Hello:
@@ -64,9 +66,9 @@ class Site:
         return Hello(self.name, self.task.num_samples, self._file(run).exists(), __version__)
 
     def train(self, run: str, payload: Payload) -> Payload:
-        """Do one phase of one round and return the update. A replayed payload gets the bytes of the first time again.
+        """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
-        Raises RefusedError for a stale payload or an update the guard will not let out, CheckpointError for lost state.
+        Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
         own, last, reply = self._restore(run)
         if last == (payload.round, payload.phase):
@@ -82,7 +84,7 @@ class Site:
         metrics |= self._evaluate("validation", "personal", payload)
         metrics |= {"train/loss": trained["loss"], "train/steps": trained["steps"], "train/seconds": seconds}
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
-        reply = self._release(self.strategy.upload(start, end, payload), metrics)
+        reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
         return reply
 
@@ -96,6 +98,7 @@ class Site:
         metrics: dict[str, float] = {}
         if last is not None:
             lora.load(self.model, own)
+            lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank)
             metrics |= self._evaluate(split, "personal", payload, distances=True)
         final = self._receive(own, payload)
         metrics |= self._evaluate(split, "received", payload, distances=True)
@@ -103,7 +106,7 @@ class Site:
             metrics |= self._evaluate(split, "base", payload, distances=True)
         self._export(final)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
-        return self._release(Payload(payload.round, payload.phase, {}), metrics)
+        return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
@@ -111,6 +114,7 @@ class Site:
         if missing := sorted(lora.tensors(self.model).keys() - start.keys()):
             raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
         lora.load(self.model, start)
+        lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank * self.strategy.scaling(payload))
         return start
 
     def _train(self, payload: Payload) -> dict[str, float]:
@@ -123,8 +127,13 @@ class Site:
             place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
             self.observer(place | asdict(progress))
 
-        hook = self.strategy.regularizer
-        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch)
+        hook, private = self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
+        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+
+    def _noise_seed(self, payload: Payload) -> int | None:
+        if self.noise_seed is None:
+            return None
+        return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase)
 
     def _evaluate(self, split: str, stage: str, payload: Payload, distances: bool = False) -> dict[str, float]:
         self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
@@ -132,12 +141,6 @@ class Site:
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
         return {f"{split}/{stage}/{name}": value for name, value in metrics.items()}
-
-    def _release(self, upload: Payload, metrics: dict[str, float]) -> Payload:
-        shared = metrics if self.share_metrics else {}
-        reply = Payload(upload.round, upload.phase, upload.tensors, upload.scalars, shared)
-        check_release(reply, self.strategy, allowed_metrics(self.task.metric_names))
-        return reply
 
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"

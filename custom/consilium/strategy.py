@@ -95,7 +95,7 @@ class ExactMean:
         self._weight += weight
 
     def value(self) -> Tensors:
-        """Return the mean in float64. Raises RefusedError if nothing was added."""
+        """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""
         if not self._weight:
             raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
         return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self._sums.items()}
@@ -118,6 +118,11 @@ class Strategy:
     upload_scalars: ClassVar[frozenset[str]] = frozenset()
     pools_data: ClassVar[bool] = False
 
+    @property
+    def period(self) -> int:
+        """After how many rounds `phases` and `role` repeat."""
+        return 1
+
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
         raise NotImplementedError
@@ -130,12 +135,23 @@ class Strategy:
         """Return the names that have `role` in this phase, in order."""
         return [name for name in tensors if self.role(name, round, phase) is role]
 
+    def shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
+        """Return the shape in which the tensor `name`, of shape `full` in the model, travels in this round."""
+        return full
+
+    def peer(self, name: str, round: int, phase: int) -> str | None:
+        """Return the tensor, public in this phase, whose product with `name` is the effective update, or None.
+
+        With a peer, clipping and noise act in the space of that product; see privacy/mechanism.py.
+        """
+        return None
+
     # server half ------------------------------------------------------------------------------------------------------
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
-        phases = range(self.phases(0))
-        shared = {n: t for n, t in initial.items() if any(self.role(n, 0, p) is Role.SHARED for p in phases)}
+        phases = [(r, p) for r in range(self.period) for p in range(self.phases(r))]
+        shared = {n: t for n, t in initial.items() if any(self.role(n, *p) is Role.SHARED for p in phases)}
         return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared})
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
@@ -143,15 +159,18 @@ class Strategy:
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**state.shared, **first})
 
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return what `site` receives after the last round, to evaluate and keep."""
+        return self.broadcast(state, site)
+
     def accumulate(self, mean: ExactMean, update: Payload, weight: int) -> None:
         """Add one accepted result to the round's running mean."""
         mean.add(update.tensors, weight)
 
-    def conclude(self, state: ServerState, mean: ExactMean) -> ServerState:
-        """Return the next state: the mean update added to the shared tensors."""
+    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+        """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
-        if any(self.role(name, state.round, state.phase) is Role.SHARED for name in shared):
-            shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.value().items()}
+        shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.items()}
         round, phase = next_phase(state, self.phases(state.round))
         return replace(state, round=round, phase=phase, shared=shared)
 
@@ -160,6 +179,10 @@ class Strategy:
     def receive(self, params: Tensors, payload: Payload) -> Tensors:
         """Return the tensors local training starts from: the site's own, overwritten by what the server sent."""
         return {**params, **payload.tensors}
+
+    def scaling(self, payload: Payload) -> float:
+        """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""
+        return 1.0
 
     def regularizer(self, step: Step) -> Tensor | None:
         """Return a scalar to add to the task's loss at this step, or None."""
@@ -187,11 +210,7 @@ class RoundAggregate:
         self.strategy.accumulate(self._mean, update, weight)
 
     def mean(self) -> Tensors:
-        """Return the mean update so far, float64."""
-        return self._mean.value()
-
-    def conclude(self, state: ServerState) -> ServerState:
-        """Return the next state and forget what was added."""
-        concluded = self.strategy.conclude(state, self._mean)
+        """Return the mean update so far, float64, and forget what was added."""
+        mean = self._mean.value()
         self.reset()
-        return concluded
+        return mean

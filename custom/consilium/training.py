@@ -1,7 +1,7 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from consilium.config import TrainingConfig
 from consilium.errors import ConsiliumError
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategy import Step
 
@@ -53,6 +54,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
+Regularizer = Callable[[Step], Tensor | None]
 
 
 def train(
@@ -62,55 +64,100 @@ def train(
     trained: set[str],
     config: TrainingConfig,
     seed: int,
-    regularizer: Callable[[Step], Tensor | None],
+    regularizer: Regularizer,
     scalars: Mapping[str, float],
     watch: Watch,
+    dp: DpSgd | None = None,
 ) -> dict[str, float]:
     """Train the tensors named in `trained` in place and return {"loss", "steps"}.
 
     `params` are the model's adapter parameters by name; all others are frozen. Equal inputs give equal results: `seed` fixes
-    shuffling, augmentation and dropout, and the optimizer starts empty. Raises ConsiliumError when the loss is not finite.
+    shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps are record-level private, and
+    repeatable only with a seed of its own. Raises ConsiliumError when the loss is not finite.
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
-    optimizer = make_optimizer([params[name] for name in params if name in trained], config)
+    active = {name: parameter for name, parameter in params.items() if name in trained}
+    optimizer = make_optimizer(list(active.values()), config)
     anchors = {name: parameter.detach().clone() for name, parameter in params.items()}
     memory: dict[str, Tensor] = {}
-    total = steps_per_round(task.num_samples, config)
-    stream, running = _stream(task, config, seed), 0.0
+    total, running = steps_per_round(task.num_samples, config), 0.0
     model.train()
-    with torch.random.fork_rng(devices=_cuda_devices(params)):
+    with torch.random.fork_rng(devices=_cuda_devices(params)), _steps(model, task, optimizer, config, seed, active, dp) as take:
         torch.manual_seed(seed)
         for step in range(1, total + 1):
-            loss = _step(model, task, stream, config, regularizer, Step(params, anchors, scalars, memory))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            running += loss
+            running += take(Step(params, anchors, scalars, memory), regularizer)
             watch(Progress(step, total, running / step))
     return {"loss": running / total, "steps": float(total)}
+
+
+@contextmanager
+def _steps(
+    model: nn.Module,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    config: TrainingConfig,
+    seed: int,
+    trained: Mapping[str, nn.Parameter],
+    dp: DpSgd | None,
+) -> Iterator[Callable[[Step, Regularizer], float]]:
+    """Yield what takes one optimizer step and returns its task loss."""
+    if dp is None:
+        stream = _stream(task, config, seed)
+        yield lambda step, regularizer: _step(model, task, optimizer, stream, config, regularizer, step)
+        return
+    with PrivateSteps(model, optimizer, trained, task.num_samples, dp) as private:
+        yield lambda step, regularizer: _private_step(model, task, private, seed, config, regularizer, step)
 
 
 def _step(
     model: nn.Module,
     task: Task,
+    optimizer: torch.optim.Optimizer,
     stream: Iterator[Batch],
     config: TrainingConfig,
-    regularizer: Callable[[Step], Tensor | None],
+    regularizer: Regularizer,
     step: Step,
 ) -> float:
-    """Accumulate the gradients of one optimizer step; return its task loss."""
+    """Take one step over `accumulate` batches."""
     penalty = regularizer(step)
     if penalty is not None and penalty.requires_grad:
         penalty.backward()
-    total = 0.0
-    for _ in range(config.accumulate):
-        with autocast(next(iter(step.params.values())).device, config.precision):
-            loss = task.loss(model, next(stream)) / config.accumulate
-        if not torch.isfinite(loss):
-            raise ConsiliumError(f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data")
-        loss.backward()
-        total += loss.item()
+    total = sum(_backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     return total
+
+
+def _private_step(
+    model: nn.Module, task: Task, private: PrivateSteps, seed: int, config: TrainingConfig, regularizer: Regularizer, step: Step
+) -> float:
+    """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only."""
+    penalty, trained = regularizer(step), private.gradients.trained
+    indices, total = private.draw(), 0.0
+    for start in range(0, len(indices), config.batch_size):
+        part = indices[start : start + config.batch_size]
+        with private.gradients.collect(len(part)):
+            share = len(part) / len(indices)
+            total += share * _backward(model, task, task.batch(part, seed_for(seed, *indices)), config, 1.0)
+    pulls = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
+    private.step(pulls)
+    return total
+
+
+def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(value, list(of.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
+
+
+def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
+    """Add the gradients of one batch's loss times `share`; return that loss."""
+    with autocast(next(model.parameters()).device, config.precision):
+        loss = task.loss(model, batch) * share
+    if not torch.isfinite(loss):
+        raise ConsiliumError(f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data")
+    loss.backward()
+    return loss.item()
 
 
 def steps_per_round(num_samples: int, config: TrainingConfig) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -68,6 +69,12 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return start values by name: A Kaiming-uniform (a = sqrt 5), B = 0, each tensor from its own seed. Meta models do."""
     return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items()}
+
+
+def scale(model: nn.Module, value: float) -> None:
+    """Set what every layer multiplies B A by; alpha / rank unless a strategy says otherwise."""
+    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+        layer.scaling["default"] = value
 
 
 @contextmanager

@@ -51,7 +51,6 @@ class StrategyAggregator(ModelAggregator):
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type."""
         mean = {n: t.to(self._job.initial[n].dtype) for n, t in self._aggregate.mean().items()}
-        self.reset_stats()
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 
     def reset_stats(self) -> None:

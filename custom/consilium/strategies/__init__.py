@@ -9,6 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from consilium.config import describe, nearest
 from consilium.errors import ConfigError
 from consilium.strategies.centralized import Centralized
+from consilium.strategies.deer import DEeR
+from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA
@@ -16,7 +18,9 @@ from consilium.strategies.ffa_lora import FFALoRA
 from consilium.strategies.local_only import LocalOnly
 from consilium.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, LocalOnly, Centralized)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, LocalOnly, Centralized)
+}
 
 
 def build_strategy(options: Mapping[str, Any], source: Path | str = "job.yaml") -> Strategy:

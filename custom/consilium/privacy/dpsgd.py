@@ -1,0 +1,140 @@
+"""Record-level DP-SGD (Abadi et al. 2016) on adapter parameters, through Opacus' PrivacyEngine.
+
+Opacus clips, adds noise and counts; per-sample gradients are ours, because its hooks take a layer's first dimension for the
+sample, and SAM's windowed attention (and one decoding per class) hands layers several rows a sample. Here the rows of a sample
+stay together, so a layer's input (N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from consilium.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DpSgd:
+    """`noise_multiplier` over `clip` (norm of one sample's gradient); `seed` None draws from the system's generator."""
+
+    noise_multiplier: float
+    clip: float
+    sample_rate: float
+    seed: int | None = None
+
+
+class PerSampleGradients:
+    """Hooks on the linear layers whose weight or bias is trained; collects a gradient per sample, (N, *parameter.shape)."""
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        self.trained = dict(trained)
+        ours = {id(p) for p in trained.values()}
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and ours & {id(m.weight), id(m.bias)}]
+        covered = {id(p) for layer in layers for p in (layer.weight, layer.bias)}
+        if missing := [name for name, p in trained.items() if id(p) not in covered]:
+            raise ConfigError(f"privacy.unit: 'record': {missing[0]!r} is no part of a linear layer; choose other targets")
+        self._handles = [layer.register_forward_hook(self._watch) for layer in layers]
+        self._count, self._found = 0, {}
+        self._parts: dict[int, list[Tensor]] = {}
+        self._clear()
+
+    @contextmanager
+    def collect(self, count: int) -> Iterator[None]:
+        """Collect from the forward and backward pass of the mean loss over `count` samples inside the block."""
+        self._count, self._found = count, {}
+        yield
+        for parameter in self.trained.values():
+            missing = torch.zeros(count, *parameter.shape, device=parameter.device)
+            self._parts[id(parameter)].append(self._found.get(id(parameter), missing))
+            parameter.grad = None
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the gradients of all samples since the last call, (N, *shape) by name, and forget them."""
+        found = {name: torch.cat(self._parts[id(p)]) for name, p in self.trained.items()}
+        self._clear()
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _clear(self) -> None:
+        self._parts = {id(p): [torch.zeros(0, *p.shape, device=p.device)] for p in self.trained.values()}
+
+    def _watch(self, layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            rows = args[0].detach()
+            output.register_hook(lambda gradient: self._add(layer, rows, gradient))
+
+    def _add(self, layer: nn.Linear, rows: Tensor, gradient: Tensor) -> None:
+        inputs = rows.reshape(self._count, -1, rows.shape[-1]).float()
+        outputs = gradient.reshape(self._count, -1, gradient.shape[-1]).float() * self._count  # the loss is a mean
+        if layer.weight.requires_grad:
+            self._sum(layer.weight, torch.einsum("nto,nti->noi", outputs, inputs))
+        if layer.bias is not None and layer.bias.requires_grad:
+            self._sum(layer.bias, outputs.sum(1))
+
+    def _sum(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        before = self._found.get(id(parameter))  # a layer may be used more than once in a pass
+        self._found[id(parameter)] = gradient if before is None else before + gradient
+
+
+class PrivateSteps:
+    """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        trained: Mapping[str, nn.Parameter],
+        num_samples: int,
+        dp: DpSgd,
+    ) -> None:
+        self.gradients = PerSampleGradients(model, trained)
+        seed = int.from_bytes(os.urandom(8)) >> 1 if dp.seed is None else dp.seed
+        generator = torch.Generator().manual_seed(seed)
+        loader = DPDataLoader(TensorDataset(torch.arange(num_samples)), sample_rate=dp.sample_rate, generator=generator)
+        device = next(iter(trained.values())).device
+        noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its secure mode is off: torchcsprng has no release for this torch
+            self.engine = PrivacyEngine(accountant="prv")
+            wrapped, self.optimizer, _ = self.engine.make_private(
+                module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=dp.noise_multiplier,
+                max_grad_norm=dp.clip, poisson_sampling=False, grad_sample_mode="no_op", noise_generator=noise,
+            )  # fmt: skip
+        self._wrapped, self._sampler, self._draws = wrapped, loader.batch_sampler, iter(())
+
+    def __enter__(self) -> "PrivateSteps":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.gradients.close()
+        for parameter in self.gradients.trained.values():
+            parameter.grad_sample = parameter.summed_grad = parameter.grad = None
+
+    def draw(self) -> list[int]:
+        """Return the samples of the next step: each on its own with the sample rate, so there may be none."""
+        indices = next(self._draws, None)
+        if indices is None:
+            self._draws = iter(self._sampler)
+            indices = next(self._draws)
+        return indices
+
+    def step(self, penalty: Mapping[str, Tensor]) -> None:
+        """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""
+        for name, gradient in self.gradients.take().items():
+            self.gradients.trained[name].grad_sample = gradient
+        self.optimizer.pre_step()
+        for name, gradient in penalty.items():
+            self.gradients.trained[name].grad += gradient
+        self.optimizer.original_optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,84 @@
+"""DEeR: deviation eliminator and noise regulator (IEEE Transactions on Medical Imaging 2025).
+
+Deviation eliminator (Algorithm 1): in phase B all sites hold one frozen A and train B, in phase A the roles are swapped, so
+the mean of the factors is the mean of the products, exactly: (1/K) sum B_k A = B A. (Lines 7 and 12 print a sum; Eq. 3's mean
+is meant.) Noise regulator (Theorem 2): clipping and noise act on the effective update, with the frozen factor as public peer;
+privacy/mechanism.py says where the paper's own clipping does not hold.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import ConfigDict
+
+from consilium.strategy import Role, ServerState, Strategy, Tensors, factor
+
+SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
+"""Phases of successive rounds, repeated; by the share of exchanges that is left (paper's Figure 7)."""
+
+
+@dataclass(frozen=True)
+class DEeR(Strategy):
+    """Train one factor at a time. `regulator` off: plain clipping and noise on the factor (the paper's ablation).
+
+    `rebalance` moves between rounds to the factors (R A, B R^-1) that make the next public factor orthonormal: the product is
+    unchanged, the regulator's noise becomes plain noise, and conditioning cannot drift. Other tensors (a head) train in all
+    phases.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "deer"
+
+    schedule: Literal["100%", "75%", "50%"] = "100%"
+    regulator: bool = True
+    rebalance: bool = False
+
+    @property
+    def period(self) -> int:
+        """See Strategy."""
+        return len(SCHEDULES[self.schedule])
+
+    def phases(self, round: int) -> int:
+        """Return 2, or 1 in rounds that train one factor only."""
+        return len(self._trained(round))
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return FROZEN for the factor whose turn it is not, SHARED for the rest."""
+        return Role.FROZEN if factor(name) not in (None, self._trained(round)[phase]) else Role.SHARED
+
+    def peer(self, name: str, round: int, phase: int) -> str | None:
+        """Return the frozen factor of the same layer, where the regulator is on."""
+        if not self.regulator or factor(name) is None:
+            return None
+        return name[:-1] + ("A" if factor(name) == "B" else "B")
+
+    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+        """Add the mean update, then rebalance for the next phase where that is wanted."""
+        after = super().conclude(state, mean)
+        if not self.rebalance:
+            return after
+        frozen = "A" if self._trained(after.round)[after.phase] == "B" else "B"
+        return replace(after, shared=after.shared | rebalanced(after.shared, frozen))
+
+    def _trained(self, round: int) -> str:
+        """Return the factors of the round's phases, as in "BA"."""
+        rounds = SCHEDULES[self.schedule]
+        return rounds[round % len(rounds)]
+
+
+def rebalanced(shared: Tensors, frozen: str) -> Tensors:
+    """Return the factors of every layer with `frozen` ("A" or "B") orthonormal and the product B A as it was.
+
+    A^T = Q R: A becomes Q^T, B becomes B R^T; mirrored for B. A layer whose frozen factor has lost rank stays as it is.
+    """
+    moved: Tensors = {}
+    for layer in (n.removesuffix(".lora_A") for n in shared if factor(n) == "A"):
+        a, b = shared[f"{layer}.lora_A"], shared[f"{layer}.lora_B"]
+        q, r = torch.linalg.qr((a.T if frozen == "A" else b).double())
+        diagonal = r.diagonal().abs()
+        if len(diagonal) < a.shape[0] or float(diagonal.min()) <= 1e-6 * float(diagonal.max()):
+            continue
+        new_a, new_b = (q.T, b.double() @ r.T) if frozen == "A" else (r @ a.double(), q)
+        moved |= {f"{layer}.lora_A": new_a.to(a.dtype), f"{layer}.lora_B": new_b.to(b.dtype)}
+    return moved

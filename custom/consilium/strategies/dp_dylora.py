@@ -1,0 +1,87 @@
+"""DP-DyLoRA: federated LoRA at a random rank a round (Xu et al., arXiv 2405.06368).
+
+Each round the server draws a rank b between rank_min and the adapter's rank r, one for all sites, because ranks drawn by sites
+would make the update's sensitivity depend on the draw. Sites train A[:b] and B[:, :b] at scale alpha / b and upload just those,
+so noise falls on active ranks only. (Ports that draw a rank a step at the site, or scale both factors, are another algorithm.)
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import ConfigDict, Field
+
+from consilium.seeding import seed_for
+from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, Tensors, factor
+
+
+@dataclass(frozen=True)
+class DPDyLoRA(Strategy):
+    """Share both factors, cut to the round's rank. `seed` fixes the draws; they are public and independent of any data."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "dp_dylora"
+
+    rank_min: Annotated[int, Field(ge=1)] = 1
+    seed: int = 0
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED."""
+        return Role.SHARED
+
+    def rank(self, full: int, round: int) -> int:
+        """Return the rank of a round, uniform on rank_min .. full."""
+        low = min(self.rank_min, full)
+        return low + seed_for(self.seed, "rank", round) % (full - low + 1)
+
+    def shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
+        """Return the factor's shape cut to the round's rank."""
+        if (which := factor(name)) is None:
+            return full
+        return (self.rank(full[0], round), full[1]) if which == "A" else (full[0], self.rank(full[1], round))
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the factors cut to the round's rank, and the full rank, which a site pads them to."""
+        cut = {n: _cut(t, self.shape(n, tuple(t.shape), state.round)) for n, t in state.shared.items()}
+        return Payload(state.round, state.phase, cut, {"rank": float(_full_rank(state.shared))})
+
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the factors at full rank: what is evaluated."""
+        return Payload(state.round, state.phase, dict(state.shared), {"rank": float(_full_rank(state.shared))})
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return the factors padded by zeros: a direction with A = 0 and B = 0 has no gradient, so it stays out of training."""
+        rank = int(payload.scalars["rank"])
+        return {n: _pad(t, n, rank) for n, t in payload.tensors.items()}
+
+    def scaling(self, payload: Payload) -> float:
+        """Return r / b, which makes alpha / r the alpha / b of the round's rank."""
+        return payload.scalars["rank"] / _full_rank(payload.tensors)
+
+    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
+        """Return the update of the active ranks."""
+        moved = {n: _cut(end[n] - start[n], tuple(t.shape)) for n, t in payload.tensors.items()}
+        return Payload(payload.round, payload.phase, moved)
+
+    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+        """Add the mean update to the active ranks."""
+        full = {n: torch.zeros(state.shared[n].shape, dtype=u.dtype) for n, u in mean.items()}
+        for name, update in mean.items():
+            _cut(full[name], tuple(update.shape)).copy_(update)
+        return super().conclude(state, full)
+
+
+def _full_rank(tensors: Tensors) -> int:
+    return next(t.shape[0] for n, t in tensors.items() if factor(n) == "A")
+
+
+def _cut(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(size) for size in shape)]
+
+
+def _pad(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    if factor(name) == "A":
+        return torch.cat([tensor, tensor.new_zeros(rank - tensor.shape[0], tensor.shape[1])])
+    if factor(name) == "B":
+        return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], rank - tensor.shape[1])], dim=1)
+    return tensor
