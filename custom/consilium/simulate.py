@@ -25,7 +25,8 @@ class Member:
 
     def hello(self, run: str) -> Hello:
         """Return the site's hello, if its guard admits the job."""
-        return replace(self.site.hello(run), num_samples=self.guard.admit(run))
+        self.guard.admit(run)
+        return replace(self.site.hello(run), num_samples=self.guard.shown_samples)
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Train and return what the guard releases."""

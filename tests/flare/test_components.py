@@ -1,6 +1,7 @@
 """Wire, filters, aggregator, allow-list and recipe without a running federation."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,14 +14,17 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
-from consilium.assemble import Job, assemble_job
+from consilium.assemble import Job, assemble_job, build_guard
+from consilium.config import SiteConfig
 from consilium.errors import ConfigError, RefusedError
-from consilium.flare import wire
+from consilium.flare import filters, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
-from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.recipe import ConsiliumRecipe
-from consilium.strategy import Payload, Role
+from consilium.privacy.guard import Guard
+from consilium.site import Hello
+from consilium.strategy import Payload, Role, SiteInfo
 from tests.conftest import JOBS, small_config
 
 
@@ -32,6 +36,17 @@ def job() -> Job:
 def update(job: Job) -> Payload:
     names = job.strategy.names(job.initial, Role.SHARED, 0, 0)
     return Payload(0, 0, {n: torch.ones_like(job.initial[n]) for n in names}, {}, {"train/loss": 0.5})
+
+
+@pytest.fixture
+def guard(job: Job, tmp_path: Path) -> Iterator[Guard]:
+    """The guard both filters meet; it has heard the broadcast of round 0."""
+    found = build_guard(job, "site-1", SiteConfig(), tmp_path, tmp_path / "ledger.sqlite", lambda event: None)
+    state = job.strategy.init_state(job.initial)
+    key = (FLContext().get_job_id(), FLContext().get_identity_name())
+    with patch.dict(filters._guards, {key: found}):
+        passed(GuardTaskFilter, job, wire.encode(job.strategy.broadcast(state, SiteInfo("site-1", 1)), "r", update=False))
+        yield found
 
 
 def passed(filter_class: type, job: Job, shareable: Shareable) -> Shareable:
@@ -54,10 +69,32 @@ def test_what_is_no_message_is_refused_by_name() -> None:
         wire.decode(Shareable())
 
 
-def test_a_proper_update_passes_both_filters_unchanged(job: Job) -> None:
-    message = wire.encode(update(job), "r", update=True)
-    for kind in (ReleaseFilter, ResultCheckFilter):
-        assert passed(kind, job, message) is message
+def test_a_proper_update_passes_all_filters_with_its_bytes(job: Job, guard: Guard) -> None:
+    message = passed(GuardResultFilter, job, wire.hold(update(job), "r"))
+    again = passed(GuardResultFilter, job, message)  # the job's own pair after the site's
+    heard, run = wire.decode(passed(ResultCheckFilter, job, again))
+    assert run == "r"
+    assert all(torch.equal(heard.tensors[n], t) for n, t in update(job).tensors.items())
+    assert heard.metrics == {"train/loss": 0.5}
+
+
+def test_what_no_guard_takes_up_never_becomes_a_message(job: Job) -> None:
+    held = wire.hold(update(job), "r")
+    assert dict(held).keys() <= {wire.HELD, "__headers__"}
+    assert "not a consilium message" in wire.failure(passed(ResultCheckFilter, job, held))
+    wire.take(held)
+    with pytest.raises(RefusedError, match="the result is gone"):
+        wire.take(held)
+
+
+def test_a_hello_tells_the_number_the_guard_shows(job: Job, guard: Guard) -> None:
+    hello = wire.encode_dict(wire.HELLO, Hello("site-1", 999, False, "1").to_dict())
+    assert passed(GuardResultFilter, job, hello)[wire.HELLO]["num_samples"] == guard.num_samples
+
+
+def test_a_task_the_guard_refuses_reaches_the_executor_as_a_reason(job: Job, guard: Guard) -> None:
+    asked = wire.encode(Payload(-1, 0, {}), "r", update=False)
+    assert "the job has no round -1" in passed(GuardTaskFilter, job, asked).get_header(wire.REASON)
 
 
 def bad_messages(job: Job) -> dict[str, Shareable]:
@@ -74,20 +111,20 @@ def bad_messages(job: Job) -> dict[str, Shareable]:
     }
 
 
-@pytest.mark.parametrize("kind", [ReleaseFilter, ResultCheckFilter])
+@pytest.mark.parametrize("kind", [GuardResultFilter, ResultCheckFilter])
 @pytest.mark.parametrize(
     "name", ["local", "scalar", "nan", "no message", "other data kind", "hello with more", "hello with tensors"]
 )
-def test_filters_fail_closed(kind: type, name: str, job: Job) -> None:
+def test_filters_fail_closed(kind: type, name: str, job: Job, guard: Guard) -> None:
     answer = passed(kind, job, bad_messages(job)[name])
     assert answer.get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
     assert wire.failure(answer)
     assert not set(answer) - {"__headers__"}
 
 
-def test_a_check_that_breaks_sends_nothing(job: Job) -> None:
-    with patch("consilium.flare.filters.check_release", side_effect=ZeroDivisionError):
-        answer = passed(ReleaseFilter, job, wire.encode(update(job), "r", update=True))
+def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
+    with patch("consilium.privacy.guard.check_release", side_effect=ZeroDivisionError):
+        answer = passed(GuardResultFilter, job, wire.encode(update(job), "r", update=True))
     assert "ZeroDivisionError" in wire.failure(answer)
     assert "DXO" not in answer
 
@@ -95,7 +132,7 @@ def test_a_check_that_breaks_sends_nothing(job: Job) -> None:
 def test_an_error_reply_keeps_code_and_reason_and_nothing_else(job: Job) -> None:
     reply = wire.refusal("disk full")
     reply["DXO"] = "secret"
-    answer = passed(ReleaseFilter, job, reply)
+    answer = passed(GuardResultFilter, job, reply)
     assert wire.failure(answer) == "disk full"
     assert "DXO" not in answer
     assert "return code" in wire.failure(make_reply(ReturnCode.TASK_ABORTED))
@@ -134,7 +171,7 @@ def test_job_folders_are_what_the_recipe_exports(folder: Path, tmp_path: Path) -
     assert not (folder / "app" / "custom").exists()
     for name in ("config_fed_server.json", "config_fed_client.json"):
         ours, theirs = (json.loads((f / "app/config" / name).read_text()) for f in (folder, exported))
-        for section in ("workflows", "components", "executors", "task_result_filters"):
+        for section in ("workflows", "components", "executors", "task_data_filters", "task_result_filters"):
             assert _classes(ours.get(section)) == _classes(theirs.get(section))
     assert (exported / "app/config/job.yaml").read_text() == (folder / "app/config/job.yaml").read_text()
     meta = json.loads((folder / "meta.json").read_text())

@@ -50,6 +50,18 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     return _root(fl_ctx, job) / "sites" / name
 
 
+def ledger_path(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return the site's ledger for all jobs; a simulation has one of its own."""
+    if simulated():
+        return site_folder(fl_ctx, job, name, site) / "ledger.sqlite"
+    return (site.state or Path(_workspace(fl_ctx).get_root_dir()) / "consilium") / "ledger.sqlite"
+
+
+def simulated() -> bool:
+    """Tell whether this is a simulation of ours."""
+    return OUTPUT in os.environ
+
+
 def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
     """Return an observer that logs each event and, in a simulation, hands it to the live view through a file."""
     output = os.environ.get(OUTPUT)

@@ -1,4 +1,4 @@
-"""The site's FLARE executor: one Site behind three tasks. A failure leaves the site as a reason, never as data."""
+"""The site's FLARE executor: one Site behind three tasks. Its results are held for the guard; a failure is a reason only."""
 
 from collections.abc import Callable
 
@@ -39,6 +39,8 @@ class SiteExecutor(Executor):
         self, task: Callable[[Site, Shareable], Shareable], shareable: Shareable, fl_ctx: FLContext, abort: Signal
     ) -> Shareable:
         try:
+            if (reason := shareable.get_header(wire.REASON)) is not None:  # the guard refused the task
+                return wire.refusal(reason)
             site = self._ready(fl_ctx)
             site.should_stop = lambda: _stop_if(abort)
             return task(site, shareable)
@@ -66,12 +68,12 @@ class SiteExecutor(Executor):
     @staticmethod
     def _train(site: Site, shareable: Shareable) -> Shareable:
         payload, run = wire.decode(shareable)
-        return wire.encode(site.train(run, payload), run, update=True, num_samples=site.task.num_samples)
+        return wire.hold(site.train(run, payload), run)
 
     @staticmethod
     def _evaluate(site: Site, shareable: Shareable) -> Shareable:
         payload, run = wire.decode(shareable)
-        return wire.encode(site.evaluate(run, payload), run, update=True)
+        return wire.hold(site.evaluate(run, payload), run)
 
 
 def _stop_if(abort: Signal) -> None:

@@ -1,4 +1,8 @@
-"""The site's outgoing check and the server's result check, as FLARE filters. Both fail closed: on any doubt nothing passes."""
+"""The site's guard and the server's result check, as FLARE filters. All fail closed: on any doubt nothing passes.
+
+The guard is a pair: one filter sees what arrives, the other what leaves. A hospital puts both into its privacy.json; our job
+folders carry them too. Where both do, the second pair meets what the first released and lets just those bytes pass.
+"""
 
 from abc import abstractmethod
 
@@ -7,61 +11,96 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from consilium.assemble import Job
+from consilium.assemble import Job, build_guard
 from consilium.coordinator import check_result
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.flare import context, wire
-from consilium.privacy.guard import allowed_metrics, check_release
+from consilium.privacy.guard import Guard
 from consilium.site import Hello
 from consilium.strategy import Payload
-from consilium.tasks.segmentation import metric_names
+
+_guards: dict[tuple[str, str], Guard] = {}
+"""This process' guards by job id and site: the two filters of a pair, and both pairs, share one."""
 
 
-class _CheckFilter(Filter):
-    """Replaces a result that `check` refuses by a reply that carries the reason only. FLARE's DXOFilter would let it pass."""
+class ClosedFilter(Filter):
+    """A filter whose every failure becomes a reply that carries the reason only. FLARE's DXOFilter would let the data pass."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return what `handle` makes of it, or a refusal; a refusal that comes in keeps its code and reason, nothing else."""
+        if (reason := wire.failure(shareable)) is not None:
+            return wire.refusal(reason, shareable.get_return_code())
+        try:
+            return self.handle(shareable, fl_ctx)
+        except ConsiliumError as error:
+            self.log_error(fl_ctx, str(error))
+            return wire.refusal(str(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
+        except Exception as error:
+            self.log_exception(fl_ctx, "unexpected error in a filter")
+            return wire.refusal(f"the check failed ({type(error).__name__})", ReturnCode.TASK_RESULT_FILTER_ERROR)
+
+    @abstractmethod
+    def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return what may pass. Any exception means nothing does."""
+
+    def _guard(self, fl_ctx: FLContext) -> Guard:
+        name = fl_ctx.get_identity_name()
+        key = (fl_ctx.get_job_id(), name)
+        if key not in _guards:
+            job, site = context.load(fl_ctx), context.site_config(fl_ctx, name)
+            folder, ledger = context.site_folder(fl_ctx, job, name, site), context.ledger_path(fl_ctx, job, name, site)
+            observe = context.observer(self, fl_ctx, f"{name}-guard")
+            _guards[key] = build_guard(job, name, site, folder, ledger, observe, context.simulated())
+        return _guards[key]
+
+
+class GuardTaskFilter(ClosedFilter):
+    """The guard's ear: sees each task before the executor. A refusal reaches the executor in the task's place."""
+
+    def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Admit the job at its hello; note a training task's broadcast."""
+        guard = self._guard(fl_ctx)
+        if wire.HELLO in shareable:
+            guard.admit(str(shareable[wire.HELLO]["run"]))
+        else:
+            payload, run = wire.decode(shareable)
+            if payload.round < guard.config.training.rounds:  # later ones ask for an evaluation
+                guard.receive(run, payload)
+        return shareable
+
+
+class GuardResultFilter(ClosedFilter):
+    """The guard's gate: makes a new message of what may leave; nothing else of the reply does."""
+
+    def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Release an update, report an evaluation, or mask a hello."""
+        guard = self._guard(fl_ctx)
+        if wire.HELLO in shareable:
+            _check_hello(shareable)
+            return wire.encode_dict(wire.HELLO, shareable[wire.HELLO] | {"num_samples": guard.shown_samples})
+        payload, run = wire.take(shareable)
+        if payload.round < guard.config.training.rounds:
+            return wire.encode(guard.release(run, payload), run, update=True, num_samples=guard.shown_samples)
+        return wire.encode(guard.report(payload), run, update=True)
+
+
+class ResultCheckFilter(ClosedFilter):
+    """The server's: names, shapes and scalars as the strategy declares them, all values finite."""
 
     def __init__(self) -> None:
         super().__init__()
         self._job: Job | None = None
 
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself, or a refusal; a refusal that comes in keeps its code and reason and nothing else."""
-        if (reason := wire.failure(shareable)) is not None:
-            return wire.refusal(reason, shareable.get_return_code())
-        try:
-            self._job = self._job or context.load(fl_ctx)
-            if wire.HELLO in shareable:
-                _check_hello(shareable)
-            else:
-                self.check(self._job, wire.decode(shareable)[0])
-        except ConsiliumError as error:
-            self.log_error(fl_ctx, str(error))
-            return wire.refusal(str(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
-        except Exception as error:
-            self.log_exception(fl_ctx, "unexpected error in a check")
-            return wire.refusal(f"the check failed ({type(error).__name__})", ReturnCode.TASK_RESULT_FILTER_ERROR)
+    def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result itself if coordinator.check_result accepts it; a closing evaluation carries no tensors."""
+        self._job = self._job or context.load(fl_ctx)
+        if wire.HELLO in shareable:
+            _check_hello(shareable)
+            return shareable
+        payload: Payload = wire.decode(shareable)[0]
+        if payload.round < self._job.config.training.rounds:
+            check_result(self._job, payload)
         return shareable
-
-    @abstractmethod
-    def check(self, job: Job, payload: Payload) -> None:
-        """Raise RefusedError if the payload may not pass."""
-
-
-class ReleaseFilter(_CheckFilter):
-    """The site's: only SHARED tensors, only declared scalars and metrics leave."""
-
-    def check(self, job: Job, payload: Payload) -> None:
-        """See privacy/guard.py."""
-        check_release(payload, job.strategy, allowed_metrics(metric_names(job.config.task.classes)))
-
-
-class ResultCheckFilter(_CheckFilter):
-    """The server's: names, shapes and scalars as the strategy declares them, all values finite."""
-
-    def check(self, job: Job, payload: Payload) -> None:
-        """See coordinator.check_result; a closing evaluation carries no tensors."""
-        if payload.round < job.config.training.rounds:
-            check_result(job, payload)
 
 
 def _check_hello(shareable: Shareable) -> None:

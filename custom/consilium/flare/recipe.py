@@ -13,7 +13,7 @@ from consilium.flare.allow import allow_classes
 from consilium.flare.context import federated_job
 from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
-from consilium.flare.filters import ReleaseFilter, ResultCheckFilter
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.wire import EVALUATE, HELLO, TRAIN
 
 TASKS = [HELLO, TRAIN, EVALUATE]
@@ -31,7 +31,8 @@ class ConsiliumRecipe(Recipe):
         fed_job.to_server(RoundController())
         fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
         fed_job.to_clients(SiteExecutor(), tasks=TASKS)
-        fed_job.to_clients(ReleaseFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
+        fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=TASKS)
+        fed_job.to_clients(GuardResultFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
         for add in (fed_job.add_file_to_server, fed_job.add_file_to_clients):
             add(str(path), app_folder_type="config")
         super().__init__(fed_job)

@@ -15,6 +15,9 @@ from consilium.strategy import Payload
 HELLO, TRAIN, EVALUATE = "hello", "train", "evaluate"
 KEY = "consilium"
 REASON = "consilium_reason"
+HELD = "consilium_held"
+
+_held: dict[str, Payload] = {}
 
 
 def register() -> None:
@@ -48,6 +51,22 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
         return Payload(round, int(rest.get("phase", 0)), tensors, scalars, dict(rest.get("metrics", {}))), rest.get("run", "")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RefusedError(f"not a consilium message: {error}") from None
+
+
+def hold(payload: Payload, run: str) -> Shareable:
+    """Keep a result in this process and return a shareable that only names it: what no guard takes up cannot leave."""
+    _held[run] = payload
+    return Shareable({HELD: run})
+
+
+def take(shareable: Shareable) -> tuple[Payload, str]:
+    """Return the (payload, run) that was held, or that the message itself carries. Raises RefusedError."""
+    if HELD not in shareable:
+        return decode(shareable)
+    run = str(shareable[HELD])
+    if run not in _held:
+        raise RefusedError("the result is gone; nothing was sent; the site trains again when asked again")
+    return _held.pop(run), run
 
 
 def encode_dict(key: str, values: dict[str, Any]) -> Shareable:

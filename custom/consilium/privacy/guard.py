@@ -69,17 +69,23 @@ class Guard:
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
+        self._admitted: str | None = None
 
-    def admit(self, run: str) -> int:
-        """Accept or refuse the whole job, before any training; return the sample count the server may know (1 under
-        site-level DP, whose guarantee a count would break).
+    @property
+    def shown_samples(self) -> int:
+        """The sample count the server may know: 1 under site-level DP, whose guarantee the true one would break."""
+        return 1 if self._site_level else self.num_samples
+
+    def admit(self, run: str) -> None:
+        """Accept or refuse the whole job, before any training.
 
         Raises RefusedError, with the numbers, if the plan exceeds the site's budget or the site's policy forbids the job.
         """
         if self.plan is None:
             if self.policy.budgets:
                 raise RefusedError(f"{self.name}: site.yaml has a privacy budget and the job no `privacy:`; nothing was sent")
-            return self.num_samples
+            self._admitted = run
+            return
         unit, trust = self.plan.config.unit, self.plan.config.trust
         if self.policy.budgets and unit not in self.policy.budgets:
             raise RefusedError(f"{self.name}: site.yaml has no privacy.budgets.{unit}, the job's unit; nothing was sent")
@@ -88,12 +94,14 @@ class Guard:
         self.ledger.check(self._planned(run), self._budget())
         if self.plan.in_advance:
             self.ledger.spend(self._planned(run)[0], self._budget())
-        return 1 if unit == "site" else self.num_samples
+        self._admitted = run
 
     def receive(self, run: str, broadcast: Payload) -> None:
         """Note a training task before the site sees it. Raises RefusedError for a round the job does not have, or when the
         budget is used up; record-level DP writes its ledger row here, because training itself is the release's cost."""
         self.broadcast = None
+        if run != self._admitted:
+            self.admit(run)
         round, phase = broadcast.round, broadcast.phase
         if not (0 <= round < self.config.training.rounds and 0 <= phase < self.strategy.phases(round)):
             raise RefusedError(f"{self.name}: the job has no round {round} phase {phase}; nothing was sent")
