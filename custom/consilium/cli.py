@@ -13,11 +13,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli_privacy import app as privacy_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 data_app = typer.Typer(no_args_is_help=True, help="Look at data lists, generate phantoms.")
 app.add_typer(data_app, name="data")
+app.add_typer(privacy_app, name="privacy")
+
+
+METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 
 
 class Format(StrEnum):
@@ -214,6 +219,9 @@ def _print_results(results: dict[str, dict[str, float]], name: str, folder: Path
         print(json.dumps({"workspace": str(folder), "results": results}, indent=1, sort_keys=True))
         return
     Console().print(result_table(results, name))
+    if (folder / "privacy.json").is_file():
+        report = json.loads((folder / "privacy.json").read_text())
+        Console(soft_wrap=True).print(f"Privacy: {report['claim']}. {METRICS_NOTE}", highlight=False)
     typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")
 
 

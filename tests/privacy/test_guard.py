@@ -1,15 +1,26 @@
-"""What may leave a site."""
+"""What may leave a site, and in what state."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from consilium.errors import RefusedError
-from consilium.privacy.guard import allowed_metrics, check_release
+from consilium.assemble import Job, assemble_job, build_guard
+from consilium.config import JobConfig, PolicyConfig, SiteConfig
+from consilium.errors import CheckpointError, RefusedError
+from consilium.privacy.guard import Guard, allowed_metrics, check_release, upload_shapes
 from consilium.strategies.fediat import FedIAT
-from consilium.strategy import Payload
+from consilium.strategy import Payload, SiteInfo, Tensors
+from tests.conftest import small_config
 
 SHARED, LOCAL = "image_encoder.blocks.0.attn.qkv.lora_B", "image_encoder.blocks.0.attn.qkv.lora_A"
 METRICS = allowed_metrics(frozenset({"dice"}))
+PRIVACY = {"unit": "site", "epsilon": 3, "clip": 0.5}
+Make = Callable[..., Guard]
 
 
 def test_a_proper_update_passes() -> None:
@@ -28,3 +39,283 @@ def test_a_proper_update_passes() -> None:
 def test_anything_else_is_refused(payload: Payload, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         check_release(payload, FedIAT(), METRICS)
+
+
+def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federation: object) -> Job:
+    raw = small_config(strategy).model_dump() | {"privacy": privacy}
+    raw["federation"] |= federation
+    return assemble_job(JobConfig.model_validate(raw))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make(job: Job, **policy: object) -> Guard:
+        site = SiteConfig(privacy=PolicyConfig.model_validate({"dataset": "ward-7", **policy}))
+        return build_guard(job, "site-1", site, tmp_path, tmp_path / "ledger.sqlite", events.append)
+
+    events: list = []
+    make.events = events
+    return make
+
+
+def broadcast(job: Job, round: int = 0, phase: int = 0) -> Payload:
+    state = replace(job.strategy.init_state(job.initial), round=round, phase=phase)
+    return job.strategy.broadcast(state, SiteInfo("site-1", 1))
+
+
+def result(job: Job, round: int = 0, phase: int = 0, value: float = 1.0) -> Payload:
+    shapes = upload_shapes(job.strategy, job.initial, round, phase)
+    return Payload(round, phase, {n: torch.full(shape, value) for n, shape in shapes.items()}, {}, {"train/loss": 0.5})
+
+
+def effective_norm(job: Job, update: Tensors) -> float:
+    scale = job.config.adapter.alpha / job.config.adapter.rank
+    products = [scale * u.double() @ job.initial[n[:-1] + "A"].double() for n, u in update.items()]
+    return sum(float(p.square().sum()) for p in products) ** 0.5
+
+
+def test_without_noise_what_leaves_is_the_update_clipped_in_the_products_space(make: Make) -> None:
+    job = private_job(privacy={"unit": "site", "noise_multiplier": 0, "clip": 0.5})
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    released = guard.release("r", result(job))
+    assert effective_norm(job, released.tensors) == pytest.approx(0.5, rel=1e-4)
+    assert released.metrics == {}  # nothing protects a score
+
+
+def test_a_release_adds_the_planned_noise_tells_the_site_and_writes_the_ledger(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    released = guard.release("r", result(job, value=0.0))
+    (row,) = guard.ledger.entries()
+    assert (row.round, row.phase, row.unit, row.noise_multiplier) == (0, 0, "site", guard.plan.noise_multiplier)
+    (event,) = make.events
+    assert event["noise"] == pytest.approx(effective_norm(job, released.tensors), rel=1e-3)
+    assert event["noise_std"] == pytest.approx(guard.plan.noise_multiplier * 0.5)
+    assert event["noise"] == pytest.approx(event["noise_std"] * event["dimensions"] ** 0.5, rel=0.1)
+
+
+def test_a_replay_gets_the_same_bytes_in_a_new_process_and_spends_nothing(make: Make) -> None:
+    job = private_job()
+    first = make(job)
+    first.receive("r", broadcast(job))
+    sent = first.release("r", result(job)).tensors
+    for update in (result(job), result(job, value=7.0)):  # whatever the executor says this time
+        other = make(job)
+        other.receive("r", broadcast(job))
+        again = other.release("r", update).tensors
+        assert all(torch.equal(again[n], t) for n, t in sent.items())
+    assert len(first.ledger.entries()) == 1
+
+
+def test_the_same_pair_twice_in_a_row_lets_the_released_bytes_pass(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    once = guard.release("r", result(job))
+    assert guard.release("r", once).tensors.keys() == once.tensors.keys()
+    assert all(torch.equal(guard.release("r", once).tensors[n], t) for n, t in once.tensors.items())
+    assert len(guard.ledger.entries()) == 1
+
+
+def test_a_crash_before_the_ledger_costs_nothing_and_one_after_it_sends_the_same(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    with patch.object(type(guard.ledger), "spend", side_effect=OSError("power cut")), pytest.raises(OSError, match="power"):
+        guard.release("r", result(job))
+    assert guard.ledger.entries() == []
+    after = make(job)
+    after.receive("r", broadcast(job))
+    assert after.release("r", result(job)).tensors
+    assert len(after.ledger.entries()) == 1
+
+
+def test_bytes_that_are_lost_after_a_release_are_not_made_anew(make: Make, tmp_path: Path) -> None:
+    """New noise on the same update would be a second release at the price of one."""
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    guard.release("r", result(job))
+    (tmp_path / "r" / "released.safetensors").unlink()
+    with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
+        guard.release("r", result(job))
+    (tmp_path / "r" / "released.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError):
+        guard.release("r", result(job))
+
+
+def bad_results(job: Job) -> dict[str, tuple[Payload, str]]:
+    good = result(job)
+    name = next(iter(good.tensors))
+    peer = name[:-1] + "A"
+    return {
+        "frozen factor": (replace(good, tensors=good.tensors | {peer: job.initial[peer]}), "is frozen, only shared"),
+        "unknown tensor": (replace(good, tensors=good.tensors | {"patients": torch.ones(3)}), "has shape"),
+        "missing tensor": (replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}), "has shape None"),
+        "wrong shape": (replace(good, tensors=good.tensors | {name: torch.ones(1, 1)}), "has shape \\(1, 1\\)"),
+        "nan": (result(job, value=float("nan")), "NaN or Inf"),
+        "scalar": (replace(good, scalars={"gate": 1.0}), "scalar 'gate'"),
+        "metric": (replace(good, metrics={"age": 50.0}), "metric 'age'"),
+        "other round": (replace(good, round=1), "nobody asked for"),
+        "other phase": (replace(result(job, 0, 1), phase=1), "nobody asked for"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "frozen factor",
+        "unknown tensor",
+        "missing tensor",
+        "wrong shape",
+        "nan",
+        "scalar",
+        "metric",
+        "other round",
+        "other phase",
+    ],
+)
+def test_a_tampered_result_sends_nothing_and_spends_nothing(kind: str, make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    payload, reason = bad_results(job)[kind]
+    guard.receive("r", broadcast(job))
+    with pytest.raises(RefusedError, match=reason):
+        guard.release("r", payload)
+    assert guard.ledger.entries() == []
+
+
+def test_a_peer_the_server_did_not_send_or_broke_sends_nothing(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    peer = next(n for n in job.initial if n.endswith("lora_A"))
+    sent = broadcast(job)
+    for tensors in (
+        {n: t for n, t in sent.tensors.items() if n != peer},
+        sent.tensors | {peer: job.initial[peer] * float("nan")},
+    ):
+        guard.receive("r", replace(sent, tensors=tensors))
+        with pytest.raises(RefusedError, match="public peer"):
+            guard.release("r", result(job))
+
+
+def test_a_server_that_asks_for_more_rounds_than_the_job_has_gets_nothing(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    for place in ((2, 0), (0, 2), (-1, 0)):
+        with pytest.raises(RefusedError, match="the job has no round"):
+            guard.receive("r", Payload(*place, {}))
+        with pytest.raises(RefusedError, match="nobody asked for"):
+            guard.release("r", Payload(*place, {}))
+
+
+def test_a_first_phase_a_with_b_zero_releases_zeros_and_spends_nothing(make: Make) -> None:
+    """PITFALL: B = 0 has no inverse; nothing of the update shows in the product, so nothing may be told or charged."""
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job, 0, 1))
+    released = guard.release("r", result(job, 0, 1))
+    assert all(t.abs().max() == 0 for t in released.tensors.values())
+    assert guard.ledger.entries() == []
+
+
+def test_a_plan_over_the_budget_is_refused_before_training_with_the_numbers(make: Make) -> None:
+    job = private_job()
+    with pytest.raises(RefusedError, match=r"'ward-7' \(unit site\) has spent epsilon 0 of 1 at delta 1e-05; .* would be 3"):
+        make(job, budgets={"site": {"epsilon": 1}}).admit("r")
+    make(job, budgets={"site": {"epsilon": 3.01}}).admit("r")
+
+
+def test_two_jobs_share_one_budget(make: Make) -> None:
+    job, budget = private_job(), {"site": {"epsilon": 4}}
+    guard = make(job, budgets=budget)
+    guard.admit("one")
+    for round in range(2):
+        for phase in range(2):
+            sent = replace(broadcast(job, round, phase), tensors={n: torch.ones_like(t) for n, t in job.initial.items()})
+            guard.receive("one", sent)
+            guard.release("one", result(job, round, phase))
+    with pytest.raises(RefusedError, match="has spent epsilon 3 of 4"):
+        make(job, budgets=budget).admit("two")
+    with pytest.raises(RefusedError, match="has spent epsilon 3 of 4"):
+        make(job, budgets=budget).receive("two", broadcast(job))  # a server that skips the hello
+
+
+@pytest.mark.parametrize(
+    ("privacy", "policy", "reason"),
+    [
+        (None, {"budgets": {"site": {"epsilon": 3}}}, "the job no `privacy:`"),
+        (PRIVACY, {"budgets": {"record": {"epsilon": 3}}}, "no privacy.budgets.site"),
+        (PRIVACY | {"trust": "central"}, {"budgets": {"site": {"epsilon": 3}}}, "'central' is not in site.yaml's"),
+        (PRIVACY | {"noise_multiplier": 0, "epsilon": None}, {"budgets": {"site": {"epsilon": 3}}}, "would be inf"),
+    ],
+)
+def test_a_sites_policy_wins_over_the_job(privacy: dict | None, policy: dict, reason: str, make: Make) -> None:
+    job = private_job(privacy=privacy)
+    with pytest.raises(RefusedError, match=reason):
+        make(job, **policy).admit("r")
+    with pytest.raises(RefusedError, match=reason):
+        make(job, **policy).receive("r", broadcast(job))
+
+
+def test_site_level_dp_hides_the_sample_count_and_others_tell_it(make: Make) -> None:
+    assert make(private_job()).shown_samples == 1
+    assert make(private_job(privacy=None)).shown_samples == 4
+
+
+def test_seeded_noise_repeats_and_the_ledger_calls_it_not_private(make: Make, tmp_path: Path) -> None:
+    job, found = private_job(), []
+    for run in ("one", "two"):
+        guard = make(job, noise_seed=5)
+        guard.receive(run, broadcast(job))
+        found.append(guard.release(run, result(job)).tensors)
+    assert all(torch.equal(found[0][n], t) for n, t in found[1].items())
+    assert [row.private for row in guard.ledger.entries()] == [False, False]
+    system = make(job)
+    system.receive("three", broadcast(job))
+    third = system.release("three", result(job)).tensors
+    assert not any(torch.equal(third[n], t) for n, t in found[0].items())
+
+
+def test_record_level_is_charged_when_the_task_comes(make: Make) -> None:
+    raw = small_config("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 5}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    guard = make(job, budgets={"record": {"epsilon": 6}})
+    guard.receive("r", broadcast(job))
+    (row,) = guard.ledger.entries()
+    assert (row.unit, row.adjacency, row.count, row.sample_rate) == ("record", "add-or-remove", 2, 0.5)
+    assert guard.release("r", result(job)).tensors.keys() == result(job).tensors.keys()
+    assert guard.shown_samples == 4
+
+
+def test_sampled_sites_under_central_trust_are_charged_for_the_whole_run_at_once(make: Make) -> None:
+    job = private_job(privacy=PRIVACY | {"trust": "central"}, sample=0.5)
+    guard = make(job)
+    guard.admit("r")
+    guard.admit("r")
+    (row,) = guard.ledger.entries()
+    assert (row.round, row.sample_rate, row.count) == (-1, 0.5, 2)
+    guard.receive("r", broadcast(job))
+    released = guard.release("r", result(job))
+    assert effective_norm(job, released.tensors) == pytest.approx(0.5, rel=1e-4)  # clipped; the server adds the noise
+    assert len(guard.ledger.entries()) == 1
+
+
+def test_an_evaluation_carries_metrics_only_and_only_if_the_site_shares_them(make: Make) -> None:
+    job = private_job(privacy=None)
+    guard = make(job)
+    scores = {"test/received/dice": 0.5}
+    assert guard.report(Payload(2, 0, {}, {}, scores)).metrics == scores
+    with pytest.raises(RefusedError, match="an evaluation with tensors"):
+        guard.report(Payload(2, 0, {SHARED: torch.zeros(1)}))
+    assert make(private_job()).report(Payload(2, 0, {}, {}, scores)).metrics == {}
+
+
+def test_events_of_a_release_are_plain_values(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    guard.release("r", result(job))
+    assert json.loads(json.dumps(make.events))[0]["event"] == "release"

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from opacus.accountants import PRVAccountant, RDPAccountant
@@ -78,6 +79,7 @@ def _opacus_epsilon(spends: Sequence[Spend], delta: float, accountant: Accountan
             return math.inf  # a loss too large for the accountant's grid: say the worst
 
 
+@lru_cache(maxsize=64)
 def noise_multiplier(
     epsilon: float, delta: float, count: int, sample_rate: float = 1.0, accountant: Accountant = "exact"
 ) -> float:

@@ -50,6 +50,7 @@ class PerSampleGradients:
         """Collect from the forward and backward pass of the mean loss over `count` samples inside the block."""
         self._count, self._found = count, {}
         yield
+        self._count = 0
         for parameter in self.trained.values():
             missing = torch.zeros(count, *parameter.shape, device=parameter.device)
             self._parts[id(parameter)].append(self._found.get(id(parameter), missing))
@@ -70,7 +71,7 @@ class PerSampleGradients:
         self._parts = {id(p): [torch.zeros(0, *p.shape, device=p.device)] for p in self.trained.values()}
 
     def _watch(self, layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
+        if output.requires_grad and self._count:
             rows = args[0].detach()
             output.register_hook(lambda gradient: self._add(layer, rows, gradient))
 

@@ -119,8 +119,8 @@ class Ledger:
         if after > budget.epsilon * (1 + 1e-6):
             before = epsilon_of(merge([row.spend for row in rows]), budget.delta)
             raise RefusedError(
-                f"privacy budget: data set {planned[0].dataset!r} (unit {planned[0].unit}) has spent epsilon {before:.3g} of "
-                f"{budget.epsilon:g} at delta {budget.delta:g}; with this it would be {after:.3g}; nothing was sent; plan "
+                f"privacy budget: data set {planned[0].dataset!r} (unit {planned[0].unit}) has spent epsilon {before:.4g} of "
+                f"{budget.epsilon:g} at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; plan "
                 "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
             )
         return after

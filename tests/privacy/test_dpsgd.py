@@ -1,0 +1,201 @@
+"""Record-level DP-SGD: per-sample gradients are autograd's, Opacus counts what the plan plans, adapters survive saving."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from consilium.adapters import lora
+from consilium.assemble import assemble_job, build_model, build_task, site_data
+from consilium.config import JobConfig, SiteConfig
+from consilium.errors import ConfigError
+from consilium.models.sam import build_sam
+from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
+from consilium.simulate import simulate
+from consilium.training import train
+from tests.conftest import small_config
+
+Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Tensor]]
+
+
+def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
+    """Windowed attention (several rows a sample), two classes, and boxes (one decoding a class)."""
+    torch.manual_seed(0)
+    model = build_sam("tiny", None, 64, 2, prompt=prompt)
+    lora.inject(model, 2, 2.0, "paper")
+    for name, parameter in lora.tensors(model).items():
+        nn.init.normal_(parameter, std=0.1 if name.endswith("A") else 0.02)
+    images, labels = torch.rand(3, 3, 64, 64) * 255, (torch.rand(3, 2, 64, 64) > 0.5).float()
+    boxes = torch.tensor([[[4.0, 4, 40, 50], [8, 8, 20, 30]]] * 3) if prompt == "box" else None
+
+    def loss(indices: list[int]) -> torch.Tensor:
+        logits = model(images[indices], None if boxes is None else boxes[indices])
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels[indices])
+
+    return model, lora.tensors(model), loss
+
+
+def llama_case() -> Case:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = LlamaForCausalLM(config)
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj", "v_proj"]), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+        if ".lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(0, 50, (3, 7))
+    return model, lora.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
+
+
+CASES = {"sam": lambda: sam_case("none"), "sam box": lambda: sam_case("box"), "causal lm": llama_case}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_per_sample_gradients_are_autograds(kind: str) -> None:
+    model, trained, loss = CASES[kind]()
+    one_by_one = [dict(zip(trained, torch.autograd.grad(loss([i]), list(trained.values())), strict=True)) for i in range(3)]
+    collector = PerSampleGradients(model, trained)
+    for part in ([0, 1], [2]):  # a Poisson batch in two pieces
+        with collector.collect(len(part)):
+            loss(part).backward()
+    found = collector.take()
+    collector.close()
+    for name in trained:
+        truth = torch.stack([gradients[name] for gradients in one_by_one])
+        assert found[name].shape == truth.shape
+        assert (found[name] - truth).abs().max() <= 2e-5 * max(1e-3, float(truth.abs().max()))
+    assert max(float(g.abs().max()) for g in found.values()) > 1e-4
+    assert all(p.grad is None for p in trained.values())
+
+
+def test_a_frozen_factor_has_no_gradient_and_a_bias_has_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].weight.requires_grad_(False)
+    x, trained = torch.randn(5, 3), {"weight": model[0].weight, "bias": model[1].bias}
+    collector = PerSampleGradients(model, trained)
+    with collector.collect(5):
+        model(x).square().mean().backward()
+    found = collector.take()
+    assert found["weight"].shape == (5, 4, 3)
+    for i in range(5):
+        gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), [model[0].weight, model[1].bias])
+        assert torch.allclose(found["weight"][i], gradient[0], atol=1e-6)
+        assert torch.allclose(found["bias"][i], gradient[1], atol=1e-6)
+
+
+def test_a_parameter_of_another_layer_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    with pytest.raises(ConfigError, match=r"'norm' is no part of a linear layer"):
+        PerSampleGradients(model, {"norm": model[1].weight})
+
+
+def steps(dp: DpSgd, lr: float = 1.0) -> tuple[nn.Linear, PrivateSteps]:
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer, PrivateSteps(layer, torch.optim.SGD(layer.parameters(), lr), {"w": layer.weight}, 10, dp)
+
+
+def test_each_sample_is_clipped_on_its_own_and_the_mean_has_a_constant_divisor() -> None:
+    layer, private = steps(DpSgd(0.0, 1.0, 0.2, seed=0))
+    x = torch.tensor([[100.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
+    with private:
+        with private.gradients.collect(3):
+            (-layer(x)).mean().backward()  # gradient of sample i is -x_i
+        private.step({})
+    assert torch.allclose(layer.weight, torch.tensor([[1.0, 0.5]]) / 2, atol=1e-5)  # 10 samples at rate 0.2: 2 expected
+
+
+def test_an_empty_batch_still_takes_a_step_of_noise() -> None:
+    layer, private = steps(DpSgd(3.0, 2.0, 0.2, seed=0))
+    with private:
+        private.step({})
+    assert layer.weight.abs().min() > 0
+
+
+def test_noise_has_the_planned_deviation() -> None:
+    moves = []
+    for seed in range(400):
+        layer, private = steps(DpSgd(3.0, 2.0, 0.2, seed=seed))
+        with private:
+            private.step({})
+        moves.append(layer.weight.detach().flatten().clone())
+    assert float(torch.cat(moves).std()) == pytest.approx(3.0 * 2.0 / 2, rel=0.08)
+
+
+def test_a_penalty_is_added_after_clipping_and_noise() -> None:
+    layer, private = steps(DpSgd(0.0, 1e-3, 0.2, seed=0))
+    with private:
+        private.step({"w": torch.tensor([[-5.0, 2.0]])})
+    assert torch.allclose(layer.weight, torch.tensor([[5.0, -2.0]]))
+
+
+def test_batches_are_poisson_and_opacus_counts_what_the_plan_says() -> None:
+    _, private = steps(DpSgd(2.0, 1.0, 0.2, seed=1))
+    with private:
+        sizes = []
+        for _ in range(300):
+            sizes.append(len(private.draw()))
+            private.step({})
+    assert 1.8 < sum(sizes) / 300 < 2.2
+    assert min(sizes) == 0
+    assert max(sizes) > 4
+    assert private.engine.accountant.history == [(2.0, 0.2, 300)]
+    assert private.engine.get_epsilon(1e-5) == pytest.approx(epsilon_of([Spend(2.0, 0.2, 300)], 1e-5, "prv"), rel=1e-6)
+
+
+def test_without_a_seed_batches_and_noise_never_repeat() -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer, private = steps(DpSgd(1.0, 1.0, 0.2))
+        with private:
+            drawn = [private.draw() for _ in range(20)]
+            private.step({})
+        found.append((drawn, layer.weight.detach().clone()))
+    assert found[0][0] != found[1][0]
+    assert not torch.equal(found[0][1], found[1][1])
+
+
+def private_config(**privacy: object) -> JobConfig:
+    raw = small_config("fedit", local_steps=3, lr=1e-2).model_dump()
+    return JobConfig.model_validate(raw | {"privacy": {"unit": "record", "clip": 1.0} | privacy})
+
+
+def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    config = private_config(epsilon=8)
+    model = build_model(config, SiteConfig())
+    lora.load(model, assemble_job(config).initial)
+    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
+    before, keys = {n: t.clone() for n, t in model.state_dict().items()}, list(model.state_dict())
+    trained = {n for n in lora.tensors(model) if n.endswith("lora_B")}
+    dp = DpSgd(1.0, 1.0, 0.5, seed=3)
+    found = train(model, task, lora.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp)
+    assert found["steps"] == 3
+    after = model.state_dict()
+    assert list(after) == keys
+    changed = {n.replace(".default.weight", "") for n in keys if not torch.equal(after[n], before[n])}
+    assert changed == trained
+    assert not any(hook for module in model.modules() for hook in module._forward_hooks)
+
+
+def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(tmp_path: Path) -> None:
+    """Opacus #820: runs that look normal and adapters nobody can use."""
+    config = private_config(noise_multiplier=1.0)
+    coordinator = simulate(assemble_job(config), {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
+    saved = load_file(tmp_path / "sites/site-1/adapter/adapter_model.safetensors")
+    ours = {n.removeprefix("base_model.model.").removesuffix(".weight"): t for n, t in saved.items()}
+    assert all(torch.equal(ours[n], t) for n, t in coordinator.state.shared.items())
+    assert ours.keys() == coordinator.state.shared.keys()
+    model = build_model(config, SiteConfig())
+    lora.load(model, ours)
+    assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
+    assert all(torch.isfinite(t).all() for t in ours.values())

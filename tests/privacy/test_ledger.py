@@ -1,0 +1,133 @@
+"""The ledger: composition across jobs, budgets under concurrency, crashes, replays."""
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from consilium.errors import RefusedError
+from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.ledger import Budget, Entry, Ledger, merge, summary, weakest
+
+BUDGET = Budget(3.0, 1e-5)
+ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
+AFFORDABLE = 206  # exact: sqrt(T) / 20 = mu with epsilon(mu, 1e-5) = 3
+
+
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "new" / "ledger.sqlite")
+    assert ledger.entries() == []
+    ledger.spend(ONE, BUDGET)
+    ledger.spend(replace(ONE, phase=1, private=False), BUDGET)
+    assert ledger.entries() == [ONE, replace(ONE, phase=1, private=False)]
+    assert len(ledger.times()) == 2
+    assert ledger.has(ONE)
+    assert not ledger.has(replace(ONE, round=9))
+
+
+def test_a_replay_spends_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l")
+    for _ in range(3):
+        ledger.spend(ONE, BUDGET)
+    assert len(ledger.entries()) == 1
+
+
+def test_the_budget_outlives_jobs_and_stops_at_the_last_release_it_covers(tmp_path: Path) -> None:
+    assert epsilon_of([Spend(20.0, 1.0, AFFORDABLE)], 1e-5) <= 3 < epsilon_of([Spend(20.0, 1.0, AFFORDABLE + 1)], 1e-5)
+    ledger = Ledger(tmp_path / "l")
+    ledger.spend(replace(ONE, count=AFFORDABLE - 1), BUDGET)
+    ledger.spend(replace(ONE, job="other", run="run-2"), BUDGET)
+    with pytest.raises(RefusedError, match=r"has spent epsilon 2.993 of 3 at delta 1e-05; with this it would be 3.001"):
+        ledger.spend(replace(ONE, run="run-3"), BUDGET)
+    assert len(ledger.entries()) == 2
+    ledger.spend(replace(ONE, dataset="ward-8"), BUDGET)  # another data set, another budget
+    ledger.spend(replace(ONE, unit="record"), BUDGET)
+
+
+def test_a_plan_is_checked_with_what_it_has_spent_already_counted_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l")
+    plan = [replace(ONE, round=round) for round in range(AFFORDABLE)]
+    ledger.spend(plan[0], BUDGET)
+    assert ledger.check(plan, BUDGET) == pytest.approx(3, abs=0.02)
+    with pytest.raises(RefusedError, match="privacy budget"):
+        ledger.check([*plan, replace(ONE, round=AFFORDABLE)], BUDGET)
+    assert len(ledger.entries()) == 1
+
+
+def _spend_many(path: Path, run: str) -> None:
+    for round in range(60):
+        try:
+            Ledger(path).spend(replace(ONE, run=run, round=round, noise_multiplier=10.0), BUDGET)
+        except RefusedError:
+            return
+
+
+def test_concurrent_jobs_cannot_overspend(tmp_path: Path) -> None:
+    """Four processes want 240 releases at sigma 10; exactly 51 fit into the budget."""
+    path = tmp_path / "l"
+    processes = [multiprocessing.get_context("fork").Process(target=_spend_many, args=(path, f"run-{i}")) for i in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    rows = Ledger(path).entries()
+    assert len(rows) == 51
+    assert epsilon_of([row.spend for row in rows], 1e-5) <= 3
+
+
+def _die_in_a_transaction(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.spend(ONE, BUDGET)
+    with ledger._connect() as db:
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("DELETE FROM releases")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_crash_in_a_transaction_loses_no_row(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_die_in_a_transaction, args=(tmp_path / "l",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert Ledger(tmp_path / "l").entries() == [ONE]
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, but long enough to be read as one" * 50, None])
+def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    if content is None:
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE releases (other TEXT)")
+    else:
+        path.write_bytes(content)
+    with pytest.raises(RefusedError, match="cannot be used"):
+        Ledger(path).spend(ONE, BUDGET)
+    with pytest.raises(RefusedError, match="cannot be used"):
+        Ledger(path).entries()
+
+
+def test_merging_keeps_the_total() -> None:
+    spends = [Spend(2.0, 1.0, 3), Spend(4.0), Spend(2.0), Spend(2.0, 0.5)]
+    assert merge(spends) == [Spend(2.0, 1.0, 4), Spend(4.0), Spend(2.0, 0.5)]
+
+
+def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l")
+    ledger.spend(ONE, None)
+    ledger.spend(replace(ONE, round=1, adjacency="replace", private=False), None)
+    (found,) = summary(ledger, (1e-5, 1e-2))
+    assert (found["dataset"], found["unit"], found["adjacency"], found["trust"]) == ("ward-7", "site", "zero-out", ["local"])
+    assert not found["private"]
+    assert found["epsilon"]["1e-05"] == pytest.approx(epsilon_of([Spend(20.0, 1.0, 2)], 1e-5))
+    assert found["epsilon"]["1e-05"] > found["epsilon"]["0.01"]
+
+
+def test_the_weaker_adjacency_names_a_mixture() -> None:
+    assert weakest(["replace", "replace"]) == "replace"
+    assert weakest(["replace", "zero-out"]) == "zero-out"
+    assert weakest(["add-or-remove"]) == "add-or-remove"

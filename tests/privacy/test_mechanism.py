@@ -1,0 +1,221 @@
+"""Clipping and noise: invariants of the effective update, the law of the noise, rank deficiency, and an attack on the claim."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import beta, kstest
+
+from consilium.errors import RefusedError
+from consilium.privacy.accounting import gaussian_delta
+from consilium.privacy.mechanism import Geometry, geometry, joint_norm, release, seeded_normal, system_normal
+
+M, R, N = 7, 3, 13
+NONE: dict[str, Geometry] = {}
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def no_noise(update: dict, maps: dict, clip: float = math.inf) -> tuple[dict, float]:
+    released, outcome = release(update, maps, clip, 0.0, seeded_normal(0))
+    return released, outcome.norm
+
+
+@pytest.mark.parametrize(("side", "shape"), [("right", (M, R)), ("left", (R, N))])
+def test_the_norm_is_that_of_the_effective_update(side: str, shape: tuple[int, int]) -> None:
+    peer, update, scale = draw(R, N) if side == "right" else draw(M, R), draw(*shape, seed=1), 1.7
+    product = update @ peer if side == "right" else peer @ update
+    released, norm = no_noise({"w": update}, {"w": geometry(peer, side, scale)})
+    assert norm == pytest.approx(scale * float(product.norm()), rel=1e-10)
+    assert torch.allclose(released["w"], update, atol=1e-10)  # full rank: nothing is lost
+
+
+@given(st.floats(1e-3, 1e3), st.integers(0, 50))
+@settings(max_examples=20, deadline=None)
+def test_moving_scale_between_the_factors_changes_nothing(moved: float, seed: int) -> None:
+    """PITFALL: clipping in factor space while noising the product."""
+    a, update = draw(R, N, seed=seed), draw(M, R, seed=seed + 100)
+    _, one = release({"w": update}, {"w": geometry(a, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
+    _, other = release({"w": update / moved}, {"w": geometry(a * moved, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
+    assert other.norm == pytest.approx(one.norm, rel=1e-9)
+    assert other.clip_factor == pytest.approx(one.clip_factor, rel=1e-9)
+    assert other.noise == pytest.approx(one.noise, rel=1e-9)
+
+
+def test_clipping_is_joint_over_all_tensors() -> None:
+    layers = {str(i): torch.full((1,), 0.6) for i in range(4)}
+    released, outcome = release(layers, NONE, 0.6, 0.0, seeded_normal(0))
+    assert outcome.norm == pytest.approx(1.2)
+    assert outcome.clip_factor == pytest.approx(0.5)
+    assert joint_norm(released) == pytest.approx(0.6)
+
+
+def test_a_small_update_is_not_touched_by_clipping() -> None:
+    update = {"w": draw(3, 3)}
+    released, outcome = release(update, NONE, 1e6, 0.0, seeded_normal(0))
+    assert torch.equal(released["w"], update["w"])
+    assert (outcome.clip_factor, outcome.cosine) == (1.0, pytest.approx(1.0))
+
+
+def test_an_update_of_nothing_has_no_cosine_and_no_error() -> None:
+    released, outcome = release({"w": torch.zeros(2, 2)}, NONE, 1.0, 1.0, seeded_normal(0))
+    assert (outcome.norm, outcome.clip_factor, outcome.cosine, outcome.signal) == (0.0, 1.0, 0.0, 0.0)
+    assert outcome.noise == pytest.approx(float(released["w"].double().norm()), rel=1e-6)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(RefusedError, match="NaN or Inf"):
+        release({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded_normal(0))
+
+
+def samples(peer: torch.Tensor, side: str, std: float, count: int) -> torch.Tensor:
+    """Return effective noise (count, ...) of releases of a zero update."""
+    maps, normal = {"w": geometry(peer, side, 2.0)}, seeded_normal(3)
+    zero = torch.zeros((M, R) if side == "right" else (R, N), dtype=torch.float64)
+    noise = [release({"w": zero}, maps, 1.0, std, normal)[0]["w"] for _ in range(count)]
+    return torch.stack([2.0 * (w @ peer if side == "right" else peer @ w) for w in noise])
+
+
+def test_noise_has_covariance_std_squared_on_the_row_space_and_none_off_it() -> None:
+    a, std = draw(R, N) * torch.tensor([[10.0], [1.0], [0.1]], dtype=torch.float64), 0.7
+    rows = samples(a, "right", std, 4000).reshape(-1, N)
+    projector = torch.linalg.pinv(a) @ a
+    covariance = rows.T @ rows / len(rows)
+    assert (covariance - std**2 * projector).abs().max() < 0.02 * std**2 * 3
+    assert (rows - rows @ projector).abs().max() < 1e-9
+    assert len(rows) == 28_000
+
+
+def test_phase_a_noise_is_the_mirror_image() -> None:
+    b, std = draw(M, R) * torch.tensor([5.0, 1.0, 0.2], dtype=torch.float64), 0.7
+    columns = samples(b, "left", std, 3000).permute(0, 2, 1).reshape(-1, M)
+    projector = b @ torch.linalg.pinv(b)
+    assert (columns.T @ columns / len(columns) - std**2 * projector).abs().max() < 0.06 * std**2
+
+
+def test_the_law_is_that_of_the_papers_xi_times_the_regulator() -> None:
+    """xi A^T (A A^T)^-1 with xi (m, n) against Z (A A^T)^-1/2 with Z (m, r), by covariance and by one-dimensional laws."""
+    a = draw(R, N) * torch.tensor([[4.0], [1.0], [0.3]], dtype=torch.float64)
+    normal, maps = seeded_normal(5), {"w": geometry(a, "right", 1.0)}
+    zero = torch.zeros(M, R, dtype=torch.float64)
+    ours = torch.cat([release({"w": zero}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(3000)])
+    regulator = a.T @ torch.linalg.inv(a @ a.T)
+    paper = draw(len(ours), N, seed=9) @ regulator
+    exact = torch.linalg.inv(a @ a.T)
+    for found in (ours, paper):
+        assert (found.T @ found / len(found) - exact).norm() / exact.norm() < 0.04
+    direction = draw(R, seed=11)
+    deviation = float((direction @ exact @ direction).sqrt())
+    assert kstest((ours @ direction / deviation).numpy(), "norm").pvalue > 1e-3
+    assert kstest((paper @ direction / deviation).numpy(), "norm").pvalue > 1e-3
+
+
+def test_null_directions_carry_neither_update_nor_noise() -> None:
+    """PITFALL: pseudo-inverse noise without projecting the update leaks all that lies in the peer's null space."""
+    a = torch.zeros(R, N, dtype=torch.float64)
+    a[0] = draw(N)
+    maps = {"w": geometry(a, "right", 1.0)}
+    hidden, seen = torch.zeros(M, R, dtype=torch.float64), torch.zeros(M, R, dtype=torch.float64)
+    hidden[:, 1] = 4.4
+    seen[:, 0] = 0.1
+    one = release({"w": seen}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
+    other = release({"w": seen + hidden}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
+    assert torch.allclose(one, other, atol=1e-12)
+    assert one[:, 1:].abs().max() < 1e-12
+    assert one[:, 0].abs().min() > 0
+
+
+def test_a_peer_of_zeros_releases_zeros_of_no_dimension() -> None:
+    released, outcome = release({"w": draw(M, R)}, {"w": geometry(torch.zeros(R, N), "right", 1.0)}, 1.0, 1.0, system_normal)
+    assert released["w"].abs().max() == 0
+    assert outcome.dimensions == 0
+
+
+def test_the_product_of_a_large_layer_is_never_formed() -> None:
+    size, rank = 8192, 4
+    update, maps = {"w": torch.zeros(size, rank)}, {"w": geometry(draw(rank, size), "right", 1.0)}
+    shapes: list[tuple[int, ...]] = []
+    normal = seeded_normal(0)
+    release(update, maps, 1.0, 1.0, lambda shape: shapes.append(shape) or normal(shape))
+    assert shapes == [(size, rank)]
+    assert maps["w"].forward.shape == (rank, rank)
+
+
+def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it() -> None:
+    """With singular values of 10 an update of factor norm C moves the product by 10 C."""
+    q = torch.linalg.qr(draw(N, R))[0].T
+    a, clip = 10.0 * q, 1.0
+    update = draw(M, R, seed=2)
+    printed = update * min(1.0, clip / float(update.norm()))
+    ours = release({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded_normal(0))[0]["w"]
+    assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
+    assert float((ours @ a).norm()) == pytest.approx(clip)
+
+
+def lower_epsilon(with_site: torch.Tensor, without: torch.Tensor, delta: float) -> float:
+    """Return a 99 % lower bound on epsilon from an attacker's scores: Clopper-Pearson on both error rates, best threshold.
+
+    The threshold is chosen on the first half of the scores and judged on the second, so that choosing it is no cheating.
+    """
+    half, count = len(with_site) // 2, len(with_site) - len(with_site) // 2
+
+    def bound(positive: int, false: int, total: int) -> float:
+        true_rate = float(beta.ppf(0.005, positive, total - positive + 1)) if positive else 0.0
+        false_rate = float(beta.ppf(0.995, false + 1, total - false)) if false < total else 1.0
+        return math.log(max(true_rate - delta, 1e-12) / false_rate)
+
+    def at(threshold: float, part: slice, total: int) -> float:
+        return bound(int((with_site[part] > threshold).sum()), int((without[part] > threshold).sum()), total)
+
+    grid = torch.quantile(torch.cat([with_site[:half], without[:half]]), torch.linspace(0.01, 0.99, 99, dtype=torch.float64))
+    best = max(grid.tolist(), key=lambda t: at(t, slice(half), half))
+    return at(best, slice(half, None), count)
+
+
+def scores(update: torch.Tensor, a: torch.Tensor, std: float, count: int, seed: int) -> torch.Tensor:
+    """Return the likelihood-ratio scores of `count` releases of an update, seen in the product's space along the true one."""
+    maps, normal = {"w": geometry(a, "right", 1.0)}, seeded_normal(seed)
+    suspected = draw(M, R, seed=2) @ a
+    suspected = suspected / suspected.norm()
+    return torch.stack([(release({"w": update}, maps, 1.0, std, normal)[0]["w"] @ a * suspected).sum() for _ in range(count)])
+
+
+def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> None:
+    """One release at sigma = 1 against a zeroed-out site. Claimed: the exact epsilon at delta 0.05."""
+    a, delta, claimed = 10.0 * draw(R, N), 0.05, 1.5689
+    assert gaussian_delta(1.0, claimed) == pytest.approx(delta, rel=2e-3)
+    update = draw(M, R, seed=2) * 100  # far over the clip
+    found = lower_epsilon(scores(update, a, 1.0, 4000, 1), scores(update * 0, a, 1.0, 4000, 2), delta)
+    assert 0.3 < found < claimed  # the attack works, and the claim holds
+    silent = lower_epsilon(scores(update, a, 1e-9, 4000, 1), scores(update * 0, a, 1e-9, 4000, 2), delta)
+    assert silent > 3 * claimed
+
+
+def test_the_same_attack_breaks_the_clipping_the_paper_prints() -> None:
+    a, delta, claimed = 10.0 * torch.linalg.qr(draw(N, R))[0].T, 0.05, 1.5689
+    update = draw(M, R, seed=2)
+    printed = update / update.norm()  # ||dB|| = C = 1, as in the paper's text
+    maps, normal = {"w": geometry(a, "right", 1.0)}, seeded_normal(4)
+    suspected = printed @ a / (printed @ a).norm()
+
+    def score(base: torch.Tensor) -> torch.Tensor:
+        noise = [release({"w": torch.zeros(M, R)}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(2000)]
+        return torch.stack([((base + z.double()) @ a * suspected).sum() for z in noise])
+
+    assert lower_epsilon(score(printed), score(printed * 0), delta) > 3 * claimed
+
+
+def test_system_noise_is_standard_normal_and_never_repeats() -> None:
+    one, other = system_normal((200, 100)), system_normal((200, 100))
+    assert not torch.equal(one, other)
+    assert kstest(one.flatten().numpy(), "norm").pvalue > 1e-4
+    assert torch.isfinite(one).all()
+
+
+def test_seeded_noise_repeats_and_differs_by_seed() -> None:
+    assert torch.equal(seeded_normal(1)((3,)), seeded_normal(1)((3,)))
+    assert not torch.equal(seeded_normal(1)((3,)), seeded_normal(2)((3,)))

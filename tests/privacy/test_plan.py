@@ -1,0 +1,97 @@
+"""From a `privacy:` section to noise and cost."""
+
+import math
+
+import pytest
+
+from consilium.config import JobConfig
+from consilium.errors import ConfigError
+from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
+from consilium.strategies import build_strategy
+from tests.conftest import small_config
+
+SITE = {"unit": "site", "epsilon": 3, "delta": 1 / 12, "clip": 0.3}
+
+
+def plan(
+    privacy: dict, strategy: str | dict = "deer", samples: int | None = None, rounds: int = 50, **federation: object
+) -> Plan:
+    raw = small_config(strategy, rounds=rounds).model_dump() | {"privacy": privacy}
+    raw["federation"] |= federation
+    config = JobConfig.model_validate(raw)
+    return make_plan(config, build_strategy(config.strategy), samples)
+
+
+def test_deer_releases_twice_a_round() -> None:
+    """PITFALL: one accountant step per round although two phases release."""
+    found = plan(SITE)
+    assert found.releases == 100
+    assert found.noise_multiplier == pytest.approx(5.98, abs=0.001)
+    assert found.epsilon() == pytest.approx(3, rel=1e-6)
+    assert plan(SITE, {"name": "deer", "schedule": "75%"}, rounds=4).releases == 6
+    assert plan(SITE, {"name": "deer", "schedule": "50%"}).releases == 50
+    assert plan(SITE, "fedit").noise_multiplier == pytest.approx(5.98 / math.sqrt(2), abs=0.001)
+
+
+def test_replace_adjacency_needs_twice_the_noise_for_the_same_claim() -> None:
+    one, other = plan(SITE), plan(SITE | {"adjacency": "replace"})
+    assert other.noise_multiplier == one.noise_multiplier
+    assert other.site_noise(12) == 2 * one.site_noise(12)
+    assert "replace" in other.claim()
+
+
+@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("distributed", 1 / 2), ("central", 0.0)])
+def test_where_the_noise_is_added(trust: str, share: float) -> None:
+    found = plan(SITE | {"trust": trust}, min_sites=4)
+    assert found.site_noise(4) == pytest.approx(found.noise_multiplier * 0.3 * share)
+
+
+def test_sampled_sites_under_central_trust_are_amplified_and_elsewhere_not() -> None:
+    """Both phases of a round meet the same sample: T sampled releases at sigma / sqrt 2, not 2 T at sigma."""
+    central = plan(SITE | {"trust": "central", "delta": 1e-5}, sample=0.1)
+    assert central.in_advance
+    assert central.release == Spend(central.noise_multiplier / math.sqrt(2), 0.1, 50)
+    assert epsilon_of([central.release], 1e-5) <= 3
+    assert central.noise_multiplier < plan(SITE | {"trust": "central", "delta": 1e-5}).noise_multiplier / 2
+    assert not plan(SITE | {"delta": 1e-5}, sample=0.1).in_advance
+    assert "but the server" in central.claim()
+
+
+def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
+    for trust in ("local", "distributed", "central"):
+        words = plan(SITE | {"trust": trust}).claim()
+        assert all(word in words for word in ("site level", "zero-out", f"trust {trust}", "delta 0.0833"))
+    report = plan(SITE).report()
+    assert {"unit", "adjacency", "trust", "accountant"} <= report.keys()
+    assert report["epsilon"]["0.0833333"] == pytest.approx(3)
+    assert report["epsilon"]["1e-05"] > 8
+
+
+def test_record_level_counts_poisson_steps_of_this_site() -> None:
+    privacy = {"unit": "record", "epsilon": 3, "clip": 1.0}
+    found = plan(privacy, "fedit", samples=100, rounds=5)
+    assert found.release == Spend(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
+    assert found.epsilon() == pytest.approx(3, rel=0.01)
+    assert found.epsilon(1) < found.epsilon()
+    assert dpsgd(found, None).sample_rate == 0.02
+    assert dpsgd(plan(SITE), None) is None
+    assert plan(privacy, "fedit") is None  # the server cannot know it
+    with pytest.raises(ConfigError, match=r"training\.batch_size: 2"):
+        plan(privacy, "fedit", samples=2)
+
+
+def test_a_given_noise_multiplier_is_taken_and_its_epsilon_told() -> None:
+    found = plan({"unit": "site", "noise_multiplier": 1.118, "delta": 1e-5, "clip": 0.3})
+    assert found.noise_multiplier == 1.118
+    assert found.epsilon() == pytest.approx(77.3, abs=0.1)  # what the paper's published "epsilon 1" comes to, for one tensor
+    assert plan({"unit": "site", "noise_multiplier": 0, "clip": 0.3}).epsilon() == math.inf
+
+
+def test_noise_to_signal_of_a_vit_b() -> None:
+    """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with shared noise, sqrt 12 more with local noise."""
+    distributed = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "distributed"}, min_sites=12)
+    dimensions = 36 * 768 * 8
+    assert noise_to_signal(distributed, dimensions, 12) == pytest.approx(450, rel=0.01)
+    local = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3})
+    assert noise_to_signal(local, dimensions, 12) == pytest.approx(450 * math.sqrt(12), rel=0.01)

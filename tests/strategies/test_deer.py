@@ -1,0 +1,153 @@
+"""DEeR: no deviation after any phase, frozen peers bit for bit, schedules, rebalancing, the whole run under the guard."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, PolicyConfig, SiteConfig
+from consilium.errors import ConfigError
+from consilium.simulate import simulate
+from consilium.storage import load_state
+from consilium.strategies import build_strategy
+from consilium.strategies.deer import DEeR, rebalanced
+from consilium.strategies.fedit import FedIT
+from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Strategy, Tensors
+from tests.conftest import small_config
+
+A, B = "layer.lora_A", "layer.lora_B"
+
+
+def start(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        A: torch.randn(3, 8, generator=generator),
+        B: torch.randn(6, 3, generator=generator),
+        "head.weight": torch.zeros(2, 5),
+    }
+
+
+def exchange(strategy: Strategy, state: ServerState, sites: int = 4) -> tuple[ServerState, torch.Tensor]:
+    """Let every site move its trained tensors at random; return the next state and the mean of the products."""
+    aggregate, products = RoundAggregate(strategy), []
+    for site in range(sites):
+        generator = torch.Generator().manual_seed(100 * state.round + 10 * state.phase + site)
+        payload = strategy.broadcast(state, SiteInfo(str(site), 1))
+        begin = strategy.receive({}, payload)
+        trained = strategy.names(begin, Role.SHARED, state.round, state.phase)
+        end = begin | {n: begin[n] + torch.randn(begin[n].shape, generator=generator) for n in trained}
+        aggregate.add(strategy.upload(begin, end, payload), 1)
+        products.append(end[B].double() @ end[A].double())
+    return strategy.conclude(state, aggregate.mean()), torch.stack(products).mean(0)
+
+
+def deviation(strategy: Strategy, phases: int) -> float:
+    state, worst = strategy.init_state(start()), 0.0
+    for _ in range(phases):
+        state, mean_of_products = exchange(strategy, state)
+        product_of_means = state.shared[B].double() @ state.shared[A].double()
+        worst = max(worst, float((mean_of_products - product_of_means).norm() / mean_of_products.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["100%", "75%", "50%"])
+@pytest.mark.parametrize("rebalance", [False, True])
+def test_after_every_phase_the_mean_of_products_is_the_product_of_means(schedule: str, rebalance: bool) -> None:
+    assert deviation(DEeR(schedule=schedule, rebalance=rebalance), 8) < 1e-6
+
+
+def test_fedit_deviates() -> None:
+    assert deviation(FedIT(), 4) > 0.05
+
+
+def test_one_factor_trains_at_a_time_b_first_and_a_head_always() -> None:
+    strategy = DEeR()
+    roles = [[strategy.role(name, 0, phase) for name in (B, A, "head.weight")] for phase in (0, 1)]
+    assert roles == [[Role.SHARED, Role.FROZEN, Role.SHARED], [Role.FROZEN, Role.SHARED, Role.SHARED]]
+    assert (strategy.peer(B, 0, 0), strategy.peer(A, 0, 1), strategy.peer("head.weight", 0, 0)) == (A, B, None)
+    assert DEeR(regulator=False).peer(B, 0, 0) is None
+
+
+@pytest.mark.parametrize(("schedule", "exchanges"), [("100%", 8), ("75%", 6), ("50%", 4)])
+def test_a_schedule_keeps_its_share_of_the_exchanges_and_trains_both_factors(schedule: str, exchanges: int) -> None:
+    strategy = DEeR(schedule=schedule)
+    trained = [strategy.names(start(), Role.SHARED, r, p) for r in range(4) for p in range(strategy.phases(r))]
+    assert len(trained) == exchanges
+    assert sum(A in names for names in trained) == sum(B in names for names in trained) == exchanges / 2
+    assert B in trained[0]
+
+
+def test_a_schedule_nobody_knows_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.schedule: '80%'"):
+        build_strategy({"name": "deer", "schedule": "80%"})
+
+
+@pytest.mark.parametrize("frozen", ["A", "B"])
+def test_rebalancing_keeps_the_product_and_makes_the_frozen_factor_orthonormal(frozen: str) -> None:
+    before = start()
+    before[A] *= torch.tensor([[100.0], [1.0], [0.01]])
+    after = rebalanced(before, frozen)
+    assert torch.allclose(after[B] @ after[A], before[B] @ before[A], rtol=1e-4, atol=1e-4)
+    gram = after[A] @ after[A].T if frozen == "A" else after[B].T @ after[B]
+    assert torch.allclose(gram, torch.eye(3), atol=1e-5)
+
+
+def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
+    state = start() | {B: torch.zeros(6, 3)}
+    assert rebalanced(state, "B") == {}  # A would be multiplied by R = 0 and lost
+    assert rebalanced(state, "A").keys() == {A, B}
+
+
+def private(strategy: dict, **privacy: object) -> JobConfig:
+    raw = small_config(strategy, optimizer="sgd", lr=0.1).model_dump()
+    return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "noise_multiplier": 0.001, "clip": 0.3} | privacy})
+
+
+def run(config: JobConfig, folder: Path, **options: object) -> tuple[dict, list]:
+    events: list = []
+    site = SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    coordinator = simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, events.append, **options)
+    return coordinator.state.shared, events
+
+
+def test_a_run_releases_twice_a_round_keeps_peers_bit_for_bit_and_resumes_exactly(tmp_path: Path) -> None:
+    config = private({"name": "deer"})
+    shared, events = run(config, tmp_path / "one")
+    released = [e for e in events if e["event"] == "release"]
+    assert [(e["site"], e["round"], e["phase"]) for e in released] == [
+        (f"site-{site}", round, phase) for round in (0, 1) for phase in (0, 1) for site in (1, 2)
+    ]
+    assert all(0 < e["clip_factor"] <= 1 and 0 < e["cosine"] < 1 for e in released)
+    (path,) = (tmp_path / "one/sites/site-1").glob("*/state.safetensors")
+    kept, meta = load_state(path)
+    assert (meta["round"], meta["phase"]) == (1, 1)
+    b_names = [n for n in shared if n.endswith("lora_B")]
+    assert all(torch.equal(kept[f"params/{n}"], shared[n]) for n in b_names)  # phase A trained A only, B as it was sent
+    _interrupted(config, tmp_path / "two")
+    again, _ = run(config, tmp_path / "two", resume=True)
+    assert all(torch.equal(again[n], t) for n, t in shared.items())
+
+
+def _interrupted(config: JobConfig, folder: Path) -> None:
+    """Stop a run in the middle of round 1, after its phase B."""
+
+    def stop(event: dict) -> None:
+        if event["event"] == "round" and (event["round"], event["phase"]) == (1, 1):
+            raise KeyboardInterrupt
+
+    site = SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, stop)
+
+
+def test_the_head_rides_along_in_both_phases() -> None:
+    strategy, state = DEeR(), DEeR().init_state(start())
+    for _ in range(2):
+        state, _ = exchange(strategy, state)
+    assert (state.round, state.phase) == (1, 0)
+    assert state.shared["head.weight"].abs().max() > 0
+    payload = strategy.broadcast(replace(state, phase=1), SiteInfo("a", 1))
+    assert isinstance(payload, Payload)
+    assert payload.tensors.keys() == state.shared.keys()
