@@ -7,14 +7,13 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from consilium.assemble import Job
+from consilium.assemble import Job, metric_names
 from consilium.coordinator import check_result
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.flare import context, wire
 from consilium.privacy.guard import allowed_metrics, check_release
 from consilium.site import Hello
 from consilium.strategy import Payload
-from consilium.tasks.segmentation import metric_names
 
 
 class _CheckFilter(Filter):
@@ -52,7 +51,7 @@ class ReleaseFilter(_CheckFilter):
 
     def check(self, job: Job, payload: Payload) -> None:
         """See privacy/guard.py."""
-        check_release(payload, job.strategy, allowed_metrics(metric_names(job.config.task.classes)))
+        check_release(payload, job.strategy, allowed_metrics(metric_names(job.config)))
 
 
 class ResultCheckFilter(_CheckFilter):
