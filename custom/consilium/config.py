@@ -1,14 +1,15 @@
 """job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from consilium.config_errors import all_fields, describe
+from consilium.config_errors import nearest as nearest
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.errors import ConfigError
 
@@ -266,43 +267,4 @@ def _validate(model: type[T], raw: Any, path: Path) -> T:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(describe(error, path, "", _all_fields(model))) from None
-
-
-def describe(error: ValidationError, path: Path | str, prefix: str, fields: list[str]) -> str:
-    """Return one line per problem: file: field: value: what is expected, and the nearest known name."""
-    lines = []
-    for item in error.errors():
-        field = prefix + ".".join(_place(item["loc"]))
-        if item["type"] == "union_tag_invalid":
-            tag, known = item["ctx"]["tag"], item["ctx"]["expected_tags"]
-            lines.append(f"{path}: {field}.name: {tag!r}: expected {known.replace(', ', ' or ')}")
-        elif item["type"] == "missing":
-            lines.append(f"{path}: {field}: missing; add it")
-        elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
-        else:
-            message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            where = f"{field}: {item['input']!r}: expected " if item["loc"] else ""
-            lines.append(f"{path}: {where}{message}")
-    return "\n".join(lines)
-
-
-def _place(loc: tuple[int | str, ...]) -> list[str]:
-    """Return pydantic's location without what it adds for unions: the kind of a section, the type of a value."""
-    return [str(part) for i, part in enumerate(loc) if part != "list[int]" and not (i == 1 and loc[0] in DEFAULT_KIND)]
-
-
-def nearest(word: str | None, known: Any) -> str:
-    """Return " (did you mean ...?)" for the closest known word, or an empty string."""
-    match = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
-
-
-def _all_fields(model: type[BaseModel]) -> list[str]:
-    names = list(model.model_fields)
-    for info in model.model_fields.values():
-        for kind in get_args(info.annotation) or (info.annotation,):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                names += _all_fields(kind)
-    return names
+        raise ConfigError(describe(error, path, "", all_fields(model))) from None
