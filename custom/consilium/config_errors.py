@@ -16,8 +16,8 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
     for item in error.errors():
         field = prefix + ".".join(_place(item["loc"]))
         if item["type"] == "union_tag_invalid":
-            tag, known = item["ctx"]["tag"], item["ctx"]["expected_tags"]
-            lines.append(f"{path}: {field}.name: {tag!r}: expected {known.replace(', ', ' or ')}")
+            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"]["expected_tags"]
+            lines.append(f"{path}: {field}.{key}: {item['ctx']['tag']!r}: expected one of {known}")
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
