@@ -41,6 +41,17 @@ def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> 
     )
 
 
+def small_cells(strategy: str | dict[str, Any] = "fedit", **training: Any) -> JobConfig:
+    """Return a classification job of seconds: tiny CLIP at 64 pixels, five kinds of cells."""
+    raw = small_config(strategy, **training).model_dump()
+    raw["model"] = {"name": "clip", "variant": "tiny", "image_size": 64}
+    raw["task"] = {"name": "classification", "classes": ["round", "elongated", "target", "teardrop", "spiky"]}
+    raw["data"] = {
+        "phantoms": {"kind": "cells", "training": 24, "validation": 5, "test": 10, "appearance": 0.3, "annotation": 0.2}
+    }
+    return JobConfig.model_validate(raw)
+
+
 @pytest.fixture
 def small_job() -> Callable[..., Job]:
     """Return a maker of small jobs: small_job("fedit", rounds=1)."""

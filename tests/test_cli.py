@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from consilium.cli import main
-from tests.conftest import JOBS, small_config
+from tests.conftest import JOBS, small_cells, small_config
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -67,6 +67,25 @@ def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "no problems" in capsys.readouterr().out
     assert run(monkeypatch, "data", "check", datalist, "--job", JOBS / "nuclei_fedit", "--format", "json") == 1
     assert json.loads(capsys.readouterr().out)["problems"]["undeclared label value"]["count"] == 4
+
+
+def test_a_partition_is_made_checked_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phantoms = ["--kind", "cells", "--sites", 1, "--training", 40, "--validation", 5, "--test", 5, "--size", 64]
+    assert run(monkeypatch, "data", "phantoms", tmp_path / "set", *phantoms) == 0
+    words = [tmp_path / "set/site-1/datalist.json", tmp_path / "out", "--sites", 2, "--beta", 0.5]
+    capsys.readouterr()
+    assert run(monkeypatch, "data", "partition", *words) == 0
+    assert "site-2: " in capsys.readouterr().out
+    assert (tmp_path / "out/partition.png").stat().st_size > 5000
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(small_cells(rounds=1, local_steps=1).model_dump()))
+    assert run(monkeypatch, "data", "check", tmp_path / "out/site-1/datalist.json", "--job", job) == 0
+    assert "class round: " in capsys.readouterr().out
+    options = ["--data", tmp_path / "out", "--workspace", tmp_path / "run"]
+    assert run(monkeypatch, "simulate", job, *options) == 0
+    assert "Accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,19 @@ def test_classes_as_names_number_themselves() -> None:
         ({"task__classes": {"disc": ["a"]}}, r"task\.classes\.disc\.0: 'a': expected a valid integer"),
         ({"name": "a b"}, r"name: 'a b': "),
         ({"training": 5}, r"training: 5: expected a valid dictionary"),
+        ({"model": 5}, r"model: 5: expected a valid dictionary"),
+        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of 'sam', 'clip'$"),
+        ({"model__varant": "tiny"}, r"model\.varant: unknown field; remove it \(did you mean 'variant'\?\)"),
+        ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
+        ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),
+        (
+            {"model": {"name": "clip", "variant": "tiny", "image_size": 64}},
+            r"task\.name: 'segmentation' does not fit model\.name",
+        ),
+        ({"task": {"name": "classification", "classes": ["a"]}}, r"task\.classes: \['a'\]: expected .*at least 2"),
+        ({"task": {"name": "classification", "classes": ["a", "b", "a"]}}, r"task\.classes: .*every class once; 'a'"),
+        ({"task": {"name": "classification", "classes": ["a", "b/c"]}}, r"task\.classes\.1: 'b/c'"),
+        ({"data": {"phantoms": {"kind": "cells"}}}, r"data\.phantoms\.kind: 'cells' does not fit task\.name"),
     ],
 )
 def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from consilium.assemble import assemble_job
-from consilium.config import load_job
+from consilium.config import JobConfig, load_job
 from consilium.cost import Cost, compare
-from tests.conftest import JOBS
+from tests.conftest import JOBS, small_cells
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,18 @@ def costs() -> dict[str, Cost]:
 def test_sam_vit_b_rank_8_paper_targets(strategy: str, trainable: int, total: int, costs: dict[str, Cost]) -> None:
     assert (costs[strategy].trainable, costs[strategy].total) == (trainable, total)
     assert costs[strategy].bytes_up == 4 * costs[strategy].up
+
+
+def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
+    raw = small_cells().model_dump()
+    raw["model"] = {"name": "clip", "variant": "biomedclip", "image_size": 224}
+    raw["adapter"] = {"rank": 8, "alpha": 8}
+    found = {c.strategy: c for c in compare(assemble_job(JobConfig.model_validate(raw)))}
+    pairs, head = 12 * 3 * 8 * 768, 5 * 512 + 5
+    assert found["fedit"].total == 2 * (2 * pairs + head)
+    assert found["fedsa_lora"].total == 2 * pairs
+    assert found["ffa_lora"].trainable == pairs + head
+    assert not [name for name in found if name.startswith("fediat")]
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:

@@ -9,14 +9,16 @@ import peft
 import pytest
 import torch
 
-from consilium.assemble import Job
+from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig
 from consilium.data.phantoms import make_phantoms
 from consilium.errors import ConsiliumError
+from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
 from consilium.simulate import simulate
 from consilium.storage import load_state
 from consilium.strategies import STRATEGIES
+from tests.conftest import small_cells
 
 MakeJob = Callable[..., Job]
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
@@ -86,6 +88,20 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob
     with pytest.raises(ConsiliumError, match="1 of 3 results"):
         simulate(job, SITES, tmp_path / "two", fail(("site-1", "site-3")))
     assert not (tmp_path / "two" / "results.json").exists()
+
+
+def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: Path) -> None:
+    job = assemble_job(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3))
+    simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [r["test/base/accuracy"] for r in results.values()] == [0.2, 0.2]
+    base, received = (sum(r[f"test/{stage}/loss"] for r in results.values()) for stage in ("base", "received"))
+    assert received < 0.95 * base
+    assert "test/received/confusion/round/spiky" in results["site-1"]
+    shared = server(tmp_path)
+    assert shared["shared/head.weight"].any()
+    plain = peft.PeftModel.from_pretrained(build_clip("tiny", None, 64, 5), str(tmp_path / "sites/site-1/adapter"))
+    assert torch.equal(plain.base_model.model.head.weight, shared["shared/head.weight"])
 
 
 def test_sites_with_their_own_data_lists(small_job: MakeJob, tmp_path: Path) -> None:

@@ -30,6 +30,20 @@ def test_validation_is_named_where_no_site_has_a_test_split() -> None:
     assert "validation split" in shown(result_table({"a": {"validation/base/dice": 0.2}}, "job"))
 
 
+def test_classification_shows_accuracy_and_f1() -> None:
+    results = {"a": {"test/base/accuracy": 0.2, "test/received/accuracy": 0.75, "test/received/f1": 0.5}}
+    text = shown(result_table(results, "job"))
+    assert "Accuracy base" in text
+    assert "Macro F1 received" in text
+    assert "Dice" not in text
+    assert "HD95" not in text
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 2, "job") as view:
+        metrics = {"validation/received/accuracy": 0.25, "validation/received/f1": 0.125, "train/loss": 0.75}
+        view({"event": "metrics", "site": "a", "round": 0, "metrics": metrics})
+    assert "Accuracy received 0.250" in console.file.getvalue()
+
+
 def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 2, "job") as view:

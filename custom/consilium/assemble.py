@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from consilium.adapters import lora
-from consilium.config import JobConfig, ModelConfig, SiteConfig
+from consilium.config import ClipConfig, JobConfig, SamConfig, SiteConfig
 from consilium.data.datalist import DataList, pool, read_datalist
 from consilium.data.phantoms import make_phantoms
 from consilium.errors import ConfigError
+from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
 from consilium.privacy.guard import Guard, allowed_metrics
 from consilium.privacy.ledger import Ledger
@@ -18,7 +19,7 @@ from consilium.privacy.plan import make_plan
 from consilium.site import Observer, Site
 from consilium.strategies import build_strategy
 from consilium.strategy import Strategy, Tensors
-from consilium.tasks.segmentation import SegmentationTask, metric_names
+from consilium.tasks import classification, segmentation
 from consilium.training import Task, pick_device
 
 
@@ -57,13 +58,23 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
 
 def build_task(config: JobConfig, data: DataList) -> Task:
     """Return the job's task on one site's data. Raises DataError."""
-    return SegmentationTask(data, config.task.classes, config.model.image_size, config.task.prompt, config.task.augment)
+    task, size = config.task, config.model.image_size
+    if task.name == "classification":
+        return classification.ClassificationTask(data, task.classes, size, task.augment)
+    return segmentation.SegmentationTask(data, task.classes, size, task.prompt, task.augment)
+
+
+def metric_names(config: JobConfig) -> frozenset[str]:
+    """Return every metric the job's task can report."""
+    module = classification if config.task.name == "classification" else segmentation
+    return module.metric_names(config.task.classes)
 
 
 def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
     """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
+    by_class = config.task.name == "classification"
     if site.datalist:
-        return read_datalist(site.datalist)
+        return read_datalist(site.datalist, by_class)
     phantoms = config.data.phantoms
     if phantoms is None:
         raise ConfigError(
@@ -72,7 +83,7 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> D
         )
     seed, size = config.training.seed, config.model.image_size
     spec = phantoms.model_dump() | {"seed": seed, "size": size}
-    return read_datalist(make_phantoms(folder / "phantoms", site=name, **spec))
+    return read_datalist(make_phantoms(folder / "phantoms", site=name, **spec), by_class)
 
 
 def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
@@ -97,7 +108,7 @@ def build_guard(
         job.config,
         job.strategy,
         job.initial,
-        allowed_metrics(metric_names(job.config.task.classes)),
+        allowed_metrics(metric_names(job.config)),
         site.privacy,
         shares,
         site.privacy.dataset or str(data.path),
@@ -123,15 +134,17 @@ def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observe
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
-    wanted, training = config.model, config.training
+    wanted, task, again = config.model, config.task, config.training.gradient_checkpointing
+    if wanted.name == "clip":
+        return build_clip(wanted.variant, checkpoint, wanted.image_size, len(task.classes), weights, again)
     return build_sam(
         wanted.variant,
         checkpoint,
         wanted.image_size,
-        len(config.task.classes),
-        prompt=config.task.prompt,
+        len(task.classes),
+        prompt=task.prompt,
         attention=wanted.attention,
-        gradient_checkpointing=training.gradient_checkpointing,
+        gradient_checkpointing=again,
         weights=weights,
     )
 
@@ -141,7 +154,7 @@ def _inject(model: nn.Module, config: JobConfig) -> None:
     lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
 
 
-def _checkpoint(config: ModelConfig, site: SiteConfig) -> Path | None:
+def _checkpoint(config: SamConfig | ClipConfig, site: SiteConfig) -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
     if config.checkpoint is None:
         return None

@@ -17,7 +17,7 @@ from consilium.cli_privacy import app as privacy_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
-data_app = typer.Typer(no_args_is_help=True, help="Look at data lists, generate phantoms.")
+data_app = typer.Typer(no_args_is_help=True, help="Look at data lists, share them out, generate phantoms.")
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 
@@ -134,11 +134,11 @@ def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare sim
 
 @data_app.command("check")
 def data_check(
-    datalist: Annotated[Path, typer.Argument(metavar="LIST", help="a datalist.json")],
-    job: Annotated[Path | None, typer.Option(help="also check label values against this job's classes")] = None,
+    datalist: Annotated[Path, typer.Argument(metavar="LIST", help="a datalist.json, or a folder per class")],
+    job: Annotated[Path | None, typer.Option(help="also check labels against this job's classes")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Open every image and mask of a data list; exit code 1 if there are problems."""
+    """Open every image and label of a data list or a folder per class; exit code 1 if there are problems."""
     from consilium.data.check import check_datalist
 
     classes = _load(job, [])[0].task.classes if job else None
@@ -153,14 +153,14 @@ def data_check(
 @data_app.command("phantoms")
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus or nuclei")] = "fundus",
+    kind: Annotated[str, typer.Option(help="fundus, nuclei or cells")] = "fundus",
     sites: Annotated[int, typer.Option(min=1)] = 3,
     training: Annotated[int, typer.Option(min=1)] = 24,
     validation: Annotated[int, typer.Option(min=0)] = 8,
     test: Annotated[int, typer.Option(min=0)] = 16,
     size: Annotated[int, typer.Option(min=16, help="pixels")] = 128,
     appearance: Annotated[float, typer.Option(min=0, max=1, help="strength of the appearance shift")] = 0.7,
-    annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the annotation shift")] = 0.7,
+    annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the shift of labels")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -173,6 +173,30 @@ def data_phantoms(
     shifts = (appearance, annotation)
     lists = [make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts) for n in names]
     print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
+
+
+@data_app.command("partition")
+def data_partition(
+    source: Annotated[Path, typer.Argument(help="a folder per class, with or without train/ and test/, or a datalist.json")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder per site, partition.json, partition.png")],
+    sites: Annotated[int, typer.Option(min=1)] = 12,
+    beta: Annotated[float, typer.Option(min=0.001, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="training samples every site gets at least")] = 8,
+    exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Share a classification set out among sites with uneven labels; pictures stay where they are, all sites test alike."""
+    from consilium.data.partition import partition
+
+    found = partition(source, folder, sites, beta, seed, minimum, exclude or [])
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    for site, counts in found["training"].items():
+        parts = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+        typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
+    typer.echo(f"{folder}: a data list per site, partition.json and partition.png")
 
 
 def _load(job: Path, overrides: list[str]) -> tuple[Any, Path]:
@@ -192,13 +216,15 @@ def _parse(override: str) -> tuple[str, Any]:
 def _site_names(sites: str, data: Path | None) -> list[str]:
     if sites and not sites.isdigit():
         return [name.strip() for name in sites.split(",") if name.strip()]
+    from consilium.config import is_site_folder
+
     if data is None:
         return [f"site-{i}" for i in range(1, int(sites or 3) + 1)]
     if not data.is_dir():
         raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
-    found = sorted(p.name for p in data.iterdir() if (p / "datalist.json").is_file() or (p / "site.yaml").is_file())
+    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
     if not found:
-        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json or site.yaml; make one per site")
+        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
     return found[: int(sites)] if sites else found
 
 
@@ -229,7 +255,10 @@ def _print_report(report: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items()))
     console.print("sizes: " + ", ".join(f"{size} ({n})" for size, n in report["sizes"].items()))
-    console.print("images with label value: " + ", ".join(f"{v} ({n})" for v, n in report["images_with_label_value"].items()))
+    if values := report["images_with_label_value"]:
+        console.print("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
+    for name, by_split in report["images_of_class"].items():
+        console.print(f"class {name}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()), markup=False)
     for kind, style in (("problems", "red"), ("warnings", "yellow")):
         for what, found in report[kind].items():
             console.print(f"{found['count']} x {what}", style=style)

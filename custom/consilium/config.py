@@ -1,33 +1,40 @@
 """job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from consilium.config_errors import all_fields, describe
+from consilium.config_errors import nearest as nearest
+from consilium.config_privacy import PolicyConfig, PrivacyConfig
+from consilium.config_section import Section
+from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values cannot change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelConfig(Section):
-    """The frozen model. `checkpoint` may start with ${SITE}, the site's checkpoint folder."""
+class SamConfig(Section):
+    """A frozen SAM, for segmentation. `checkpoint` may start with ${SITE}, the site's checkpoint folder."""
 
     name: Literal["sam"] = "sam"
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h"]
     checkpoint: str | None = None
     image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
     attention: Literal["fused", "original"] = "fused"
+
+
+class ClipConfig(Section):
+    """A frozen CLIP vision tower with a trained head, for classification. `checkpoint` as for SAM, see models/clip.py."""
+
+    name: Literal["clip"]
+    variant: Literal["tiny", "biomedclip", "clip"]
+    checkpoint: str | None = None
+    image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
 
 
 class AdapterConfig(Section):
@@ -40,8 +47,8 @@ class AdapterConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
-class TaskConfig(Section):
-    """What is predicted. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
+class SegmentationConfig(Section):
+    """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
     name: Literal["segmentation"] = "segmentation"
     classes: Annotated[dict[str, list[int]], Field(min_length=1)]
@@ -54,10 +61,28 @@ class TaskConfig(Section):
         return {name: [i] for i, name in enumerate(value, start=1)} if isinstance(value, list) else value
 
 
-class PhantomConfig(Section):
-    """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1)."""
+class ClassificationConfig(Section):
+    """One class per image. `classes`: their names, in the order of the model's outputs; integer labels count from 0."""
 
-    kind: Literal["fundus", "nuclei"]
+    name: Literal["classification"]
+    classes: Annotated[list[Annotated[str, Field(pattern=r"^[^/]+$")]], Field(min_length=2)]
+    augment: bool = True
+
+    @field_validator("classes")
+    @classmethod
+    def _differ(cls, value: list[str]) -> list[str]:
+        if twice := sorted(name for name in set(value) if value.count(name) > 1):
+            raise ValueError(f"every class once; {twice[0]!r} is there twice")
+        return value
+
+
+class PhantomConfig(Section):
+    """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
+
+    `annotation` is the shift of labels: how raters draw masks, and for `cells` how unevenly a site sees the classes.
+    """
+
+    kind: Literal["fundus", "nuclei", "cells"]
     training: Annotated[int, Field(ge=1)] = 24
     validation: Annotated[int, Field(ge=0)] = 8
     test: Annotated[int, Field(ge=0)] = 16
@@ -98,52 +123,10 @@ class FederationConfig(Section):
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
 
 
-class SitePrivacyConfig(Section):
-    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
-
-    `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
-    noise: each site all of it (local), each a share of it (distributed, honest under secure aggregation only), the server
-    (central). `adjacency`: a site's update against none (zero-out), or any two data sets at it (replace, twice the noise).
-    """
-
-    unit: Literal["site"]
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)]
-    trust: Literal["local", "distributed", "central"] = "local"
-    adjacency: Literal["zero-out", "replace"] = "zero-out"
-    accountant: Literal["exact", "prv", "rdp"] = "exact"
-
-    @model_validator(mode="after")
-    def _one_noise(self) -> Self:
-        return _one_noise(self)
-
-
-class RecordPrivacyConfig(Section):
-    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches."""
-
-    unit: Literal["record"]
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)] = 1.0
-    accountant: Literal["prv", "rdp"] = "prv"
-    trust: ClassVar[str] = "local"
-    adjacency: ClassVar[str] = "add-or-remove"
-
-    @model_validator(mode="after")
-    def _one_noise(self) -> Self:
-        return _one_noise(self)
-
-
-def _one_noise(section: Any) -> Any:
-    if (section.epsilon is None) == (section.noise_multiplier is None):
-        raise ValueError("one of epsilon and noise_multiplier; give exactly one")
-    return section
-
-
-PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discriminator="unit")]
+DEFAULT_KIND = {"model": "sam", "task": "segmentation"}
+"""Sections of several kinds, told apart by `name`, and the kind meant where it is left out."""
+FITS = {"sam": "segmentation", "clip": "classification"}
+"""The task each model does."""
 
 
 class JobConfig(Section):
@@ -151,9 +134,9 @@ class JobConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     strategy: dict[str, Any]
-    model: ModelConfig
+    model: Annotated[SamConfig | ClipConfig, Field(discriminator="name")]
     adapter: AdapterConfig = AdapterConfig()
-    task: TaskConfig
+    task: Annotated[SegmentationConfig | ClassificationConfig, Field(discriminator="name")]
     data: DataConfig = DataConfig()
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
@@ -184,26 +167,19 @@ class JobConfig(Section):
     def _name_only(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator(*DEFAULT_KIND, mode="before")
+    @classmethod
+    def _default_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        return {"name": DEFAULT_KIND[info.field_name]} | value if isinstance(value, Mapping) else value
 
-class BudgetConfig(Section):
-    """How much a data set may spend in all jobs together."""
-
-    epsilon: Annotated[float, Field(gt=0)]
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-
-
-class PolicyConfig(Section):
-    """What a hospital lets jobs do to its privacy. With any budget, a job that cannot keep one in its unit is refused.
-
-    `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
-    `noise_seed` makes noise repeatable for tests; it protects nobody, and the ledger says so.
-    """
-
-    dataset: str | None = None
-    budgets: dict[Literal["site", "record"], BudgetConfig] = {}
-    trust: list[Literal["local", "distributed", "central"]] = ["local"]
-    ledger: Path | None = None
-    noise_seed: Annotated[int, Field(ge=0)] | None = None
+    @model_validator(mode="after")
+    def _fit_together(self) -> "JobConfig":
+        if (wanted := FITS[self.model.name]) != self.task.name:
+            raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
+        kind = self.data.phantoms.kind if self.data.phantoms else None
+        if kind and (kind == "cells") != (wanted == "classification"):
+            raise ValueError(f"data.phantoms.kind: {kind!r} does not fit task.name {wanted!r}; cells are for classification")
+        return self
 
 
 class SiteConfig(Section):
@@ -266,8 +242,8 @@ def load_site(path: Path) -> SiteConfig:
 def find_site(name: str, kit_local: Path | None = None) -> SiteConfig:
     """Return the site's configuration: CONSILIUM_DATA/<name>/ (simulation), else the kit's local/site.yaml, else defaults.
 
-    In the simulation folder a site.yaml wins over a bare datalist.json. CONSILIUM_CHECKPOINTS fills a missing checkpoint
-    folder. Raises ConfigError if CONSILIUM_DATA is set and holds nothing for this site.
+    See read_site_folder for the simulation folder. CONSILIUM_CHECKPOINTS fills a missing checkpoint folder. Raises
+    ConfigError if CONSILIUM_DATA is set and holds nothing for this site.
     """
     site = _find_site(name, kit_local)
     shared = os.environ.get("CONSILIUM_CHECKPOINTS")
@@ -276,15 +252,28 @@ def find_site(name: str, kit_local: Path | None = None) -> SiteConfig:
 
 def _find_site(name: str, kit_local: Path | None) -> SiteConfig:
     if data := os.environ.get("CONSILIUM_DATA"):
-        folder = Path(data) / name
-        if (folder / "site.yaml").is_file():
-            return load_site(folder / "site.yaml")
-        if (folder / "datalist.json").is_file():
-            return SiteConfig(datalist=folder / "datalist.json")
-        raise ConfigError(f"{folder}: neither site.yaml nor datalist.json for site {name}; make one folder per site")
+        if found := read_site_folder(Path(data) / name):
+            return found
+        remedy = f"neither site.yaml nor datalist.json for site {name}, nor a folder per class; make one folder per site"
+        raise ConfigError(f"{Path(data) / name}: {remedy}")
     if kit_local and (kit_local / "site.yaml").is_file():
         return load_site(kit_local / "site.yaml")
     return SiteConfig()
+
+
+def is_site_folder(folder: Path) -> bool:
+    """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is none."""
+    own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
+    return own or (folder.name not in SPLIT_FOLDERS and has_classes(folder))
+
+
+def read_site_folder(folder: Path) -> SiteConfig | None:
+    """Return what one site's folder says: its site.yaml, else its datalist.json, else its folders per class, else None."""
+    if (folder / "site.yaml").is_file():
+        return load_site(folder / "site.yaml")
+    if (folder / "datalist.json").is_file():
+        return SiteConfig(datalist=folder / "datalist.json")
+    return SiteConfig(datalist=folder) if has_classes(folder) else None
 
 
 def _read_yaml(path: Path) -> Any:
@@ -302,43 +291,4 @@ def _validate(model: type[T], raw: Any, path: Path) -> T:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(describe(error, path, "", _all_fields(model))) from None
-
-
-def describe(error: ValidationError, path: Path | str, prefix: str, fields: list[str]) -> str:
-    """Return one line per problem: file: field: value: what is expected, and the nearest known name."""
-    lines = []
-    for item in error.errors():
-        field = prefix + ".".join(_location(item["loc"]))
-        if item["type"] == "missing":
-            lines.append(f"{path}: {field}: missing; add it")
-        elif item["type"].startswith("union_tag"):
-            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "see the README")
-            lines.append(f"{path}: {field}.{key}: {item['ctx'].get('tag', 'missing')}: expected one of {known}")
-        elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
-        else:
-            message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            where = f"{field}: {item['input']!r}: expected " if item["loc"] else ""
-            lines.append(f"{path}: {where}{message}")
-    return "\n".join(lines)
-
-
-def _location(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the field's path as written in the file, without pydantic's marks of which union member it tried."""
-    tags = {("privacy", "site"), ("privacy", "record")}
-    return [str(p) for i, p in enumerate(loc) if p != "list[int]" and not (i == 1 and (loc[0], p) in tags)]
-
-
-def nearest(word: str | None, known: Any) -> str:
-    """Return " (did you mean ...?)" for the closest known word, or an empty string."""
-    match = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
-
-
-def _all_fields(model: type[BaseModel]) -> list[str]:
-    names = list(model.model_fields)
-    for info in model.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            names += _all_fields(info.annotation)
-    return names
+        raise ConfigError(describe(error, path, "", all_fields(model))) from None

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from consilium.assemble import Job
+from consilium.errors import ConfigError
 from consilium.runlog import payload_bytes
 from consilium.strategies import STRATEGIES
 from consilium.strategies.fediat import SPLITS
@@ -53,13 +54,24 @@ def _corner(strategy: Strategy, name: str, tensor: Any, round: int) -> tuple[sli
 
 
 def compare(job: Job) -> list[Cost]:
-    """Return the job's own cost first, then every other strategy's at its defaults (fediat by split)."""
+    """Return the job's own cost first, then every other strategy's at its defaults (fediat by split).
+
+    A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
+    """
     own = job.config.strategy
     label = " ".join([own["name"], *(str(own[k]) for k in ("split",) if k in own)])
     others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in ("fediat", "centralized")}
     others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
     costs = [cost_of(job.strategy, job.initial, label)]
-    return costs + [cost_of(strategy, job.initial, name) for name, strategy in others.items() if name != label]
+    fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
+    return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]
+
+
+def _fits(strategy: Strategy, initial: Tensors) -> bool:
+    try:
+        return all(strategy.role(name, 1, 0) is not None for name in initial)
+    except ConfigError:
+        return False
 
 
 def _count(tensors: Iterable[Any]) -> int:

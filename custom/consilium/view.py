@@ -1,7 +1,7 @@
 """What a person sees of a run: a live table while it goes on, plain lines where there is no terminal, and the result."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE
@@ -11,15 +11,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 STAGES = ("base", "received", "personal")
+HEADINGS = {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "accuracy": "Accuracy", "f1": "Macro F1"}
+LEADING = ("dice", "accuracy")
+"""The score a task is judged by, whichever of these it reports."""
 
 
 class LiveView:
-    """An observer that shows round, site, step, ETA and Dice so far. Use as a context manager."""
+    """An observer that shows round, site, step, ETA and the leading score so far. Use as a context manager."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
         self.sites: dict[str, dict[str, Any]] = {}
         self.round, self.asked, self.began = 0, 1, time.monotonic()
+        self.score = LEADING[0]
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
         )
@@ -67,15 +71,16 @@ class LiveView:
         self.console.print(f"[red]round {event['round'] + 1}: {event['site']}: refused: {event['reason']}", highlight=False)
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
-        found = {k: event["metrics"].get(f"validation/{k}/dice") for k in ("received", "personal")}
+        metrics = event["metrics"]
+        self.score = _leading(metrics, self.score)
+        found = {k: metrics.get(f"validation/{k}/{self.score}") for k in ("received", "personal")}
         row = self._row(event)
         row |= {k: v for k, v in found.items() if v is not None} | {"state": "done", "part": 1.0}
         if not self._live and found["received"] is not None:
-            dice = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
+            values = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
+            scores = f"loss {metrics['train/loss']:.3f}  {HEADINGS[self.score]} {values}"
             place = f"round {event['round'] + 1}/{self.rounds}  {event['site']}"
-            self.console.print(
-                f"{place}: loss {event['metrics']['train/loss']:.3f}  Dice {dice}  {self._eta()}", highlight=False
-            )
+            self.console.print(f"{place}: {scores}  {self._eta()}", highlight=False)
 
     def _fraction(self) -> float:
         return (self.round + sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)) / self.rounds
@@ -85,7 +90,8 @@ class LiveView:
         return f"ETA {spent * (1 - done) / done:.0f} s" if done > 0 else ""
 
     def _render(self) -> Group:
-        table = Table("site", Column("now", min_width=30), "loss", "Dice received", "Dice personal")
+        score = HEADINGS[self.score]
+        table = Table("site", Column("now", min_width=30), "loss", f"{score} received", f"{score} personal")
         for name in sorted(self.sites):
             row = self.sites[name]
             numbers = [f"{row[k]:.3f}" if k in row else "" for k in ("loss", "received", "personal")]
@@ -98,11 +104,18 @@ class LiveView:
 
 
 def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Table:
-    """Return the closing per-site table: Dice of base, received and personal model, then IoU and HD95 of the received one."""
-    split = "test" if any(name.startswith("test/") for metrics in results.values() for name in metrics) else "validation"
-    table = Table(title=f"{title}: {split} split, resized grid; HD95 in pixels of it", title_justify="left", box=SIMPLE)
-    columns = [f"{split}/{stage}/dice" for stage in STAGES] + [f"{split}/received/{m}" for m in ("iou", "hd95")]
-    for heading in ("site", *(f"Dice {s}" for s in STAGES), "IoU received", "HD95 received"):
+    """Return the closing per-site table: the leading score of base, received and personal model, then the received one's rest.
+
+    Segmentation: Dice, then IoU and HD95; classification: accuracy, then macro F1.
+    """
+    names = {name for metrics in results.values() for name in metrics}
+    split = "test" if any(name.startswith("test/") for name in names) else "validation"
+    score = _leading(names, LEADING[0])
+    rest, remark = (("iou", "hd95"), ", resized grid; HD95 in pixels of it") if score == "dice" else (("f1",), "")
+    table = Table(title=f"{title}: {split} split{remark}", title_justify="left", box=SIMPLE)
+    shown = [(stage, score) for stage in STAGES] + [("received", metric) for metric in rest]
+    columns = [f"{split}/{stage}/{metric}" for stage, metric in shown]
+    for heading in ("site", *(f"{HEADINGS[metric]} {stage}" for stage, metric in shown)):
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for site in sorted(results):
         table.add_row(site, *(_number(results[site].get(c)) for c in columns))
@@ -115,6 +128,12 @@ def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | 
     """Return the unweighted mean over the sites that report a metric."""
     found = [metrics[metric] for metrics in results.values() if metric in metrics]
     return sum(found) / len(found) if found else None
+
+
+def _leading(names: Iterable[str], otherwise: str) -> str:
+    """Return which of LEADING is among metric names such as "test/base/dice"."""
+    found = {name.rpartition("/")[2] for name in names}
+    return next((score for score in LEADING if score in found), otherwise)
 
 
 def _number(value: float | None) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from consilium.adapters import lora
 from consilium.errors import CheckpointError, ConfigError
+from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
 
 
@@ -61,6 +62,51 @@ def test_plain_peft_loads_the_folder_with_equal_outputs(targets: str, tmp_path: 
     assert torch.allclose(loaded(images), model(images), atol=2e-4)
     assert not torch.allclose(loaded(images), before, atol=1e-2)
     assert all(n.startswith("base_model.model.") for n in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def small_clip() -> nn.Module:
+    return build_clip("tiny", None, 64, 5)
+
+
+@pytest.mark.parametrize("targets", ["paper", "qv", "all-linear", ".*"])
+def test_plain_peft_loads_a_classifier_with_its_head(targets: str, tmp_path: Path) -> None:
+    model, images = small_clip(), torch.rand(2, 3, 64, 64) * 255
+    lora.inject(model, 3, 6.0, targets)
+    values = randomize(model)
+    assert {"head.weight", "head.bias"} == {n for n in values if n.startswith("head")}
+    lora.save_peft(tmp_path, values, 3, 6.0, targets, "clip-tiny")
+    plain = small_clip()
+    torch.nn.init.normal_(plain.head.weight)  # a fresh head, whatever its values
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval()
+    assert torch.allclose(loaded(images), model(images), atol=2e-4)
+    assert model(images).std() > 0.1
+
+
+def test_target_sets_of_both_towers() -> None:
+    counts = {}
+    for targets in ("paper", "qv", "all-linear"):
+        model = small_clip()
+        lora.inject(model, 2, 2, targets)
+        counts[targets] = len({n.rpartition(".")[0] for n in lora.tensors(model) if "lora_A" in n})
+        with torch.device("meta"):
+            theirs = build_clip("clip", None, 224, 5, weights=False)
+            lora.inject(theirs, 2, 2, targets)
+        assert len([n for n in lora.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
+    assert counts == {"paper": 12, "qv": 8, "all-linear": 24}
+
+
+def test_the_head_is_trained_starts_at_zero_and_is_chance_when_disabled() -> None:
+    model, images = small_clip(), torch.rand(2, 3, 64, 64) * 255
+    lora.inject(model, 2, 2, "paper")
+    assert {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n} == {"head.weight", "head.bias"}
+    start = lora.initial(model, 0)
+    assert not start["head.weight"].any()
+    assert start["vision_model.layers.0.attention.q_proj.lora_A"].any()
+    randomize(model)
+    adapted = model(images)
+    with lora.disabled(model):
+        assert not model(images).any()
+    assert torch.equal(model(images), adapted)
 
 
 def test_qv_leaves_k_alone() -> None:

@@ -48,6 +48,21 @@ def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
     json.dumps(shown)
 
 
+def test_classes_are_counted_and_checked(tmp_path: Path) -> None:
+    entries = [{"image": picture(tmp_path / f"{i}.png", i), "label": label} for i, label in enumerate(["a", "b", 1, 2, "c"])]
+    path = tmp_path / "datalist.json"
+    path.write_text(json.dumps({"training": [*entries, picture(tmp_path / "x.png", 9)], "test": []}))
+    report = check_datalist(path, ["a", "b"])
+    assert report.problems == {
+        "undeclared class": ["training: 3.png: 2", "training: 4.png: c"],
+        "no class": ["training: x.png"],
+    }
+    assert report.to_dict()["images_of_class"]["a"] == {"training": 1}
+    path.write_text(json.dumps({"training": entries[:2]}))
+    assert not check_datalist(path).problems
+    assert not check_datalist(path, ["a", "b"]).problems
+
+
 def test_only_the_first_ten_are_named(tmp_path: Path) -> None:
     entries = [{"image": picture(tmp_path / f"{i}.png", i), "label": mask(tmp_path / "m.png", 0)} for i in range(13)]
     path = tmp_path / "datalist.json"

@@ -46,6 +46,17 @@ def test_errors_name_file_entry_and_remedy(content: object, message: str, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+def test_labels_may_be_classes(tmp_path: Path) -> None:
+    entries = [{"image": "a.png", "label": label} for label in (2, "burr", "m.png")]
+    path = write(tmp_path, {"training": entries}, "a.png", "m.png")
+    assert [i.label for i in read_datalist(path, classes=True).splits["training"]] == [2, "burr", "m.png"]
+    assert [i.label for i in read_datalist(path, classes=None).splits["training"]] == [2, "burr", tmp_path / "m.png"]
+    with pytest.raises(DataError, match=r"training\[1\]: .*burr: no such file"):
+        read_datalist(path)
+    with pytest.raises(DataError, match=r"training\[0\]: label True is neither"):
+        read_datalist(write(tmp_path, {"training": [{"image": "a.png", "label": True}]}, "a.png"), classes=True)
+
+
 def test_missing_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_datalist(tmp_path / "none.json")

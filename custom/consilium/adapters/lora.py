@@ -1,6 +1,7 @@
 """LoRA through PEFT: put into a model, read, write, and export as a PEFT folder.
 
 Tensors are named after their layer, "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight".
+A classifier's head is trained whole and belongs to the adapter: "head.weight", "head.bias", zero at the start.
 """
 
 import re
@@ -18,39 +19,48 @@ from torch import Tensor, nn
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.sam_attention import split_qkv
 from consilium.seeding import seed_for
+from consilium.strategy import factor
 
 _ENCODER = r"image_encoder\.blocks\.\d+"
 _DECODER = r"mask_decoder\.transformer\..*"
+_TOWER = r"vision_model\.(encoder\.)?layers\.\d+\.(attention|self_attn)"
+_TOWER_MLP = r"vision_model\.(encoder\.)?layers\.\d+\.mlp"
 TARGETS: dict[str, str] = {
-    "paper": rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)",
-    "qv": rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)",
+    "paper": rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)|{_TOWER}\.(q_proj|k_proj|v_proj)",
+    "qv": rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)",
     "all-linear": rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
-    rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)",
+    rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)"
+    rf"|{_TOWER}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER_MLP}\.(fc1|fc2)",
 }
-"""Target sets by name, as regular expressions on full module names."""
+"""Target sets by name, as regular expressions on full module names of SAM and of CLIP's vision tower."""
 
-_FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)"
+_FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)"
+HEAD = "head"
+"""Module name of a classifier's head; no target set may adapt it."""
 
 
 def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
-    """Freeze `model` and add LoRA in place to the layers that `targets` (a name in TARGETS, or a regex) matches.
+    """Freeze `model` but for its head, and add LoRA in place to the layers that `targets` (in TARGETS, or a regex) matches.
 
     With "qv" the encoder's fused qkv projection is first split into its three slices. Raises ConfigError if nothing matches.
     """
     if targets == "qv":
         split_qkv(model)
     pattern = _pattern(targets)
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD and pattern.fullmatch(n)]
     if not linear:
         known = ", ".join(TARGETS)
         raise ConfigError(f"adapter.targets: {targets!r} matches no linear layer of the model; use {known}, or a full regex")
     model.requires_grad_(False)
     inject_adapter_in_model(_lora_config(rank, alpha, "|".join(map(re.escape, linear)), dropout), model)
+    for parameter in _head(model).values():
+        parameter.requires_grad_(True)
 
 
 def tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's live adapter parameters by name."""
-    return {_short(name): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
+    """Return the model's live adapter parameters by name, a head's last."""
+    factors = {_short(name): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
+    return factors | _head(model)
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -67,7 +77,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return start values by name: A Kaiming-uniform (a = sqrt 5), B = 0, each tensor from its own seed. Meta models do."""
+    """Return start values by name: A Kaiming-uniform (a = sqrt 5), each from its own seed, B and head 0. Meta models do."""
     return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items()}
 
 
@@ -79,31 +89,40 @@ def scale(model: nn.Module, value: float) -> None:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Run the frozen base alone inside the block."""
+    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    kept = {name: p.detach().clone() for name, p in _head(model).items()}
     for layer in layers:
         layer.enable_adapters(False)
+    for parameter in _head(model).values():
+        parameter.data.zero_()
     try:
         yield
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+        for name, parameter in _head(model).items():
+            parameter.data.copy_(kept[name])
 
 
 def save_peft(folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, targets: str, base: str) -> None:
     """Write adapter_config.json and adapter_model.safetensors that plain PEFT loads onto the unsplit base model.
 
-    A "qv" pair of an encoder block becomes one adapter of rank 2r on the fused projection, block-placed and so exactly equal.
+    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values. A "qv" pair of a SAM
+    encoder block becomes one adapter of rank 2r on the fused projection, block-placed and so exactly equal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fused = _fuse_qv(values) if targets == "qv" else dict(values)
     ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
-    config = _lora_config(rank, alpha, _FUSED_QV if targets == "qv" else _pattern(targets).pattern, 0.0)
+    known = TARGETS | {"qv": _FUSED_QV}
+    layers = "|".join(map(re.escape, ranks))  # a regex of the user's may match more than linear layers
+    config = _lora_config(rank, alpha, known.get(targets, layers), 0.0)
     config.rank_pattern, config.alpha_pattern = wide, {layer: alpha * r / rank for layer, r in wide.items()}
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.modules_to_save = [HEAD] if f"{HEAD}.weight" in values else None
     config.save_pretrained(folder)
-    keys = {f"base_model.model.{n}.weight": t.detach().cpu().contiguous() for n, t in fused.items()}
+    keys = {f"base_model.model.{_peft_name(n)}": t.detach().cpu().contiguous() for n, t in fused.items()}
     save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -122,12 +141,20 @@ def _short(name: str) -> str:
     return name.replace(".default.weight", "")
 
 
+def _peft_name(name: str) -> str:
+    return f"{name}.weight" if factor(name) else name
+
+
+def _head(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if name.startswith(f"{HEAD}.")}
+
+
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
 def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    if name.endswith(".lora_B"):
+    if factor(name) != "A":
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
     bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)

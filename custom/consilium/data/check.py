@@ -1,7 +1,8 @@
-"""Look at every image and mask of a data list before anyone trains on it."""
+"""Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
 from consilium.data.images import read_image, read_mask
 from consilium.errors import DataError
+
+Classes = dict[str, list[int]] | Sequence[str] | None
+"""A segmentation job's classes with their label values, a classification job's class names, or no job given."""
 
 NAMED = 10
 
@@ -23,6 +27,7 @@ class Report:
     samples: dict[str, int]
     sizes: Counter[str] = field(default_factory=Counter)
     label_values: Counter[int] = field(default_factory=Counter)
+    images_of_class: dict[str, Counter[str]] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)
 
@@ -30,22 +35,23 @@ class Report:
         """Return plain JSON values: counts of every kind, the first ten samples named."""
         found = {"path": self.path, "samples": self.samples, "sizes": dict(self.sizes)}
         found["images_with_label_value"] = {str(v): n for v, n in sorted(self.label_values.items())}
+        found["images_of_class"] = {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())}
         for kind in ("problems", "warnings"):
             found[kind] = {k: {"count": len(v), "first": v[:NAMED]} for k, v in getattr(self, kind).items()}
         return found
 
 
-def check_datalist(path: Path, classes: dict[str, list[int]] | None = None) -> Report:
-    """Open each image and mask and report; with `classes`, label values that belong to none are problems.
+def check_datalist(path: Path, classes: Classes = None) -> Report:
+    """Open each image and mask and report; with `classes`, labels that belong to none are problems.
 
-    Raises DataError where the list itself cannot be read.
+    Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
+    cannot be read.
     """
-    data = read_datalist(path)
+    data = read_datalist(path, None if classes is None else not isinstance(classes, dict))
     report = Report(str(path), {split: len(data.splits[split]) for split in SPLITS})
-    declared = None if classes is None else {0, *(v for values in classes.values() for v in values)}
     for split in SPLITS:
         for item in data.splits[split]:
-            _check_item(report, f"{split}: {item.name}", item, declared)
+            _check_item(report, split, item, classes)
     _check_duplicates(report, data)
     if not data.splits["training"]:
         report.problems["no training samples"] = [str(path)]
@@ -55,23 +61,36 @@ def check_datalist(path: Path, classes: dict[str, list[int]] | None = None) -> R
     return report
 
 
-def _check_item(report: Report, name: str, item: Item, declared: set[int] | None) -> None:
+def _check_item(report: Report, split: str, item: Item, classes: Classes) -> None:
+    name = f"{split}: {item.name}"
     try:
         image = read_image(item.image, item.slice)
-        mask = None if item.label is None else read_mask(item.label, item.slice)
+        mask = read_mask(item.label, item.slice) if isinstance(item.label, Path) else None
     except DataError as error:
         report.problems.setdefault("unreadable", []).append(f"{name}: {error}")
         return
     report.sizes["x".join(map(str, image.shape[:2]))] += 1
     if np.ptp(image) < 2:
         report.warnings.setdefault("constant image", []).append(name)
-    if mask is None:
-        report.problems.setdefault("no mask", []).append(name)
+    if item.label is None:
+        missing = "no class" if classes is not None and not isinstance(classes, dict) else "no mask"
+        report.problems.setdefault(missing, []).append(name)
+    elif mask is None:
+        _check_class(report, split, name, item.label, classes)
     elif mask.shape != image.shape[:2]:
         found = f"{name}: mask {mask.shape}, image {image.shape[:2]}"
         report.problems.setdefault("mask of another size", []).append(found)
     else:
+        declared = {0, *(v for values in classes.values() for v in values)} if isinstance(classes, dict) else None
         _check_values(report, name, set(np.unique(mask).tolist()), declared)
+
+
+def _check_class(report: Report, split: str, name: str, label: Path | str | int, classes: Classes) -> None:
+    report.images_of_class.setdefault(str(label), Counter())[split] += 1
+    if isinstance(classes, dict):
+        report.problems.setdefault("class instead of a mask", []).append(f"{name}: {label}")
+    elif classes is not None and not (label in classes if isinstance(label, str) else 0 <= label < len(classes)):
+        report.problems.setdefault("undeclared class", []).append(f"{name}: {label}")
 
 
 def _check_values(report: Report, name: str, values: set[int], declared: set[int] | None) -> None:

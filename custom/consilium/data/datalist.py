@@ -1,4 +1,8 @@
-"""MONAI / Decathlon data lists: JSON with `training`, `validation`, `test`, each a list of {"image": ..., "label": ...}."""
+"""MONAI / Decathlon data lists: JSON with `training`, `validation`, `test`, each a list of {"image": ..., "label": ...}.
+
+A label is a mask's path for segmentation, a class (name, or number from 0) for classification. Instead of a list a folder per
+class will do, see folders.py.
+"""
 
 import json
 from collections.abc import Iterable
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from consilium.data.folders import read_folders
 from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
@@ -14,10 +19,10 @@ ENTRY_KEYS = {"image", "label", "slice", "fold"}
 
 @dataclass(frozen=True)
 class Item:
-    """One sample; `slice` picks a plane of a NIfTI volume along its last axis."""
+    """One sample; `label` is a mask's path or a class; `slice` picks a plane of a NIfTI volume along its last axis."""
 
     image: Path
-    label: Path | None
+    label: Path | str | int | None
     slice: int | None = None
 
     @property
@@ -34,8 +39,15 @@ class DataList:
     splits: dict[str, tuple[Item, ...]]
 
 
-def read_datalist(path: Path) -> DataList:
-    """Read a data list; relative paths start at its folder. Raises DataError, naming file, entry and remedy."""
+def read_datalist(path: Path, classes: bool | None = False) -> DataList:
+    """Read a data list or a folder per class; relative paths start at its folder.
+
+    `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
+    Raises DataError, naming file, entry and remedy.
+    """
+    if path.is_dir():
+        found = list(read_folders(path))
+        return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -44,7 +56,7 @@ def read_datalist(path: Path) -> DataList:
         raise DataError(f"{path}: not valid JSON ({error}); mend the place named") from None
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
-    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []))) for split in SPLITS})
+    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes)) for split in SPLITS})
 
 
 def pool(lists: Iterable[DataList]) -> DataList:
@@ -53,22 +65,28 @@ def pool(lists: Iterable[DataList]) -> DataList:
     return DataList(lists[0].path, {split: tuple(i for one in lists for i in one.splits[split]) for split in SPLITS})
 
 
-def _items(path: Path, split: str, entries: Any) -> Iterable[Item]:
+def _items(path: Path, split: str, entries: Any, classes: bool | None) -> Iterable[Item]:
     if not isinstance(entries, list):
         raise DataError(f"{path}: {split}: is a {type(entries).__name__}, not a list of entries")
     for index, entry in enumerate(entries):
         where = f"{path}: {split}[{index}]"
-        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry)
+        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes)
 
 
-def _item(path: Path, where: str, entry: Any) -> Item:
+def _item(path: Path, where: str, entry: Any, classes: bool | None) -> Item:
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
         raise DataError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
-    image, label = path.parent / entry["image"], entry.get("label")
-    found = path.parent / label if label is not None else None
-    for file in (image, found):
-        if file is not None and not file.is_file():
+    image, label = path.parent / entry["image"], _label(path, where, entry.get("label"), classes)
+    for file in (image, label):
+        if isinstance(file, Path) and not file.is_file():
             raise DataError(f"{where}: {file}: no such file; paths are relative to the data list's folder")
-    return Item(image, found, entry.get("slice"))
+    return Item(image, label, entry.get("slice"))
+
+
+def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:
+    if label is not None and (isinstance(label, bool) or not isinstance(label, str | int)):
+        raise DataError(f"{where}: label {label!r} is neither a mask's path nor a class; write text or a whole number")
+    is_class = not isinstance(label, str) or (not Path(label).suffix if classes is None else classes)
+    return label if is_class else path.parent / label

@@ -4,6 +4,7 @@ Arrays are (row, column) as one sees the picture; NIfTI planes are turned so tha
 (right to left along columns, anterior to posterior along rows, for an axial plane).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import nibabel
@@ -53,6 +54,14 @@ def read_sample(item: Item, classes: dict[str, list[int]], size: int) -> Sample:
     return {key: _plain(sample[key]) for key in ("image", "label")}
 
 
+def read_picture(item: Item, size: int) -> Tensor:
+    """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
+    image = read_image(item.image, item.slice)
+    smooth = size < min(image.shape[:2])
+    resize = Resized("image", (size, size), mode="bilinear", align_corners=False, anti_aliasing=smooth)
+    return _plain(resize({"image": torch.from_numpy(image).permute(2, 0, 1)})["image"])
+
+
 def read_image(path: Path, plane: int | None = None) -> np.ndarray:
     """Return (H, W, 3) float32 in 0..255. 8-bit values stay; others map their 0.5 to 99.5 percentiles to 0..255."""
     array = _nifti(path, plane) if _is_nifti(path) else _picture(path, "image")
@@ -71,14 +80,13 @@ def read_mask(path: Path, plane: int | None = None) -> np.ndarray:
     return np.rint(array).astype(np.int64)
 
 
-def augmentation() -> Compose:
-    """Return the training transforms: flips, quarter turns and mild changes of intensity. Values stay within 0..255."""
-    both = ["image", "label"]
+def augmentation(moved: Sequence[str] = ("image", "label")) -> Compose:
+    """Return the training transforms: flips and quarter turns of the keys `moved`, mild changes of the image's intensity."""
     return Compose(
         [
-            RandFlipd(both, prob=0.5, spatial_axis=0),
-            RandFlipd(both, prob=0.5, spatial_axis=1),
-            RandRotate90d(both, prob=0.5, max_k=3),
+            RandFlipd(moved, prob=0.5, spatial_axis=0),
+            RandFlipd(moved, prob=0.5, spatial_axis=1),
+            RandRotate90d(moved, prob=0.5, max_k=3),
             RandAdjustContrastd("image", prob=0.3, gamma=(0.8, 1.25)),
             RandScaleIntensityd("image", factors=0.15, prob=0.3),
             RandGaussianNoised("image", prob=0.2, std=4.0),
@@ -87,10 +95,10 @@ def augmentation() -> Compose:
 
 
 def augment(transforms: Compose, sample: Sample, seed: int, index: int) -> Sample:
-    """Return an augmented copy; the draw depends on (seed, index) alone, whichever order or worker asks."""
+    """Return an augmented copy, within 0..255; the draw depends on (seed, index) alone, whichever order or worker asks."""
     transforms.set_random_state(seed=seed_for(seed, "augment", index) % 2**32)
     moved = transforms({key: tensor.clone() for key, tensor in sample.items()})
-    return {"image": _plain(moved["image"]).clamp(0, 255), "label": _plain(moved["label"])}
+    return {key: _plain(moved[key]).clamp(0, 255) for key in sample}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Generated sites: fundus-like (disc and cup) and nuclei-like images with two shifts that can be set apart.
+"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images with two shifts that can be set apart.
 
 *Appearance* changes how a site's images look (P(x)): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
 how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
-encoder and decoder splits answer to these two. The same seed and site give the same files.
+encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
+(P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
 """
 
 import json
@@ -16,10 +17,12 @@ from numpy.random import Generator
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
+from consilium.data.cells import CELLS, draw_cell
+from consilium.data.drawing import grain, soft
 from consilium.seeding import seed_for
 
-Kind = Literal["fundus", "nuclei"]
-LABELS = {"fundus": ["background", "disc", "cup"], "nuclei": ["background", "nucleus"]}
+Kind = Literal["fundus", "nuclei", "cells"]
+LABELS = {"fundus": ["background", "disc", "cup"], "nuclei": ["background", "nucleus"], "cells": list(CELLS)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def make_phantoms(
     appearance: float,
     annotation: float,
 ) -> Path:
-    """Write images/, masks/ and datalist.json for one site into `folder`; return the data list's path.
+    """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
     Does nothing if the folder holds exactly this already.
     """
@@ -61,7 +64,7 @@ def make_phantoms(
     path = folder / "datalist.json"
     if path.is_file() and json.loads(path.read_text()).get("phantoms") == spec | counts:
         return path
-    for part in ("images", "masks"):
+    for part in ("images",) if kind == "cells" else ("images", "masks"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     who = habits(site, seed, appearance, annotation)
     entries = {split: [_write(folder, spec, who, split, i) for i in range(n)] for split, n in counts.items()}
@@ -72,11 +75,24 @@ def make_phantoms(
 
 def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
-    image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
     name = f"{split}-{index:03d}.png"
+    if spec["kind"] == "cells":
+        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=class_shares(who)))
+        image = _camera(rng, draw_cell(rng, label, spec["size"]), who.look)
+    else:
+        image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
+        label = f"masks/{name}"
+        Image.fromarray(mask).save(folder / label)
     Image.fromarray(image).save(folder / "images" / name)
-    Image.fromarray(mask).save(folder / "masks" / name)
-    return {"image": f"images/{name}", "label": f"masks/{name}"}
+    return {"image": f"images/{name}", "label": label}
+
+
+def class_shares(who: Habits) -> np.ndarray:
+    """Return how often a site sees each of CELLS (sum 1): equal without label shift, up to 1 : 50 with all of it."""
+    phases = 2 * np.pi * np.arange(len(CELLS)) / len(CELLS)
+    wave = who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)
+    shares = np.exp(2 * wave)
+    return shares / shares.sum()
 
 
 def draw_phantom(rng: Generator, kind: Kind, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
@@ -121,11 +137,6 @@ def _corners(hand: float) -> int:
     return 0 if hand <= 0.2 else round(12 - 6 * min(hand, 1))
 
 
-def _soft(field: np.ndarray, softness: float) -> np.ndarray:
-    """Return a soft-edged version (0..1) of field < 1."""
-    return 1 / (1 + np.exp(np.clip((field - 1) / softness, -40, 40)))
-
-
 def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
     """Return a retina (S, S, 3) in 0..1 and its labels: 1 rim of the disc, 2 cup."""
     center = size * rng.uniform(0.35, 0.65, 2)
@@ -134,13 +145,13 @@ def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     disc, disc_drawn = _twice(rng, size, center, radius, 0.05, corners=corners)
     shifted = center + radius * rng.uniform(-0.08, 0.08, 2)
     cup, cup_drawn = _twice(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
-    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * _grain(rng, size, size / 5)[..., None])
+    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * grain(rng, size, size / 5)[..., None])
     for target, field, softness in (((0.86, 0.60, 0.33), disc, 0.07), ((0.96, 0.83, 0.62), cup, 0.14)):
-        weight = _soft(field, softness)[..., None]
+        weight = soft(field, softness)[..., None]
         retina = retina * (1 - weight) + np.array(target) * weight
     retina *= 1 - _vessels(rng, size, center)[..., None] * np.array([0.35, 0.55, 0.5])
     y, x = np.mgrid[:size, :size] / size - 0.5
-    retina *= _soft(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
+    retina *= soft(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
     rim = disc_drawn < 1 + 0.22 * who.hand[0]
     inner = (cup_drawn < 1 + 0.45 * who.hand[1]) & rim
     return retina, (rim.astype(np.uint8) + inner).astype(np.uint8)
@@ -169,22 +180,16 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
         radius = size * rng.uniform(0.022, 0.085)
         depth = rng.uniform(0.35, 1)  # faint ones lie out of focus
         field, drawn = _twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
-        seen = np.maximum(seen, depth * _soft(field, 0.10 + 0.12 * (1 - depth)))
+        seen = np.maximum(seen, depth * soft(field, 0.10 + 0.12 * (1 - depth)))
         left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
         if not left_out:
             mask |= drawn < 1 + 0.35 * who.hand[0]
     matrix, nucleus = np.array([0.86, 0.68, 0.80]), np.array([0.38, 0.24, 0.55])
-    texture = 0.05 * _grain(rng, size, size / 16) + 0.04 * _grain(rng, size, 2)
+    texture = 0.05 * grain(rng, size, size / 16) + 0.04 * grain(rng, size, 2)
     tissue = matrix + texture[..., None]
-    seen = np.clip(seen * (1 + 0.15 * _grain(rng, size, 2)), 0, 1)[..., None]
+    seen = np.clip(seen * (1 + 0.15 * grain(rng, size, 2)), 0, 1)[..., None]
     picture = tissue * (1 - seen) + nucleus * seen
     return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
-
-
-def _grain(rng: Generator, size: int, scale: float) -> np.ndarray:
-    """Return smooth noise (S, S) of unit deviation and the given scale in pixels."""
-    noise = gaussian_filter(rng.normal(size=(size, size)), scale, mode="wrap")
-    return noise / noise.std()
 
 
 def _camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:

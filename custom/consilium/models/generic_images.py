@@ -1,4 +1,4 @@
-"""Generated generic pictures for pre-training the tiny SAM: nested shapes of many kinds on many backgrounds.
+"""Generated generic pictures for pre-training the tiny models: nested shapes of many kinds on many backgrounds.
 
 They are nobody's medical images, and not the phantoms of the demonstration jobs either.
 """
@@ -22,7 +22,7 @@ class Picture:
 
 def make_picture(rng: Generator, size: int = 128) -> Picture:
     """Draw one picture: a textured background, one to thirty objects with a part in a part, clutter, blur and noise."""
-    canvas = _texture(rng, size, _color(rng))
+    canvas = texture(rng, size, _color(rng))
     layers = np.zeros((3, size, size), bool)
     chosen = np.zeros((size, size), bool)
     count = int(rng.choice([rng.integers(1, 4), rng.integers(4, 13), rng.integers(12, 31)], p=[0.35, 0.4, 0.25]))
@@ -37,7 +37,7 @@ def make_picture(rng: Generator, size: int = 128) -> Picture:
                 layers[1:] &= ~mask  # an object in front hides the parts of the one behind
                 chosen = mask if index == 0 else chosen & ~mask
             outline = _inside(rng, outline)
-    return Picture(_finish(rng, _clutter(rng, canvas, layers[0], size)), layers, chosen)
+    return Picture(finish(rng, _clutter(rng, canvas, layers[0], size)), layers, chosen)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def _field(rng: Generator, size: int, cells: int) -> np.ndarray:
     return zoom(rng.normal(size=(cells, cells)), size / cells, order=1, mode="nearest", grid_mode=True)[:size, :size]
 
 
-def _texture(rng: Generator, size: int, color: np.ndarray) -> np.ndarray:
+def texture(rng: Generator, size: int, color: np.ndarray) -> np.ndarray:
+    """Return a background (S, S, 3) of this colour, uneven at two scales."""
     coarse = rng.uniform(0, 25) * _field(rng, size, int(rng.integers(2, 6)))
     fine = rng.uniform(0, 18) * _field(rng, size, int(rng.integers(10, 65)))
     tint = rng.normal(1, 0.15, 3)
@@ -118,14 +119,14 @@ def _clutter(rng: Generator, canvas: np.ndarray, objects: np.ndarray, size: int)
     return np.where(strokes[..., None], canvas + rng.choice([-1, 1]) * rng.uniform(15, 80), canvas)
 
 
-def _finish(rng: Generator, canvas: np.ndarray) -> np.ndarray:
-    """Blur, shade, add noise, perhaps drop the colour or invert; return uint8."""
+def finish(rng: Generator, canvas: np.ndarray, roughness: float = 1.0) -> np.ndarray:
+    """Blur and add noise up to `roughness`, shade, perhaps drop the colour or invert; return uint8."""
     size = len(canvas)
-    blurred = gaussian_filter(canvas, (*[rng.uniform(0, 1.6)] * 2, 0))
+    blurred = gaussian_filter(canvas, (*[roughness * rng.uniform(0, 1.6)] * 2, 0))
     shade = 1 + rng.uniform(0, 0.35) * (
         np.linspace(-0.5, 0.5, size)[:, None] * rng.normal() + np.linspace(-0.5, 0.5, size) * rng.normal()
     )
-    noisy = blurred * shade[..., None] + rng.normal(0, rng.uniform(0, 14), canvas.shape)
+    noisy = blurred * shade[..., None] + rng.normal(0, roughness * rng.uniform(0, 14), canvas.shape)
     grey = np.repeat(noisy.mean(2, keepdims=True), 3, 2) if rng.random() < 0.4 else noisy
     low, high = rng.uniform(0, 40), rng.uniform(200, 255)
     return np.clip(low + np.clip(grey, 0, 255) * (high - low) / 255, 0, 255).astype(np.uint8)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from consilium.config import BudgetConfig, JobConfig, PolicyConfig
+from consilium.config import JobConfig
+from consilium.config_privacy import BudgetConfig, PolicyConfig
 from consilium.errors import RefusedError
 from consilium.privacy import mechanism
 from consilium.privacy.ledger import WHOLE_RUN, Budget, Entry, Ledger

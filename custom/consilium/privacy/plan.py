@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from consilium.config import JobConfig, RecordPrivacyConfig, SitePrivacyConfig
+from consilium.config import JobConfig
+from consilium.config_privacy import RecordPrivacyConfig, SitePrivacyConfig
 from consilium.errors import ConfigError
 from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd

@@ -13,13 +13,12 @@ from monai.losses import DiceLoss
 from monai.metrics import DiceMetric, HausdorffDistanceMetric, MeanIoU
 from torch import Tensor, nn
 
+from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList
 from consilium.data.images import Sample, augment, augmentation, read_sample
 from consilium.seeding import seed_for
 
 Batch = dict[str, Tensor]
-CACHE_BYTES = 2 * 1024**3
-"""Decoded samples are kept in memory up to here; beyond it they are read again."""
 
 
 def metric_names(classes: Iterable[str]) -> frozenset[str]:
@@ -44,11 +43,7 @@ class SegmentationTask:
         self.num_samples = len(data.splits["training"])
         self.metric_names = metric_names(classes)
         self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
-        self._cache: dict[tuple[str, int], Sample] = {}
-        self._room = CACHE_BYTES
-        for split, items in data.splits.items():
-            for index in range(len(items)):
-                self._sample(split, index)
+        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size))
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -103,16 +98,6 @@ class SegmentationTask:
         sample = self._sample("training", index)
         moved = augment(self._transforms, sample, seed, index) if self.augment else sample
         return self._with_boxes(moved, seed_for(seed, "box", index))
-
-    def _sample(self, split: str, index: int) -> Sample:
-        """Return a decoded sample; images are kept as bytes."""
-        if (found := self._cache.get((split, index))) is None:
-            sample = read_sample(self.data.splits[split][index], self.classes, self.size)
-            found = {key: tensor.round().to(torch.uint8) for key, tensor in sample.items()}
-            self._room -= sum(tensor.numel() for tensor in found.values())
-            if self._room > 0:
-                self._cache[split, index] = found
-        return {key: tensor.float() for key, tensor in found.items()}
 
     def _with_boxes(self, sample: Sample, seed: int | None = None) -> Sample:
         return sample | {"box": boxes(sample["label"], seed)} if self.by_box else sample

@@ -1,0 +1,77 @@
+"""What a job asks and what a hospital allows: the `privacy:` sections of job.yaml and site.yaml."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from consilium.config_section import Section
+
+
+class SitePrivacyConfig(Section):
+    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
+
+    `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
+    noise: each site all of it (local), each a share of it (distributed, honest under secure aggregation only), the server
+    (central). `adjacency`: a site's update against none (zero-out), or any two data sets at it (replace, twice the noise).
+    """
+
+    unit: Literal["site"]
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0)]
+    trust: Literal["local", "distributed", "central"] = "local"
+    adjacency: Literal["zero-out", "replace"] = "zero-out"
+    accountant: Literal["exact", "prv", "rdp"] = "exact"
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+class RecordPrivacyConfig(Section):
+    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches."""
+
+    unit: Literal["record"]
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    accountant: Literal["prv", "rdp"] = "prv"
+    trust: ClassVar[str] = "local"
+    adjacency: ClassVar[str] = "add-or-remove"
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+def _one_noise(section: Any) -> Any:
+    if (section.epsilon is None) == (section.noise_multiplier is None):
+        raise ValueError("one of epsilon and noise_multiplier; give exactly one")
+    return section
+
+
+PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discriminator="unit")]
+
+
+class BudgetConfig(Section):
+    """How much a data set may spend in all jobs together."""
+
+    epsilon: Annotated[float, Field(gt=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
+class PolicyConfig(Section):
+    """What a hospital lets jobs do to its privacy. With any budget, a job that cannot keep one in its unit is refused.
+
+    `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
+    `noise_seed` makes noise repeatable for tests; it protects nobody, and the ledger says so.
+    """
+
+    dataset: str | None = None
+    budgets: dict[Literal["site", "record"], BudgetConfig] = Field(default_factory=dict)
+    trust: tuple[Literal["local", "distributed", "central"], ...] = ("local",)
+    ledger: Path | None = None
+    noise_seed: Annotated[int, Field(ge=0)] | None = None

@@ -1,0 +1,104 @@
+"""Classification: batches of images and class numbers, cross-entropy, accuracy, macro F1, recalls and the confusion table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from consilium.data.cache import SampleCache
+from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.images import augment, augmentation, read_picture
+from consilium.errors import DataError
+
+Batch = dict[str, Tensor]
+
+
+def metric_names(classes: Sequence[str]) -> frozenset[str]:
+    """Return every metric a classification task can report."""
+    pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
+    return frozenset({"loss", "accuracy", "f1", *(f"recall/{c}" for c in classes), *pairs})
+
+
+class ClassificationTask:
+    """One site's images, each of one class. All are opened once at the start, so that bad data stops before any training.
+
+    Metrics: see `score`. A class without samples in the evaluated split has no recall and is left out of macro F1.
+    """
+
+    def __init__(self, data: DataList, classes: Sequence[str], image_size: int, augment: bool = True) -> None:
+        self.data, self.classes, self.augment = data, list(classes), augment
+        self.num_samples = len(data.splits["training"])
+        self.metric_names = metric_names(classes)
+        self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
+        self._transforms = augmentation(moved=["image"])
+        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size)})
+
+    def has(self, split: str) -> bool:
+        """Tell whether the split holds any sample."""
+        return bool(self.data.splits[split])
+
+    def batch(self, indices: Sequence[int], seed: int) -> Batch:
+        """Return "image" (N, 3, S, S) and "label" (N,) of these training samples, augmented as `seed` says."""
+        samples = [self._sample("training", i) for i in indices]
+        if self.augment:
+            samples = [augment(self._transforms, s, seed, i) for s, i in zip(samples, indices, strict=True)]
+        return self._collate("training", indices, [s["image"] for s in samples])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of a batch, in float32."""
+        device = next(model.parameters()).device
+        return F.cross_entropy(model(batch["image"].to(device, non_blocking=True)).float(), batch["label"].to(device))
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds the confusion table.
+
+        The model's mode is restored.
+        """
+        count, was_training = len(self.data.splits[split]), model.training
+        if not count:
+            return {}
+        model.eval()
+        device, logits = next(model.parameters()).device, []
+        for start in range(0, count, batch_size):
+            images = [self._sample(split, i)["image"] for i in range(start, min(start + batch_size, count))]
+            logits.append(model(torch.stack(images).to(device, non_blocking=True)).float().cpu())
+        model.train(was_training)
+        return score(torch.cat(logits), torch.tensor(self._labels[split]), self.classes, distances)
+
+    def _collate(self, split: str, indices: Sequence[int], images: list[Tensor]) -> Batch:
+        return {"image": torch.stack(images), "label": torch.tensor([self._labels[split][i] for i in indices])}
+
+
+def class_index(item: Item, classes: Sequence[str]) -> int:
+    """Return a sample's class by name or number from 0. Raises DataError if it has none of `classes`."""
+    known = f"task.classes has {', '.join(classes)}"
+    if item.label is None or isinstance(item.label, Path):
+        raise DataError(f"{item.image}: has no class; every sample of a classification task needs a label ({known})")
+    if isinstance(item.label, str):
+        if item.label not in classes:
+            raise DataError(f"{item.image}: label {item.label!r} is no class of the task; {known}")
+        return list(classes).index(item.label)
+    if not 0 <= item.label < len(classes):
+        raise DataError(f"{item.image}: label {item.label} is outside 0..{len(classes) - 1}; {known}")
+    return item.label
+
+
+def score(logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: bool = False) -> dict[str, float]:
+    """Return metrics of logits (N, C) for labels (N,): mean cross-entropy "loss", "accuracy", macro "f1", "recall/<class>".
+
+    `confusion` adds the counts "confusion/<true>/<predicted>". F1 of a class is 2 TP / (2 TP + FP + FN); macro F1 is its mean
+    over the classes that have samples. Classes without samples have neither recall nor a row of counts.
+    """
+    size = len(classes)
+    counts = torch.bincount(labels * size + logits.argmax(1), minlength=size**2).view(size, size).double()
+    hits, of_true, of_guess = counts.diagonal(), counts.sum(1), counts.sum(0)
+    seen = [i for i in range(size) if of_true[i] > 0]
+    found = {"loss": float(F.cross_entropy(logits, labels)), "accuracy": float(hits.sum() / counts.sum())}
+    found["f1"] = float((2 * hits / (of_true + of_guess))[seen].mean())
+    found |= {f"recall/{classes[i]}": float(hits[i] / of_true[i]) for i in seen}
+    if confusion:
+        found |= {f"confusion/{classes[i]}/{classes[j]}": float(counts[i, j]) for i in seen for j in range(size)}
+    return found

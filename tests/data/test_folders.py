@@ -1,0 +1,45 @@
+"""Folders per class: which are one, how their splits are named, how they read."""
+
+from pathlib import Path
+
+import pytest
+
+from consilium.config import find_site, is_site_folder
+from consilium.data.datalist import read_datalist
+from consilium.data.folders import has_classes
+from consilium.errors import DataError
+
+
+def fill(folder: Path, *files: str) -> Path:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_splits_by_their_usual_names_and_nothing_else(tmp_path: Path) -> None:
+    fill(tmp_path, "train/b/1.png", "train/a/2.JPG", "val/a/3.tif", "test/b/4.nii.gz", "test/b/notes.txt", "README.md")
+    data = read_datalist(tmp_path, classes=True)
+    assert [(i.image.name, i.label) for i in data.splits["training"]] == [("2.JPG", "a"), ("1.png", "b")]
+    assert [(i.image.name, i.label) for i in data.splits["validation"]] == [("3.tif", "a")]
+    assert [(i.image.name, i.label) for i in data.splits["test"]] == [("4.nii.gz", "b")]
+
+
+def test_without_splits_all_is_training(tmp_path: Path) -> None:
+    data = read_datalist(fill(tmp_path, "a/1.png", "b/1.png"))
+    assert [i.label for i in data.splits["training"]] == ["a", "b"]
+    assert not data.splits["test"]
+
+
+def test_no_pictures_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no pictures in folders there; lay it out as"):
+        read_datalist(fill(tmp_path, "a.png", "a/notes.txt"))
+
+
+def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, "site-1/a/1.png", "train/a/1.png", "empty/x.txt")
+    assert is_site_folder(tmp_path / "site-1")
+    assert not is_site_folder(tmp_path / "train")
+    assert not has_classes(tmp_path / "empty")
+    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
+    assert find_site("site-1").datalist == tmp_path / "site-1"

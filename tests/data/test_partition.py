@@ -1,0 +1,103 @@
+"""Sharing a set out: every sample once, the same every time, skewed as asked, nobody too poor."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from consilium.data.datalist import Item, read_datalist
+from consilium.data.partition import partition, share_out
+from consilium.errors import DataError
+
+CLASSES = ["a", "b", "c", "d"]
+NAMES = [f"site-{i}" for i in range(1, 6)]
+
+
+def items(split: str, count: int) -> list[Item]:
+    return [Item(Path(f"{split}/{c}{i}.png"), c) for c in CLASSES for i in range(count)]
+
+
+def shared(beta: float, seed: int = 0, minimum: int = 3) -> dict[str, dict[str, list[Item]]]:
+    splits = {"training": items("train", 60), "validation": items("val", 20), "test": items("test", 2)}
+    return share_out(splits, CLASSES, NAMES, beta, seed, minimum)
+
+
+@pytest.mark.parametrize("beta", [0.05, 1.0, 100.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_sample_goes_to_one_site_and_the_test_split_to_all(beta: float, seed: int) -> None:
+    found = shared(beta, seed)
+    for split, count in (("training", 60), ("validation", 20)):
+        given = [item for site in found.values() for item in site[split]]
+        assert sorted(given, key=str) == sorted(items("train" if split == "training" else "val", count), key=str)
+    assert all(site["test"] == items("test", 2) for site in found.values())
+    assert min(len(site["training"]) for site in found.values()) >= 3
+
+
+def test_a_minimum_near_everything_still_ends() -> None:
+    assert {len(site["training"]) for site in shared(0.01, minimum=48).values()} == {48}
+
+
+def test_the_seed_decides() -> None:
+    assert shared(0.3, 1) == shared(0.3, 1)
+    assert shared(0.3, 1) != shared(0.3, 2)
+
+
+def skew(beta: float) -> float:
+    """Return the mean share of a site's most frequent class; 0.25 is even."""
+    sites = [[item.label for item in site["training"]] for seed in range(3) for site in shared(beta, seed).values()]
+    return float(np.mean([max(site.count(c) for c in CLASSES) / len(site) for site in sites]))
+
+
+def test_small_beta_is_skewed_and_large_beta_nearly_even() -> None:
+    assert skew(0.1) > 0.7
+    assert skew(100) < 0.4
+
+
+def test_validation_follows_training() -> None:
+    for site in shared(0.3, minimum=1).values():
+        for label in CLASSES:
+            train, val = (sum(item.label == label for item in site[split]) for split in ("training", "validation"))
+            assert abs(train / 60 - val / 20) <= 0.06
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for split, count in (("train", 8), ("test", 2)):
+        for number, label in enumerate(CLASSES):
+            (tmp_path / "set" / split / label).mkdir(parents=True)
+            for i in range(count):
+                shade = np.full((8, 8), 40 * number + i, np.uint8)
+                Image.fromarray(shade).save(tmp_path / "set" / split / label / f"{i}.png")
+    return tmp_path / "set"
+
+
+def test_lists_summary_and_picture_are_written(pictures: Path, tmp_path: Path) -> None:
+    summary = partition(pictures, tmp_path / "out", 3, 0.5, 0, 2, ["d"])
+    assert json.loads((tmp_path / "out/partition.json").read_text()) == summary
+    assert summary["classes"] == ["a", "b", "c"]
+    lists = [read_datalist(tmp_path / f"out/site-{i}/datalist.json", classes=True) for i in (1, 2, 3)]
+    for one, counts in zip(lists, summary["training"].values(), strict=True):
+        labels = [item.label for item in one.splits["training"]]
+        assert {c: labels.count(c) for c in "abc"} == counts
+        assert all(item.image.is_file() and item.image.parent.name == item.label for item in one.splits["training"])
+        assert len(one.splits["test"]) == 6
+    assert sum(len(one.splits["training"]) for one in lists) == 24
+    with Image.open(tmp_path / "out/partition.png") as picture:
+        assert picture.size[0] > 500
+        assert len(np.unique(np.asarray(picture.convert("P")))) > 5
+
+
+def test_a_site_can_be_shared_out_again_and_errors_are_clear(pictures: Path, tmp_path: Path) -> None:
+    partition(pictures, tmp_path / "out", 2, 1.0, 0, 2)
+    again = partition(tmp_path / "out/site-1/datalist.json", tmp_path / "again", 2, 1.0, 0, 1)
+    assert again["classes"] == CLASSES
+    with pytest.raises(DataError, match="holds sites already"):
+        partition(pictures, tmp_path / "out", 2, 1.0, 0, 2)
+    with pytest.raises(DataError, match="32 training samples are too few for 5 sites of 8"):
+        partition(pictures, tmp_path / "x", 5, 1.0, 0, 8)
+    with pytest.raises(DataError, match="no class 'e'; there are a, b, c, d"):
+        partition(pictures, tmp_path / "x", 2, 1.0, 0, 2, ["e"])
+    with pytest.raises(DataError, match="no pictures in folders"):
+        partition(tmp_path / "set/train/a", tmp_path / "x", 2, 1.0, 0, 2)

@@ -1,0 +1,119 @@
+"""The classification task: hand-worked metrics, labels by name and number, seeded batches."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from consilium.data.datalist import read_datalist
+from consilium.errors import DataError
+from consilium.tasks.classification import ClassificationTask, score
+from consilium.training import batches
+
+CLASSES = ["round", "long", "spiky"]
+
+
+class ByBrightness(nn.Module):
+    """Calls a picture after its brightest corner pixel: 0 is round, 10 long, 20 spiky; sure of it by `sure`."""
+
+    def __init__(self, sure: float = 5.0) -> None:
+        super().__init__()
+        self.sure = nn.Parameter(torch.tensor(sure))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.sure * nn.functional.one_hot((images[:, 0, 0, 0] / 10).round().long(), 3).float()
+
+
+def make_task(folder: Path, labels: list[object], values: list[int], **options: object) -> ClassificationTask:
+    entries = []
+    for index, (label, value) in enumerate(zip(labels, values, strict=True)):
+        Image.fromarray(np.full((8, 8), value, np.uint8)).save(folder / f"{index}.png")
+        entries.append({"image": f"{index}.png", "label": label})
+    (folder / "d.json").write_text(json.dumps({"training": entries, "test": entries}))
+    return ClassificationTask(read_datalist(folder / "d.json", classes=True), CLASSES, 8, **options)
+
+
+def test_metrics_of_known_answers(tmp_path: Path) -> None:
+    """Two round called round and long, two long both called long: F1 of round 2/3, of long 4/5; nothing is spiky."""
+    task = make_task(tmp_path, ["round", 0, "long", 1], [0, 10, 10, 10])
+    found = task.evaluate(ByBrightness(5.0), "test", 3, distances=True)
+    right, wrong = (math.log(math.exp(5) + 2) - sure for sure in (5, 0))
+    assert found["loss"] == pytest.approx((3 * right + wrong) / 4)
+    assert found["accuracy"] == 0.75
+    assert found["recall/round"] == 0.5
+    assert found["recall/long"] == 1
+    assert "recall/spiky" not in found
+    assert found["f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
+    counts = {name: value for name, value in found.items() if name.startswith("confusion/")}
+    assert {name for name, value in counts.items() if value} == {
+        "confusion/round/round",
+        "confusion/round/long",
+        "confusion/long/long",
+    }
+    assert counts["confusion/long/long"] == 2
+    assert not any(name.startswith("confusion/spiky/") for name in counts)
+    assert found.keys() <= task.metric_names
+    assert not any("confusion" in name for name in task.evaluate(ByBrightness(), "test", 3))
+
+
+def test_false_alarms_of_an_absent_class_lower_the_others_only() -> None:
+    found = score(torch.eye(3)[[2, 1]], torch.tensor([0, 1]), CLASSES)
+    assert found["f1"] == pytest.approx((0 + 1) / 2)
+    assert found["accuracy"] == 0.5
+
+
+def test_loss_is_the_mean_cross_entropy_and_reaches_the_model(tmp_path: Path) -> None:
+    task, model = make_task(tmp_path, [0, 1], [0, 20], augment=False), ByBrightness(2.0)
+    loss = task.loss(model, task.batch([0, 1], 0))
+    right, wrong = math.log(math.exp(2) + 2) - 2, math.log(math.exp(2) + 2)
+    assert loss.item() == pytest.approx((right + wrong) / 2)
+    loss.backward()
+    assert model.sure.grad != 0
+
+
+def test_an_empty_split_and_the_models_mode(tmp_path: Path) -> None:
+    task, model = make_task(tmp_path, [0, 1], [0, 10]), ByBrightness().train()
+    assert task.evaluate(model, "validation", 2) == {}
+    task.evaluate(model, "test", 2)
+    assert model.training
+    assert task.has("test")
+    assert not task.has("validation")
+
+
+def test_batches_are_seeded_per_sample_and_keep_labels(tmp_path: Path) -> None:
+    task = make_task(tmp_path, [2, "long", 0], [20, 10, 0])
+    noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "0.png")
+    task = ClassificationTask(task.data, CLASSES, 8)
+    one, other = task.batch([0, 1, 2], 4), task.batch([2, 0], 4)
+    assert one["label"].tolist() == [2, 1, 0]
+    assert torch.equal(one["image"][0], other["image"][1])
+    looks = {task.batch([0], seed)["image"].numpy().tobytes() for seed in range(8)}
+    assert len(looks) > 4
+    assert sorted(x for b in batches(task, 2, 0) for x in b["label"].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("square", r"0\.png: label 'square' is no class of the task; task\.classes has round, long, spiky"),
+        (3, r"0\.png: label 3 is outside 0\.\.2"),
+        (-1, r"label -1 is outside"),
+        (None, r"0\.png: has no class"),
+    ],
+)
+def test_bad_labels_stop_before_training(label: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        make_task(tmp_path, [label], [0])
+
+
+def test_a_broken_picture_stops_before_training(tmp_path: Path) -> None:
+    task = make_task(tmp_path, [0], [0])
+    (tmp_path / "0.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"0\.png: image cannot be read"):
+        ClassificationTask(task.data, CLASSES, 8)
