@@ -1,6 +1,7 @@
 """The server: bad results never reach the mean and never stop the round; quorum, sampling, checkpoint."""
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 
 from consilium import __version__
 from consilium.assemble import Job, assemble_job
+from consilium.config import JobConfig
 from consilium.coordinator import Coordinator
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.privacy.mechanism import system_normal
 from consilium.site import Hello
 from consilium.strategy import Payload, Role
 from tests.conftest import small_config
@@ -138,3 +141,86 @@ def test_local_only_concludes_without_tensors(small_job: MakeJob, tmp_path: Path
         assert server.accept(f"site-{index}", Payload(0, 0, {})) is None
     server.conclude()
     assert server.state.round == 1
+
+
+def central(tmp_path: Path, sample: float = 1.0, sites: int = 4, **privacy: object) -> Coordinator:
+    raw = small_config("fedit", rounds=40).model_dump()
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 2.0, "clip": 0.5, "trust": "central"} | privacy
+    raw["federation"] |= {"sample": sample}
+    return coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path, sites)
+
+
+def test_central_noise_is_added_once_over_the_number_of_sites(tmp_path: Path) -> None:
+    """PITFALL: dividing by K twice, or adding sigma C / sqrt K after averaging."""
+    server = central(tmp_path)
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, 0.1 * index))
+    drawn: list[torch.Tensor] = []
+    server.normal = lambda shape: drawn.append(system_normal(shape)) or drawn[-1]
+    server.conclude()
+    for name, noise in zip(sorted(server.state.shared, key=list(server.state.shared).index), drawn, strict=True):
+        expected = server.job.initial[name].double() + 0.15 + noise * 2.0 * 0.5 / 4
+        assert torch.allclose(server.state.shared[name].double(), expected, atol=1e-5)
+
+
+def test_weights_are_uniform_under_site_level_privacy(tmp_path: Path) -> None:
+    server = central(tmp_path, noise_multiplier=0.0)
+    server.sites = {name: replace(site, num_samples=10**index) for index, (name, site) in enumerate(server.sites.items())}
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, float(index)))
+    server.conclude()
+    name = next(iter(server.job.initial))
+    assert torch.allclose(server.state.shared[name], server.job.initial[name] + 1.5, atol=1e-6)
+
+
+def test_a_poisson_sample_is_secret_survives_a_restart_and_has_a_constant_divisor(tmp_path: Path) -> None:
+    server, other = central(tmp_path / "one", 0.5, 8), central(tmp_path / "two", 0.5, 8)
+    server.normal = lambda shape: torch.zeros(shape, dtype=torch.float64)
+    cohorts: dict[str, list] = {"one": [], "two": [], "again": []}
+    for round in range(12):
+        place = replace(server.state, round=round)
+        server.state, other.state = place, place
+        cohorts["one"].append(sorted(server.start()))
+        cohorts["two"].append(sorted(other.start()))
+    server.state = replace(server.state, round=0)
+    asked = server.start()
+    before = server.state.shared
+    for name in asked:
+        assert server.accept(name, update(server.job, 1.0)) is None
+    server.conclude()
+    name = next(iter(before))
+    assert torch.allclose(server.state.shared[name], before[name] + len(asked) / 4, atol=1e-6)  # 8 sites at rate 0.5
+    again = Coordinator(server.job, tmp_path / "one", lambda event: None, resume=True)
+    again.sites = server.sites
+    for round in range(12):
+        again.state = replace(again.state, round=round)
+        cohorts["again"].append(sorted(again.start()))
+    assert cohorts["one"] == cohorts["again"]
+    assert cohorts["one"] != cohorts["two"]  # the job's seed tells nobody who took part
+    assert len({len(c) for c in cohorts["one"]}) > 1
+
+
+def test_an_empty_poisson_sample_releases_noise_like_any_other(tmp_path: Path) -> None:
+    server = central(tmp_path, 0.01, 3, noise_multiplier=2.0)
+    while server.start():
+        server.state = replace(server.state, round=server.state.round + 1)
+    before = server.state.shared
+    server.conclude()
+    assert all(not torch.equal(server.state.shared[n], t) for n, t in before.items())
+
+
+def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
+    server = central(tmp_path)
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, 0.1))
+    server.conclude()
+    server.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (concluded,) = [line for line in lines if line["event"] == "concluded"]
+    assert concluded["privacy/epsilon"] == pytest.approx(server.plan.epsilon(1))
+    report = json.loads((tmp_path / "privacy.json").read_text())
+    assert report["releases"] == 40
+    assert "trust central" in report["claim"]

@@ -1,6 +1,7 @@
 """FLARE components the tests put into job folders: a listener on a site's bytes, a site gone wrong, FLARE's FedAvg."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,12 +9,16 @@ from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
 
+from consilium.adapters import lora
 from consilium.assemble import assemble_job
 from consilium.config import load_job
+from consilium.flare import wire
+from consilium.flare.executor import SiteExecutor
 from consilium.storage import save_state
 
 
@@ -50,3 +55,15 @@ class InitialFedAvg(FedAvg):
     def save_model(self, model: FLModel) -> None:
         save_state(Path(os.environ["CONSILIUM_OUTPUT"]) / "fedavg.safetensors", model.params, {})
         (Path(os.environ["CONSILIUM_OUTPUT"]) / "results.json").write_text("{}")
+
+
+class Thief(SiteExecutor):
+    """An executor gone wrong: at site-3 it sends its whole adapter around the guard's hand-over."""
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        result = super().execute(task_name, shareable, fl_ctx, abort_signal)
+        if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
+            return result
+        payload, run = wire.take(result)
+        everything = {n: p.detach().clone() for n, p in lora.tensors(self._site.model).items()}
+        return wire.encode(replace(payload, tensors=everything), run, update=True)

@@ -29,15 +29,15 @@ class ClosedFilter(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return what `handle` makes of it, or a refusal; a refusal that comes in keeps its code and reason, nothing else."""
         if (reason := wire.failure(shareable)) is not None:
-            return wire.refusal(reason, shareable.get_return_code())
+            return _refused(shareable, reason, shareable.get_return_code())
         try:
             return self.handle(shareable, fl_ctx)
         except ConsiliumError as error:
             self.log_error(fl_ctx, str(error))
-            return wire.refusal(str(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
+            return _refused(shareable, str(error))
         except Exception as error:
             self.log_exception(fl_ctx, "unexpected error in a filter")
-            return wire.refusal(f"the check failed ({type(error).__name__})", ReturnCode.TASK_RESULT_FILTER_ERROR)
+            return _refused(shareable, f"the check failed ({type(error).__name__})")
 
     @abstractmethod
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -101,6 +101,13 @@ class ResultCheckFilter(ClosedFilter):
         if payload.round < self._job.config.training.rounds:
             check_result(self._job, payload)
         return shareable
+
+
+def _refused(shareable: Shareable, reason: str, code: str = ReturnCode.TASK_RESULT_FILTER_ERROR) -> Shareable:
+    """Return a refusal in the place of `shareable`, with its cookies: by them the server knows which task is answered."""
+    refusal = wire.refusal(reason, code)
+    refusal.set_cookie_jar(shareable.get_cookie_jar() or {})
+    return refusal
 
 
 def _check_hello(shareable: Shareable) -> None:

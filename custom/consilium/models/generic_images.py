@@ -119,14 +119,14 @@ def _clutter(rng: Generator, canvas: np.ndarray, objects: np.ndarray, size: int)
     return np.where(strokes[..., None], canvas + rng.choice([-1, 1]) * rng.uniform(15, 80), canvas)
 
 
-def finish(rng: Generator, canvas: np.ndarray, roughness: float = 1.0) -> np.ndarray:
-    """Blur and add noise up to `roughness`, shade, perhaps drop the colour or invert; return uint8."""
+def finish(rng: Generator, canvas: np.ndarray) -> np.ndarray:
+    """Blur, shade, add noise, perhaps drop the colour or invert; return uint8."""
     size = len(canvas)
-    blurred = gaussian_filter(canvas, (*[roughness * rng.uniform(0, 1.6)] * 2, 0))
+    blurred = gaussian_filter(canvas, (*[rng.uniform(0, 1.6)] * 2, 0))
     shade = 1 + rng.uniform(0, 0.35) * (
         np.linspace(-0.5, 0.5, size)[:, None] * rng.normal() + np.linspace(-0.5, 0.5, size) * rng.normal()
     )
-    noisy = blurred * shade[..., None] + rng.normal(0, roughness * rng.uniform(0, 14), canvas.shape)
+    noisy = blurred * shade[..., None] + rng.normal(0, rng.uniform(0, 14), canvas.shape)
     grey = np.repeat(noisy.mean(2, keepdims=True), 3, 2) if rng.random() < 0.4 else noisy
     low, high = rng.uniform(0, 40), rng.uniform(200, 255)
     return np.clip(low + np.clip(grey, 0, 255) * (high - low) / 255, 0, 255).astype(np.uint8)

@@ -13,7 +13,6 @@ from scipy.ndimage import gaussian_filter
 from consilium.models.generic_images import finish, texture
 
 OVERSAMPLING = 2
-ROUGHNESS = 0.5  # teeth of a pixel must stay visible
 ATTRIBUTES = (
     "radius", "aspect", "waves", "taper", "teeth", "tooth depth", "polygon", "corners", "contrast", "grain", "edge",
     "part", "part size", "part aspect", "part contrast", "part edge", "part teeth", "sub-part", "sub-part contrast",
@@ -52,7 +51,7 @@ class _Form:
         if kind == "taper":
             return _Form(radius, aspect, taper=rng.uniform(0.3, 1))
         if kind == "teeth":
-            return _Form(radius, aspect, teeth=int(rng.integers(5, 16)), depth=rng.uniform(0.1, 0.3))
+            return _Form(radius, aspect, teeth=int(rng.integers(5, 16)), depth=rng.uniform(0.06, 0.3))
         return _Form(radius, aspect, corners=int(rng.integers(3, 7))) if kind == "polygon" else _Form(radius, aspect)
 
     def outline(self, rng: Generator, center: np.ndarray) -> np.ndarray:
@@ -88,7 +87,7 @@ def make_object(rng: Generator, size: int = 64) -> Object:
         form.corners > 0, form.corners / 6, (color - ground).mean() / 100, grain / 14, edge, *inner, neighbours / 4,
         *((color - 128) / 100), *((ground - 128) / 100),
     ]  # fmt: skip
-    return Object(finish(rng, canvas, ROUGHNESS), np.array(values, np.float32), np.stack([cover, part]))
+    return Object(finish(rng, canvas), np.array(values, np.float32), np.stack([cover, part]))
 
 
 def _aside(rng: Generator) -> np.ndarray:

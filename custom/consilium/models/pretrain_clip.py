@@ -3,6 +3,11 @@
 Seeded; the same versions, thread count and arguments give the same file. The tower learns to tell the attributes of a
 generated object (generic_objects.py) from its class token and where the object and its part are from its patch tokens; the
 linear layers for both are thrown away afterwards.
+
+Measured on red blood cells (Chula RBC-12, 11 classes, 100 training and 35 test crops each, 64 pixels) by logistic regression
+on frozen features of the crops and three flips of them, one seed: accuracy 0.49 with the shipped weights, 0.34 with random
+ones at the same penalty; chance is 0.09. The tower tells size, contrast, parts and neighbours of an object, but the fine shape
+of its outline (teeth, taper) hardly at all.
 """
 
 import argparse
@@ -31,36 +36,25 @@ def make_batch(seed: int, step: int, count: int, size: int) -> Batch:
 
 
 class Pupil(nn.Module):
-    """The tiny model, its head telling attributes, and what it learns by besides.
-
-    `covers` draws the object from patch tokens; `mean` tells attributes from their mean, which is learned sooner than to
-    gather them in the class token and shows the way.
-    """
+    """The tiny model, its head telling attributes, with a second linear layer that draws covers from patch tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         shape = SHAPES["tiny"]
         self.model = build_clip("tiny", None, shape.native, len(ATTRIBUTES), weights=False)
-        self.covers, self.mean = nn.Linear(shape.width, 2 * shape.patch**2), nn.Linear(shape.width, len(ATTRIBUTES))
+        self.covers = nn.Linear(shape.width, 2 * shape.patch**2)
         grid = shape.native // shape.patch
         with torch.no_grad():  # places that differ from the start: random ones of 0.02 cost most of a short training
             self.model.vision_model.embeddings.position_embeddings[0, 1:] = _waves(grid, shape.width)
 
     def loss(self, batch: Batch, spread: Tensor) -> Tensor:
-        """Return the weighted squared error of standardized attributes plus the cross-entropy of the covers."""
+        """Return the squared error of standardized attributes plus the cross-entropy of the covers."""
         images, attributes, covers = batch
         model, patch = self.model, SHAPES["tiny"].patch
         tokens = model.vision_model((images - model.pixel_mean) / model.pixel_std).last_hidden_state
-        answers = torch.stack([model.head(tokens[:, 0]), self.mean(tokens[:, 1:].mean(1))])
-        told = ((answers - attributes) / spread).square().mean(1).sum(0) @ _importance()
+        told = F.mse_loss(model.head(tokens[:, 0]) / spread, attributes / spread)
         target = F.unfold(covers, patch, stride=patch).transpose(1, 2)
         return told + F.binary_cross_entropy_with_logits(self.covers(tokens[:, 1:]), target)
-
-
-def _importance() -> Tensor:
-    """Return the attributes' weights (sum 1): colours, easily told, count a quarter."""
-    weights = torch.tensor([0.25 if name.endswith(("red", "green", "blue")) else 1.0 for name in ATTRIBUTES])
-    return weights / weights.sum()
 
 
 def _waves(grid: int, width: int) -> Tensor:
@@ -114,7 +108,7 @@ def standardize(model: ClipClassifier, seed: int) -> None:
 
 
 def main() -> None:
-    """Pre-train, print the explained variance, standardize, and write the weights, half precision, without the head."""
+    """Pre-train, print the explained variance, and write the weights, half precision, without the head, standardized."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
@@ -124,10 +118,17 @@ def main() -> None:
     wanted = parser.parse_args()
     model = pretrain(wanted.steps, wanted.batch, wanted.lr, wanted.seed)
     print("explained variance:", "  ".join(f"{name} {value:.2f}" for name, value in explained(model, wanted.seed).items()))
-    standardize(model, wanted.seed)
-    state = {n: t.half().contiguous() for n, t in model.state_dict().items() if not n.startswith("head.")}
     wanted.output.parent.mkdir(parents=True, exist_ok=True)
-    save_file(state, wanted.output, metadata={"variant": "tiny"})
+    save(model, wanted.output)
+    stored = build_clip("tiny", wanted.output, None, len(ATTRIBUTES))
+    standardize(stored, wanted.seed)
+    save(stored, wanted.output)
+
+
+def save(model: ClipClassifier, path: Path) -> None:
+    """Write the weights without the head in half precision."""
+    state = {n: t.half().contiguous() for n, t in model.state_dict().items() if not n.startswith("head.")}
+    save_file(state, path, metadata={"variant": "tiny"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Site-level DP through FLARE's simulator: the guard pair, sites' policies, a tampered executor, equality with in-process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, load_site
+from consilium.privacy.ledger import Ledger
+from consilium.simulate import simulate
+from tests.conftest import small_config
+from tests.flare.test_simulator import ROOT, SITES, state_of
+from tests.flare.test_simulator import flare as flare
+
+assert ROOT
+
+
+def edit(config: Path) -> None:
+    """Put a second guard pair into the job, as a site's privacy.json would, the thief, and a listener behind them."""
+    path = config / "config_fed_client.json"
+    client = json.loads(path.read_text())
+    client["executors"][0]["executor"]["path"] = "tests.flare.components.Thief"
+    client["task_data_filters"][0]["filters"] *= 2
+    (chain,) = client["task_result_filters"]
+    chain["filters"] = [*chain["filters"] * 2, {"path": "tests.flare.components.Listener", "args": {}}]
+    path.write_text(json.dumps(client))
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four hospitals: two ordinary ones, one with a thief in its executor, one with too small a budget."""
+    folder = tmp_path / "hospitals"
+    for index, name in enumerate([*SITES, "site-4"], start=1):
+        (folder / name).mkdir(parents=True)
+        budget = 1.0 if index == 4 else 50.0
+        policy = f"privacy: {{dataset: ward-{index}, noise_seed: {index}, budgets: {{site: {{epsilon: {budget}}}}}}}\n"
+        (folder / name / "site.yaml").write_text(policy)
+    monkeypatch.setenv("CONSILIUM_DATA", str(folder))
+    return folder
+
+
+def private_config() -> JobConfig:
+    raw = small_config("deer", local_steps=2).model_dump()
+    return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
+
+
+def test_private_rounds_through_flare(
+    flare: Callable[..., Path], hospitals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.flare.test_simulator.SITES", [*SITES, "site-4"])
+    workspace = flare(private_config(), edit)
+    events = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    refused = {(e["site"], e["round"]): e["reason"] for e in events if e["event"] == "refused"}
+    assert "'ward-4' (unit site) has spent epsilon 0 of 1 at delta 1e-05; with this it would be 8" in refused["site-4", 0]
+    assert "is frozen, only shared tensors may leave; nothing was sent" in refused["site-3", 0]
+
+    honest = {name: load_site(hospitals / name / "site.yaml") for name in SITES[:2]}
+    reference = tmp_path / "inprocess"
+    simulate(assemble_job(private_config()), honest, reference, lambda event: None)
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+
+    for name in SITES[:2]:
+        rows = Ledger(workspace / "sites" / name / "ledger.sqlite").entries()
+        assert [(row.round, row.phase) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]  # two pairs, each release once
+    for name in ("site-3", "site-4"):
+        assert Ledger(workspace / "sites" / name / "ledger.sqlite").entries() == []
+    _check_what_left(workspace)
+
+
+def _check_what_left(workspace: Path) -> None:
+    """No raw update, no true sample count and no tensor of the refused sites is in any byte that left."""
+    for name in [*SITES[:2], "site-3", "site-4"]:
+        sent = b"".join(p.read_bytes() for p in sorted((workspace / "heard" / name).iterdir()))
+        raw = [t for path in (workspace / "sites" / name).glob("*/state.safetensors") for t in state_of(path).values()]
+        released = [t for path in (workspace / "sites" / name).glob("*/released.safetensors") for t in state_of(path).values()]
+        assert bool(released) == (name in SITES[:2])
+        assert all(t.numpy().tobytes() in sent for t in released)
+        assert not any(t.numpy().tobytes() in sent for t in raw if t.abs().max() > 0)
+        assert (len(sent) > 50_000) == (name in SITES[:2])  # the others sent reasons and nothing else
