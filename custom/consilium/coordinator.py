@@ -15,7 +15,7 @@ from consilium.assemble import Job
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.privacy.guard import geometries, upload_shapes
 from consilium.privacy.mechanism import Normal, release, system_normal
-from consilium.privacy.plan import make_plan
+from consilium.privacy.plan import Plan, make_plan
 from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
@@ -88,11 +88,19 @@ class Coordinator:
             self.asked = {name: self.sites[name] for name in self._sample()}
             self.accepted = set()
             self.aggregate.reset()
+        if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
+            self._announce(self.plan)
         self.observer({"event": "round", "round": self.state.round, "phase": self.state.phase, "sites": sorted(self.asked)})
         payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
         for name, payload in payloads.items():
             self.log.sent(name, payload)
         return payloads
+
+    def _announce(self, plan: Plan) -> None:
+        """Tell, before any training, what is promised and what that will do to the result."""
+        shapes = upload_shapes(self.job.strategy, self.job.initial, 0, 0)
+        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites), self.quorum)
+        self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""

@@ -55,6 +55,11 @@ class LiveView:
         for row in self.sites.values():
             row["part"] = 0.0
 
+    def _on_privacy(self, event: Mapping[str, Any]) -> None:
+        self.console.print(f"privacy: {event['claim']}", highlight=False)
+        for warning in event["warnings"]:
+            self.console.print(f"[yellow]privacy: {warning}", highlight=False)
+
     def _on_step(self, event: Mapping[str, Any]) -> None:
         row = self._row(event)
         row |= {

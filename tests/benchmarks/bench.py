@@ -23,6 +23,7 @@ from consilium.flare import wire
 from consilium.flare.simulator import export_job, run_simulator
 from consilium.models.sam import build_sam
 from consilium.models.sam_attention import FusedImageAttention, use_fused
+from consilium.privacy.mechanism import Normal, geometry, release, seeded_normal, system_normal
 from consilium.runlog import payload_bytes
 from consilium.simulate import simulate
 from consilium.strategies.fediat import FedIAT
@@ -165,7 +166,41 @@ def _step_memory(kind: str) -> None:
     _peak(_step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT()))
 
 
+def noise() -> None:
+    """Print the time of DEeR's noise for the 36 layers (768 x 768, rank 8) of a ViT-B's q, k, v: the paper's way over ours.
+
+    Paper: xi (768, 768) A^T (A A^T)^-1, xi normal. Ours: Z (768, 8), normal, times (A A^T)^-1/2. Aim: n / (2 r) = 48.
+    """
+    size, rank = 768, 8
+    peers = [torch.randn(rank, size, dtype=torch.float64) for _ in range(36)]
+
+    def paper(normal: Normal) -> list[torch.Tensor]:
+        return [normal((size, size)) @ (a.T @ torch.linalg.inv(a @ a.T)) for a in peers]
+
+    def ours(normal: Normal) -> list[torch.Tensor]:
+        return [geometry(a, "right", 1.0).restore(normal((size, rank))) for a in peers]
+
+    for name, normal in (("system generator", system_normal), ("torch generator", seeded_normal(0))):
+        ratio = median_ratio(partial(paper, normal), partial(ours, normal), 10)
+        print(f"noise of 36 layers of 768 x 768, rank 8, {name}: paper's way / ours {ratio:.0f}")
+
+
+def guard() -> None:
+    """Print what the guard adds to a step: clip and noise of a whole vit_b update over one forward and backward pass."""
+    model = _random_sam("vit_b", 512)
+    params = {n: p.detach().clone() for n, p in lora.tensors(model).items()}
+    update = {n: torch.randn_like(p) for n, p in params.items() if n.endswith("lora_B")}
+    step = _step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT(sor_weight=0.0))
+
+    def release_all() -> None:
+        maps = {n: geometry(params[n[:-1] + "A"], "right", 1.0) for n in update}
+        release(update, maps, 1.0, 1.0, system_normal)
+
+    print(f"guard: clip and noise of a vit_b update / one step at 512: {median_ratio(release_all, step, 5):.3f}")
+
+
 BENCHMARKS = {"sor": sor, "attention": attention, "memory": memory, "wire": wire_bytes, "engines": engines}
+BENCHMARKS |= {"noise": noise, "guard": guard}
 
 
 def main() -> None:

@@ -71,11 +71,11 @@ class Outcome:
 
 def geometry(peer: Tensor, side: Literal["left", "right"], scale: float) -> Geometry:
     """Return the whitening of a factor whose public `peer` is A (r, n) ("right") or B (m, r) ("left"); scale s = alpha / r."""
-    peer = peer.double()
-    values, vectors = torch.linalg.eigh(peer @ peer.T if side == "right" else peer.T @ peer)
-    kept = values > max(float(values[-1]), 0.0) * NULL if float(values[-1]) > 0 else torch.zeros_like(values, dtype=torch.bool)
-    root, basis = values[kept].sqrt(), vectors[:, kept]
-    return Geometry(side, scale * basis * root, (basis / root).T / scale)
+    factor = peer.detach().cpu().numpy().astype(np.float64)
+    values, vectors = np.linalg.eigh(factor @ factor.T if side == "right" else factor.T @ factor)
+    kept = values > max(values[-1] * NULL, 0.0)  # numpy: for matrices of rank size, torch's overhead is the cost
+    root, basis = np.sqrt(values[kept]), vectors[:, kept]
+    return Geometry(side, torch.from_numpy(scale * basis * root), torch.from_numpy((basis / root).T / scale))
 
 
 def release(

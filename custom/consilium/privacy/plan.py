@@ -8,7 +8,7 @@ a site accounts the releases it really makes, with no amplification. Record-leve
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from consilium.config import JobConfig
@@ -47,6 +47,26 @@ class Plan:
         """Return the noise deviation a site adds to its update; a `distributed` share is sized for the quorum."""
         share = {"local": 1.0, "distributed": min_sites**-0.5, "central": 0.0}[self.config.trust]
         return self.noise_multiplier * self.sensitivity * share
+
+    def warnings(self, dimensions: int, sites: int, min_sites: int) -> list[str]:
+        """Return what a user must know before training: drowned signal, and a claim that rests on secure aggregation."""
+        found = []
+        ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
+        if ratio > 1:
+            found.append(
+                f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
+                f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
+            )
+        if self.config.trust == "distributed":
+            own = replace(self.release, noise_multiplier=self.release.noise_multiplier / math.sqrt(min_sites))
+            seen = epsilon_of([replace(own, count=self.releases)], self.config.delta)
+            found.append(
+                f"trust distributed without secure aggregation: this server sees each site's update, whose own noise gives "
+                f"epsilon {seen:.3g} only"
+            )
+        if self.noise_multiplier == 0:
+            found.append("noise_multiplier 0 clips and protects nothing")
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too."""
