@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from consilium.adapters import lora
 from consilium.assemble import assemble_job, build_model, build_task, site_data
 from consilium.config import JobConfig, SiteConfig
+from consilium.config_privacy import PolicyConfig
 from consilium.errors import ConfigError
+from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
@@ -56,7 +58,19 @@ def llama_case() -> Case:
     return model, lora.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
 
 
-CASES = {"sam": lambda: sam_case("none"), "sam box": lambda: sam_case("box"), "causal lm": llama_case}
+def clip_case() -> Case:
+    """A vision tower with LoRA and a trained head, which has a bias."""
+    torch.manual_seed(0)
+    model = build_clip("tiny", None, 64, 3)
+    lora.inject(model, 2, 2.0, "paper")
+    for name, parameter in lora.tensors(model).items():
+        nn.init.normal_(parameter, std=0.1)
+        assert parameter.requires_grad, name
+    images, labels = torch.rand(3, 3, 64, 64) * 255, torch.tensor([0, 2, 1])
+    return model, lora.tensors(model), lambda indices: nn.functional.cross_entropy(model(images[indices]), labels[indices])
+
+
+CASES = {"clip": clip_case, "sam": lambda: sam_case("none"), "sam box": lambda: sam_case("box"), "causal lm": llama_case}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -199,3 +213,25 @@ def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(tm
     lora.load(model, ours)
     assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
     assert all(torch.isfinite(t).all() for t in ours.values())
+
+
+def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
+    """SOR adds its gradient after clipping; without data in it, it needs no noise."""
+    raw = private_config(noise_multiplier=0.0).model_dump() | {"strategy": {"name": "fediat", "sor_weight": 1e3}}
+    found = []
+    for weight in (0.0, 1e3):
+        raw["strategy"]["sor_weight"] = weight
+        config = JobConfig.model_validate(raw)
+        job, site = assemble_job(config), SiteConfig(privacy=PolicyConfig(noise_seed=1))
+        found.append(
+            simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / str(weight), lambda event: None).state.shared
+        )
+    assert any(not torch.equal(found[0][n], t) for n, t in found[1].items())
+
+
+def test_a_seed_makes_private_training_repeatable(tmp_path: Path) -> None:
+    found, site = [], SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    for run in ("one", "two"):
+        job = assemble_job(private_config(noise_multiplier=1.0))
+        found.append(simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / run, lambda event: None).state.shared)
+    assert all(torch.equal(found[0][n], t) for n, t in found[1].items())

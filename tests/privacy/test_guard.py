@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from consilium.assemble import Job, assemble_job, build_guard
-from consilium.config import JobConfig, PolicyConfig, SiteConfig
+from consilium.config import JobConfig, SiteConfig
+from consilium.config_privacy import PolicyConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.privacy.guard import Guard, allowed_metrics, check_release, upload_shapes
 from consilium.strategies.fediat import FedIAT

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from consilium.assemble import assemble_job
-from consilium.config import JobConfig, PolicyConfig, SiteConfig
+from consilium.config import JobConfig, SiteConfig
+from consilium.config_privacy import PolicyConfig
 from consilium.errors import ConfigError
 from consilium.simulate import simulate
 from consilium.storage import load_state
@@ -15,7 +16,7 @@ from consilium.strategies import build_strategy
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Strategy, Tensors
-from tests.conftest import small_config
+from tests.conftest import small_cells, small_config
 
 A, B = "layer.lora_A", "layer.lora_B"
 
@@ -151,3 +152,13 @@ def test_the_head_rides_along_in_both_phases() -> None:
     payload = strategy.broadcast(replace(state, phase=1), SiteInfo("a", 1))
     assert isinstance(payload, Payload)
     assert payload.tensors.keys() == state.shared.keys()
+
+
+@pytest.mark.parametrize("strategy", [{"name": "deer", "rebalance": True}, "dp_dylora", "ffa_lora", "fedit"])
+def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: str | dict, tmp_path: Path) -> None:
+    raw = small_cells(strategy, local_steps=2).model_dump()
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 1e-4, "clip": 1.0}
+    shared, events = run(JobConfig.model_validate(raw), tmp_path)
+    assert shared["head.weight"].abs().max() > 0
+    assert all(e["signal"] <= 1.0 + 1e-6 for e in events if e["event"] == "release")
+    assert not any(e["event"] == "refused" for e in events)
