@@ -27,12 +27,14 @@ def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
     """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
     phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
+    name = strategy if isinstance(strategy, str) else strategy["name"]
+    adapter = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
     return JobConfig.model_validate(
         {
             "name": "small",
             "strategy": strategy,
             "model": {"name": "sam", "variant": "tiny", "image_size": 64},
-            "adapter": {"rank": 4, "alpha": 4},
+            "adapter": adapter,
             "task": {"classes": {"disc": [1, 2], "cup": [2]}},
             "data": {"phantoms": phantoms},
             "training": {"rounds": 2, "batch_size": 2, "lr": 3e-3, "seed": 0} | training,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.adapters import lora
+from consilium.adapters import adapter
 from consilium.assemble import Job, build_site
 from consilium.config import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
@@ -67,7 +67,7 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     site = make_site(job, tmp_path)
     seen: dict[str, torch.Tensor] = {}
     site.task.evaluate = lambda model, *rest: (
-        seen.update({n: p.clone() for n, p in lora.tensors(model).items()} if not seen else {}) or {}
+        seen.update({n: p.clone() for n, p in adapter.tensors(model).items()} if not seen else {}) or {}
     )
     site.train("run", payload(job, joined=True, round=1))
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)

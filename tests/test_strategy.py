@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from consilium.adapters.bottleneck import PLACES
 from consilium.errors import RefusedError
 from consilium.strategies import STRATEGIES
-from consilium.strategy import ExactMean, Payload, Role, SiteInfo, Strategy, Tensors, factor, next_phase
+from consilium.strategy import ExactMean, Payload, Role, RoundAggregate, SiteInfo, Strategy, Tensors, factor, next_phase
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
 EVERY = [cls() for cls in STRATEGIES.values()]
@@ -18,6 +19,15 @@ def adapter(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     shapes = {f"{n}.lora_A": (2, i) for n, (o, i) in LAYERS.items()} | {f"{n}.lora_B": (o, 2) for n, (o, i) in LAYERS.items()}
     return {name: torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
+
+
+def tensors_of(strategy: Strategy, seed: int) -> Tensors:
+    """Return an adapter of the kind the strategy is for."""
+    if strategy.name != "fedsca":
+        return adapter(seed)
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
+    return {name: torch.randn(3, 4, generator=generator) for name in names}
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
@@ -67,7 +77,7 @@ def corner(strategy: Strategy, name: str, tensor: torch.Tensor, round: int = 0) 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy) -> None:
-    start, end = adapter(0), adapter(1)
+    start, end = tensors_of(strategy, 0), tensors_of(strategy, 1)
     kept = {n: t.clone() for n, t in end.items()}
     state = replace(strategy.init_state(start), round=3)
     sent = strategy.upload(start, end, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
@@ -79,7 +89,7 @@ def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
-    initial = adapter(0)
+    initial = tensors_of(strategy, 0)
     state = strategy.init_state(initial)
     first = strategy.broadcast(state, SiteInfo("a", 1, joined=False))
     later = strategy.broadcast(state, SiteInfo("a", 1, joined=True))
@@ -91,21 +101,21 @@ def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_private_tensors_survive_what_the_server_sends(strategy: Strategy) -> None:
-    own = adapter(5)
-    state = strategy.init_state(adapter(0))
+    own = tensors_of(strategy, 5)
+    state = strategy.init_state(tensors_of(strategy, 0))
     received = strategy.receive(own, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
     assert all(torch.equal(received[n], own[n]) for n in own if n not in state.shared)
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strategy) -> None:
-    state = strategy.init_state(adapter(0))
+    state = strategy.init_state(tensors_of(strategy, 0))
     shared = strategy.names(state.shared, Role.SHARED, 0, 0)
     update = {n: torch.full_like(corner(strategy, n, state.shared[n]), 0.5) for n in shared}
-    mean = ExactMean()
-    for weight in (3, 11):
-        strategy.accumulate(mean, Payload(0, 0, update), weight)
-    after = strategy.conclude(state, mean.value())
+    aggregate, sent = RoundAggregate(strategy), strategy.broadcast(state, SiteInfo("a", 1))
+    for name, weight in (("b", 3), ("a", 11)):
+        aggregate.add(name, Payload(0, 0, update), weight, sent)
+    after = strategy.conclude(state, aggregate.take())
     assert (after.round, after.phase) == next_phase(state, strategy.phases(0))
     for name in state.shared:
         moved = corner(strategy, name, after.shared[name] - state.shared[name])
@@ -117,7 +127,7 @@ def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
     for round in range(strategy.period):
         assert strategy.phases(round) == strategy.phases(round + strategy.period)
         places = [(round, phase) for phase in range(strategy.phases(round))]
-        for name in adapter(0):
+        for name in tensors_of(strategy, 0):
             assert [strategy.role(name, *p) for p in places] == [strategy.role(name, r + strategy.period, p) for r, p in places]
 
 

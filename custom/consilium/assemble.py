@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from consilium.adapters import lora
+from consilium.adapters import adapter, bottleneck, lora
 from consilium.config import ClipConfig, JobConfig, SamConfig, SiteConfig
 from consilium.data.datalist import DataList, pool, read_datalist
 from consilium.data.phantoms import make_phantoms
@@ -18,7 +18,7 @@ from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.site import Observer, Site
 from consilium.strategies import build_strategy
-from consilium.strategy import Strategy, Tensors
+from consilium.strategy import Role, Strategy, Tensors
 from consilium.tasks import classification, segmentation
 from consilium.training import Task, pick_device
 
@@ -40,13 +40,27 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     with torch.device("meta"):
         model = _bare_model(config, checkpoint=None, weights=False)
         _inject(model, config)
-    job = Job(config, build_strategy(config.strategy, source), lora.initial(model, config.training.seed))
+    job = Job(config, build_strategy(config.strategy, source), adapter.initial(model, config.training.seed))
     for name in job.initial:
         job.strategy.role(name, 0, 0)
+    if shared := [name for name in adapter.native(model) if job.strategy.role(name, 0, 0) is not Role.LOCAL]:
+        who = f"strategy {job.strategy.name!r} would share {shared[0]!r}"
+        raise ConfigError(f"{source}: adapter.decoder: true: {who}, which never leaves a site; use fedsca, or false")
+    if config.privacy is not None and config.privacy.unit == "site" and job.strategy.needs == "sites":
+        _refuse_central(config.privacy.trust, job.strategy.name, source)
     if config.privacy is not None and job.strategy.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {job.strategy.name!r} pools all sites' data; remove the section")
     make_plan(config, job.strategy)
     return job
+
+
+def _refuse_central(trust: str, strategy: str, source: Path | str) -> None:
+    """Raise ConfigError for noise that protects sums only, with a strategy whose server looks at single sites."""
+    if trust != "local":
+        raise ConfigError(
+            f"{source}: privacy.trust: {trust!r}: strategy {strategy!r} compares single sites' updates, so noise on their sum "
+            "protects nothing; use local"
+        )
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
@@ -151,7 +165,10 @@ def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn
 
 def _inject(model: nn.Module, config: JobConfig) -> None:
     wanted = config.adapter
-    lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
+    if wanted.kind == "bottleneck":
+        bottleneck.inject(model, wanted.width, wanted.decoder)
+    else:
+        lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
 
 
 def _checkpoint(config: SamConfig | ClipConfig, site: SiteConfig) -> Path | None:

@@ -37,14 +37,25 @@ class ClipConfig(Section):
     image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
 
 
-class AdapterConfig(Section):
-    """What is trained inside the model. `targets`: paper, qv, all-linear, or a regular expression on module names."""
+class LoraConfig(Section):
+    """Low-rank updates of linear layers. `targets`: paper, qv, all-linear, or a regular expression on module names."""
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, Field(ge=1)] = 8
     alpha: Annotated[float, Field(gt=0)] = 8.0
     targets: str = "paper"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class BottleneckConfig(Section):
+    """Three bottleneck adapters in every block of SAM's image encoder. `decoder`: the mask decoder trains too, at its site.
+
+    `width`: hidden features, a quarter of the block's by default.
+    """
+
+    kind: Literal["bottleneck"]
+    width: Annotated[int, Field(ge=1)] | None = None
+    decoder: bool = False
 
 
 class SegmentationConfig(Section):
@@ -123,8 +134,8 @@ class FederationConfig(Section):
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
 
 
-DEFAULT_KIND = {"model": "sam", "task": "segmentation"}
-"""Sections of several kinds, told apart by `name`, and the kind meant where it is left out."""
+DEFAULT_KIND = {"model": ("name", "sam"), "task": ("name", "segmentation"), "adapter": ("kind", "lora")}
+"""Sections of several kinds: the key that tells them apart, and the kind meant where it is left out."""
 FITS = {"sam": "segmentation", "clip": "classification"}
 """The task each model does."""
 
@@ -135,7 +146,7 @@ class JobConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     strategy: dict[str, Any]
     model: Annotated[SamConfig | ClipConfig, Field(discriminator="name")]
-    adapter: AdapterConfig = AdapterConfig()
+    adapter: Annotated[LoraConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
     task: Annotated[SegmentationConfig | ClassificationConfig, Field(discriminator="name")]
     data: DataConfig = DataConfig()
     training: TrainingConfig
@@ -170,7 +181,8 @@ class JobConfig(Section):
     @field_validator(*DEFAULT_KIND, mode="before")
     @classmethod
     def _default_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        return {"name": DEFAULT_KIND[info.field_name]} | value if isinstance(value, Mapping) else value
+        key, kind = DEFAULT_KIND[info.field_name]
+        return {key: kind} | value if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _fit_together(self) -> "JobConfig":

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-KINDED = ("model", "task", "privacy")
+KINDED = ("model", "adapter", "task", "privacy")
 """Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
 
 

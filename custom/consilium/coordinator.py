@@ -117,7 +117,7 @@ class Coordinator:
             try:
                 self._check(name, result)
                 weight = self.asked[name].num_samples if self.job.config.weighting == "samples" else 1
-                self.aggregate.add(result, weight)
+                self.aggregate.add(name, result, weight, self.job.strategy.broadcast(self.state, self.asked[name]))
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
@@ -146,9 +146,10 @@ class Coordinator:
             if not (self.has_quorum or self._poisson):
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
-            mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.mean()
+            mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
             self.state = self.job.strategy.conclude(self.state, mean)
+            self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
             self.asked = {}
 
@@ -195,9 +196,11 @@ class Coordinator:
         return self.folder / "server" / "state.safetensors"
 
     def _save(self) -> None:
-        groups = {"shared": self.state.shared, "initial": self.state.initial}
+        groups = {"shared": self.state.shared, "initial": self.state.initial, "matrices": self.state.matrices}
+        groups |= {f"sites/{site}": values for site, values in self.state.sites.items()}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         place = {"round": self.state.round, "phase": self.state.phase}
+        place |= {"reported": self.state.reported, "weights": self.state.weights}
         save_state(self._file(), tensors, place | {"run": self.run, "secret": self._secret})
 
     def _load(self) -> tuple[str, str, ServerState]:
@@ -205,10 +208,18 @@ class Coordinator:
         fresh = self.job.strategy.init_state(self.job.initial)
         groups = {}
         for group, expected in {"shared": fresh.shared, "initial": fresh.initial}.items():
-            groups[group] = {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+            groups[group] = _group(tensors, group)
             if {n: t.shape for n, t in groups[group].items()} != {n: t.shape for n, t in expected.items()}:
                 raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
-        return meta["run"], meta["secret"], ServerState(meta["round"], meta["phase"], groups["shared"], groups["initial"])
+        sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
+        place = (meta["round"], meta["phase"])
+        groups |= {"sites": sites, "matrices": _group(tensors, "matrices")}
+        state = ServerState(*place, **groups, reported=meta["reported"], weights=meta["weights"])
+        return meta["run"], meta["secret"], state
+
+
+def _group(tensors: Tensors, group: str) -> Tensors:
+    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
 
 
 def check_result(job: Job, result: Payload) -> None:

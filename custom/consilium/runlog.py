@@ -11,6 +11,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config import JobConfig
+from consilium.figures import heat, plot_matrices
 from consilium.privacy.plan import Plan
 from consilium.storage import write_atomic
 from consilium.strategy import Payload, ServerState, Tensors
@@ -28,6 +29,7 @@ class RunLog:
         self._writers: dict[str, SummaryWriter] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
+        self._figures = _figures_of(folder / "metrics.jsonl") if resume else {}
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
 
@@ -53,6 +55,14 @@ class RunLog:
         if epsilon is not None:
             self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
 
+    def figures(self, state: ServerState, matrices: Tensors) -> None:
+        """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
+        for title, matrix in matrices.items():
+            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
+            self._line(line | {"values": matrix.tolist()})
+            self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
+            self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
+
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self._results[site] = result.metrics
@@ -63,6 +73,8 @@ class RunLog:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
+        for title, rounds in self._figures.items():
+            plot_matrices(self.folder / f"{title}.png", rounds)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
 
     def close(self) -> None:
@@ -76,10 +88,22 @@ class RunLog:
         self._file.flush()
 
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer(site).add_scalar(name, value, step)
+
+    def _writer(self, site: str) -> SummaryWriter:
         if site not in self._writers:
             self._writers[site] = SummaryWriter(str(self.folder / "tb_events" / site))
-        for name, value in values.items():
-            self._writers[site].add_scalar(name, value, step)
+        return self._writers[site]
+
+
+def _figures_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures an interrupted run has kept so far."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if (event := json.loads(line))["event"] == "figure":
+            found.setdefault(event["title"], []).append(event)
+    return found
 
 
 def payload_bytes(tensors: Tensors) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from consilium import __version__
-from consilium.adapters import lora
+from consilium.adapters import adapter, bottleneck, lora
 from consilium.config import JobConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.privacy.plan import Plan, dpsgd
@@ -80,7 +80,7 @@ class Site:
         began = time.monotonic()
         trained = self._train(payload)
         seconds = time.monotonic() - began
-        end = {name: p.detach().cpu().clone() for name, p in lora.tensors(self.model).items()}
+        end = {name: p.detach().cpu().clone() for name, p in adapter.tensors(self.model).items()}
         metrics |= self._evaluate("validation", "personal", payload)
         metrics |= {"train/loss": trained["loss"], "train/steps": trained["steps"], "train/seconds": seconds}
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -91,18 +91,18 @@ class Site:
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return test metrics (validation where there is no test split) of base, personal and received model.
 
-        Also writes the received model's adapter as a PEFT folder, the site's result of the run.
+        Also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run.
         """
         own, last, _ = self._restore(run)
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         if last is not None:
-            lora.load(self.model, own)
-            lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank)
+            adapter.load(self.model, own)
+            self._scale(1.0)
             metrics |= self._evaluate(split, "personal", payload, distances=True)
         final = self._receive(own, payload)
         metrics |= self._evaluate(split, "received", payload, distances=True)
-        with lora.disabled(self.model):
+        with adapter.disabled(self.model):
             metrics |= self._evaluate(split, "base", payload, distances=True)
         self._export(final)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -111,14 +111,19 @@ class Site:
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
         start = self.strategy.receive(own, payload)
-        if missing := sorted(lora.tensors(self.model).keys() - start.keys()):
+        if missing := sorted(adapter.tensors(self.model).keys() - start.keys()):
             raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
-        lora.load(self.model, start)
-        lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank * self.strategy.scaling(payload))
+        adapter.load(self.model, start)
+        self._scale(self.strategy.scaling(payload))
         return start
 
+    def _scale(self, factor: float) -> None:
+        """Set alpha / rank times `factor` where the adapter has such a scale."""
+        if self.config.adapter.kind == "lora":
+            lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank * factor)
+
     def _train(self, payload: Payload) -> dict[str, float]:
-        params = lora.tensors(self.model)
+        params = adapter.tensors(self.model)
         trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
         seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
 
@@ -153,7 +158,7 @@ class Site:
     def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
         """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
         if not self._file(run).exists():
-            return {}, None, Payload(-1, -1, {})
+            return adapter.native(self.model), None, Payload(-1, -1, {})
         tensors, meta = load_state(self._file(run))
         params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
@@ -161,6 +166,9 @@ class Site:
         return params, (meta["round"], meta["phase"]), reply
 
     def _export(self, params: Tensors) -> None:
-        adapter, model = self.config.adapter, self.config.model
+        wanted, model = self.config.adapter, self.config.model
         base = f"{model.name}-{model.variant}"
-        lora.save_peft(self.folder / "adapter", params, adapter.rank, adapter.alpha, adapter.targets, base)
+        if wanted.kind == "bottleneck":
+            bottleneck.save(self.folder / "adapter", params, base)
+        else:
+            lora.save_peft(self.folder / "adapter", params, wanted.rank, wanted.alpha, wanted.targets, base)

@@ -8,7 +8,7 @@ which tensors those are and overrides a hook only where its paper differs.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,12 +51,20 @@ class Payload:
 
 @dataclass(frozen=True)
 class ServerState:
-    """Everything the server needs to go on: `shared` as the federation has it now, `initial` as every site starts."""
+    """Everything the server needs to go on: `shared` as the federation has it now, `initial` as every site starts.
+
+    For strategies that treat sites apart: `sites`, what the server keeps of each; `matrices` by name, rows and columns in the
+    sorted order of `sites`; `reported`, the round of each site's last result, and `weights`, that result's weight.
+    """
 
     round: int
     phase: int
     shared: Tensors
     initial: Tensors
+    sites: dict[str, Tensors] = field(default_factory=dict)
+    matrices: Tensors = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,19 @@ class Step:
     anchors: Mapping[str, Tensor]
     scalars: Mapping[str, float]
     memory: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One site's accepted result with its weight, for strategies that need sites' results one by one."""
+
+    update: Payload
+    weight: int
+    sent: Payload
+
+
+Gathered = Tensors | dict[str, Upload]
+"""A phase's results: their mean update (float64), or all of them by site, as `Strategy.needs` says."""
 
 
 class ExactMean:
@@ -117,6 +138,9 @@ class Strategy:
     name: ClassVar[str]
     upload_scalars: ClassVar[frozenset[str]] = frozenset()
     pools_data: ClassVar[bool] = False
+    needs: ClassVar[Literal["sums", "sites"]] = "sums"
+    """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
+    every site's result."""
 
     @property
     def period(self) -> int:
@@ -163,11 +187,11 @@ class Strategy:
         """Return what `site` receives after the last round, to evaluate and keep."""
         return self.broadcast(state, site)
 
-    def accumulate(self, mean: ExactMean, update: Payload, weight: int) -> None:
-        """Add one accepted result to the round's running mean."""
-        mean.add(update.tensors, weight)
+    def figures(self, state: ServerState) -> dict[str, Tensor]:
+        """Return matrices (sites x sites, sorted names) worth a picture every round, by title."""
+        return {}
 
-    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
         """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.items()}
@@ -195,19 +219,31 @@ class Strategy:
 
 
 class RoundAggregate:
-    """One phase's aggregation: the strategy's server half with its running mean. Any engine feeds it."""
+    """One phase's results as they come in: a running mean, or all of them where the strategy needs that."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._mean = ExactMean()
+        self.reset()
 
     def reset(self) -> None:
         """Forget everything added."""
         self._mean = ExactMean()
+        self._uploads: dict[str, Upload] = {}
 
-    def add(self, update: Payload, weight: int) -> None:
+    def add(self, name: str, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
-        self.strategy.accumulate(self._mean, update, weight)
+        if self.strategy.needs == "sites":
+            self._uploads[name] = Upload(update, weight, sent)
+        else:
+            self._mean.add(update.tensors, weight)
+
+    def take(self) -> Gathered:
+        """Return the mean, or the results in the order of sites' names, and forget them."""
+        if self.strategy.needs == "sums":
+            return self.mean()
+        uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
+        self.reset()
+        return uploads
 
     def mean(self) -> Tensors:
         """Return the mean update so far, float64, and forget what was added."""

@@ -16,7 +16,7 @@ import torch
 from nvflare.fuel.utils import fobs
 from torch import nn
 
-from consilium.adapters import lora
+from consilium.adapters import adapter, lora
 from consilium.assemble import assemble_job
 from consilium.config import SiteConfig, load_job
 from consilium.flare import wire
@@ -47,7 +47,7 @@ def median_ratio(first: Callable[[], object], second: Callable[[], object], pair
 
 
 def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], None]:
-    params = lora.tensors(model)
+    params = adapter.tensors(model)
     anchors, memory = {n: p.detach() + 0.01 for n, p in params.items()}, {}
     optimizer = torch.optim.Adam(params.values())
 
@@ -188,7 +188,7 @@ def noise() -> None:
 def guard() -> None:
     """Print what the guard adds to a step: clip and noise of a whole vit_b update over one forward and backward pass."""
     model = _random_sam("vit_b", 512)
-    params = {n: p.detach().clone() for n, p in lora.tensors(model).items()}
+    params = {n: p.detach().clone() for n, p in adapter.tensors(model).items()}
     update = {n: torch.randn_like(p) for n, p in params.items() if n.endswith("lora_B")}
     step = _step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT(sor_weight=0.0))
 

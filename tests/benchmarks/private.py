@@ -28,6 +28,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from consilium.assemble import assemble_job
 from consilium.config import JobConfig, SiteConfig
 from consilium.data.partition import partition
+from consilium.errors import ConsiliumError
 from consilium.privacy.plan import make_plan
 from consilium.simulate import simulate
 from consilium.strategy import Role
@@ -101,12 +102,15 @@ def run(task: str, row: Row, wanted: argparse.Namespace) -> dict[str, float]:
         lists = sorted(folder.glob("*/datalist.json"))
         samples = sum(len(json.loads(p.read_text())["training"]) for p in lists)
         raw = base(task, row, wanted)
-        raw["federation"]["min_sites"] = len(lists)
+        raw["federation"]["min_sites"] = len(lists) if row.calibration == "paper" else 2
         config = JobConfig.model_validate(raw | {"privacy": privacy(raw, row, len(lists), samples, wanted)})
         events: list[dict[str, Any]] = []
         sites = {p.parent.name: SiteConfig(datalist=p) for p in lists}
         job = assemble_job(config)
-        simulate(job, sites, Path(workspace) / "run", events.append)
+        try:
+            simulate(job, sites, Path(workspace) / "run", events.append)
+        except ConsiliumError:  # noise so large that losses are not finite any more
+            return _claim(job)
         results = json.loads((Path(workspace) / "run" / "results.json").read_text())
         return _scores(task, results, events) | _claim(job)
 
@@ -141,7 +145,7 @@ def rows(wanted: argparse.Namespace) -> list[Row]:
         for rank in wanted.ranks:
             for beta in wanted.betas:
                 for method in wanted.methods:
-                    found.append(Row(method, None, "none", rank, beta, seed))
+                    found += [] if wanted.private_only else [Row(method, None, "none", rank, beta, seed)]
                     found += [Row(method, e, c, rank, beta, seed) for e in wanted.epsilons for c in wanted.calibrations]
     return found
 
@@ -157,7 +161,7 @@ def write(wanted: argparse.Namespace, found: list[tuple[Row, dict[str, float]]])
         label = "none" if epsilon is None else f"epsilon {epsilon:g}, {calibration}"
         cells = [_cell(runs, n, 3) for n in (first, second)] + [_cell(runs, n, 2) for n in ("sigma", "honest", "cosine")]
         lines.append(f"| {method} | {rank} | {beta:g} | {label} | " + " | ".join(cells) + " |")
-    base_score = statistics.mean(s[f"base {first}"] for _, s in found)
+    base_score = statistics.mean([s[f"base {first}"] for _, s in found if f"base {first}" in s] or [float("nan")])
     settings = f"{wanted.rounds} rounds of {wanted.steps} steps of batch {wanted.batch}, {wanted.optimizer} {wanted.lr:g}, clip"
     head = f"{settings} {wanted.clip:g}, targets {wanted.targets}, seeds {wanted.seeds}; base {first} {base_score:.3f}."
     wanted.output.write_text("\n".join([head, "", *lines, ""]))
@@ -166,9 +170,15 @@ def write(wanted: argparse.Namespace, found: list[tuple[Row, dict[str, float]]])
 def _cell(runs: list[dict[str, float]], name: str, digits: int) -> str:
     values = [r[name] for r in runs if name in r]
     if not values:
-        return "-"
+        return "diverged" if name in ("accuracy", "dice") else "-"
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 and name not in ("sigma", "honest") else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def _quick() -> None:
+    """One thread a run; drowned models are full of denormal numbers, which a CPU computes many times slower than zeros."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
 
 
 def main() -> None:
@@ -179,6 +189,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--epsilons", type=float, nargs="*", default=[1, 3, 6])
     parser.add_argument("--calibrations", nargs="*", default=["paper", "ours local", "ours central"])
+    parser.add_argument("--private-only", action="store_true", help="leave out the rows without privacy")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--betas", type=float, nargs="+", default=[0.1], help="Dirichlet, rbc12 only")
     parser.add_argument("--exclude", nargs="*", default=[], help="classes of rbc12 to leave out")
@@ -194,7 +205,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     wanted = parser.parse_args()
     todo, found = rows(wanted), []
-    with ProcessPoolExecutor(wanted.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(wanted.processes, get_context("spawn"), _quick) as pool:
         futures = [pool.submit(run, wanted.task, row, wanted) for row in todo]
         for row, future in zip(todo, futures, strict=True):
             found.append((row, future.result()))

@@ -14,7 +14,7 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
 
-from consilium.adapters import lora
+from consilium.adapters import adapter
 from consilium.assemble import assemble_job
 from consilium.config import load_job
 from consilium.flare import wire
@@ -27,6 +27,16 @@ class Listener(Filter):
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         folder = Path(os.environ["CONSILIUM_OUTPUT"]) / "heard" / fl_ctx.get_identity_name()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{len(list(folder.iterdir()))}.bin").write_bytes(fobs.dumps(shareable))
+        return shareable
+
+
+class Ear(Filter):
+    """First task filter of a site: keeps the bytes of every task it receives."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        folder = Path(os.environ["CONSILIUM_OUTPUT"]) / "received" / fl_ctx.get_identity_name()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{len(list(folder.iterdir()))}.bin").write_bytes(fobs.dumps(shareable))
         return shareable
@@ -65,5 +75,5 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         payload, run = wire.take(result)
-        everything = {n: p.detach().clone() for n, p in lora.tensors(self._site.model).items()}
+        everything = {n: p.detach().clone() for n, p in adapter.tensors(self._site.model).items()}
         return wire.encode(replace(payload, tensors=everything), run, update=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from consilium.adapters import lora
+from consilium.adapters import adapter, lora
 from consilium.assemble import assemble_job, build_model
 from consilium.config import SiteConfig
 from consilium.errors import ConfigError
@@ -45,7 +45,7 @@ def test_only_active_ranks_travel_train_and_change(round: int) -> None:
     update = strategy.upload(begin, end, payload)
     assert {n: t.shape for n, t in update.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
     mean = ExactMean()
-    strategy.accumulate(mean, update, 1)
+    mean.add(update.tensors, 1)
     after = strategy.conclude(state, mean.value()).shared
     assert torch.allclose(after[A][:rank], state.shared[A][:rank] + 1)
     assert torch.equal(after[A][rank:], state.shared[A][rank:])
@@ -76,11 +76,11 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
     job, model = assemble_job(config), build_model(config, SiteConfig())
     images = torch.rand(1, 3, 64, 64) * 255
     values = {n: torch.randn_like(t) * 0.05 for n, t in job.initial.items()}
-    lora.load(model, values)
+    adapter.load(model, values)
     lora.scale(model, 2.0)
     with torch.no_grad():
         doubled = model(images)
-        lora.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
+        adapter.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
         lora.scale(model, 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
 

@@ -1,24 +1,19 @@
-"""LoRA through PEFT: put into a model, read, write, and export as a PEFT folder.
-
-Tensors are named after their layer, "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight".
-A classifier's head is trained whole and belongs to the adapter: "head.weight", "head.bias", zero at the start.
-"""
+"""LoRA through PEFT: put into a model, set its scale, export as a PEFT folder. adapter.py reads and writes its tensors."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.adapters import adapter
+from consilium.adapters.adapter import HEAD
+from consilium.errors import ConfigError
 from consilium.models.sam_attention import split_qkv
-from consilium.seeding import seed_for
 from consilium.strategy import factor
 
 _ENCODER = r"image_encoder\.blocks\.\d+"
@@ -35,8 +30,6 @@ TARGETS: dict[str, str] = {
 """Target sets by name, as regular expressions on full module names of SAM and of CLIP's vision tower."""
 
 _FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)"
-HEAD = "head"
-"""Module name of a classifier's head; no target set may adapt it."""
 
 
 def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
@@ -51,58 +44,14 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: flo
     if not linear:
         known = ", ".join(TARGETS)
         raise ConfigError(f"adapter.targets: {targets!r} matches no linear layer of the model; use {known}, or a full regex")
-    model.requires_grad_(False)
     inject_adapter_in_model(_lora_config(rank, alpha, "|".join(map(re.escape, linear)), dropout), model)
-    for parameter in _head(model).values():
-        parameter.requires_grad_(True)
-
-
-def tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's live adapter parameters by name, a head's last."""
-    factors = {_short(name): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
-    return factors | _head(model)
-
-
-def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy `values` into the model's adapter. Raises CheckpointError unless names and shapes are exactly the model's."""
-    live = tensors(model)
-    if wrong := sorted(live.keys() ^ values.keys()):
-        raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
-    with torch.no_grad():
-        for name, parameter in live.items():
-            if parameter.shape != values[name].shape:
-                shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
-                raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter.rank for both?")
-            parameter.copy_(values[name])
-
-
-def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return start values by name: A Kaiming-uniform (a = sqrt 5), each from its own seed, B and head 0. Meta models do."""
-    return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items()}
+    adapter.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
 
 
 def scale(model: nn.Module, value: float) -> None:
     """Set what every layer multiplies B A by; alpha / rank unless a strategy says otherwise."""
     for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
         layer.scaling["default"] = value
-
-
-@contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
-    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    kept = {name: p.detach().clone() for name, p in _head(model).items()}
-    for layer in layers:
-        layer.enable_adapters(False)
-    for parameter in _head(model).values():
-        parameter.data.zero_()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for name, parameter in _head(model).items():
-            parameter.data.copy_(kept[name])
 
 
 def save_peft(folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, targets: str, base: str) -> None:
@@ -137,28 +86,12 @@ def _lora_config(rank: int, alpha: float, targets: str, dropout: float) -> LoraC
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
 
 
-def _short(name: str) -> str:
-    return name.replace(".default.weight", "")
-
-
 def _peft_name(name: str) -> str:
     return f"{name}.weight" if factor(name) else name
 
 
-def _head(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if name.startswith(f"{HEAD}.")}
-
-
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    if factor(name) != "A":
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
-    bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _fuse_qv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

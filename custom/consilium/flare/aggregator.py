@@ -44,7 +44,8 @@ class StrategyAggregator(ModelAggregator):
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
         try:
             check_result(self._job, update)
-            self._aggregate.add(update, int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)))
+            count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
+            self._aggregate.add(str(model.meta.get("client_name")), update, count, update)
         except RefusedError as error:
             self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
 

@@ -13,13 +13,15 @@ from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedit import FedIT
+from consilium.strategies.fedprox import FedProx
 from consilium.strategies.fedsa_lora import FedSALoRA
+from consilium.strategies.fedsca import FedSCA
 from consilium.strategies.ffa_lora import FFALoRA
 from consilium.strategies.local_only import LocalOnly
 from consilium.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, LocalOnly, Centralized)
+    cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LocalOnly, Centralized)
 }
 
 

@@ -1,0 +1,25 @@
+"""FedProx: federated averaging with a proximal term (Li et al., MLSys 2020): local loss + mu / 2 ||w - w_global||^2."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from consilium.strategies.fedit import FedIT
+from consilium.strategy import Step
+
+
+@dataclass(frozen=True)
+class FedProx(FedIT):
+    """Share every adapter tensor; training is pulled back to what was received, over the tensors that train."""
+
+    name: ClassVar[str] = "fedprox"
+
+    mu: Annotated[float, Field(ge=0)] = 0.01
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return mu / 2 times the squared distance to the anchors."""
+        if not self.mu:
+            return None
+        return self.mu / 2 * sum((p - step.anchors[n]).square().sum() for n, p in step.params.items() if p.requires_grad)

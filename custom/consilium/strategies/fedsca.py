@@ -1,0 +1,153 @@
+"""FedSCA: low-level adapter transmission and similarity-guided collaborative aggregation (FedSCA, MICCAI 2025 line of work).
+
+LAT: only the `low` adapters nearest to the input travel, the rest stays at the site. SGCA (Eq. 7): the server gives every site
+its own mixture of the uploads, sum_j w_ij Theta_j, where row i solves
+
+    min_w sum_j (w_j - m_j)^2 - alpha sum_j w_j d_ij,   w >= 0,  sum w = 1
+
+with d a *similarity*: the paper's printed positive distance would prefer the least similar site. m_j = n_j / sum n; the m_i
+the paper prints is constant in j and drops out (`prior: literal`). Site loss (Eq. 9): + pull * (-cos(Theta_low, mixture)).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from consilium.adapters.bottleneck import count, position
+from consilium.errors import ConfigError
+from consilium.simplex import mixture_weights
+from consilium.strategy import Gathered, Payload, Role, ServerState, SiteInfo, Step, Strategy, Tensors, next_phase
+
+MATRIX = "collaboration"
+
+
+@dataclass(frozen=True)
+class FedSCA(Strategy):
+    """Share the `low` lowest bottleneck adapters (0: all) through a mixture of each site's own.
+
+    `mixture: mean` gives all sites the weighted mean instead (LAT alone; with low 0 it is FedFMS). `normalize` divides
+    distances (and inner products) by their mean off the diagonal, so that `alpha` does not depend on the model's size.
+    A site that missed a round gets a mixture of the last uploads known, stale ones included.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fedsca"
+    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+
+    low: Annotated[int, Field(ge=0)] = 1
+    mixture: Literal["sgca", "mean"] = "sgca"
+    similarity: Literal["l2", "l1", "cosine", "inner"] = "l2"
+    prior: Literal["samples", "literal"] = "samples"
+    alpha: Annotated[float, Field(ge=0)] = 1.0
+    normalize: bool = True
+    pull: Annotated[float, Field(ge=0)] = 0.01
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
+        where = position(name)
+        if (where is None and not name.startswith("mask_decoder.")) or ".lora_" in name:
+            raise ConfigError(f"strategy fedsca cannot place adapter tensor {name!r}; use adapter kind bottleneck")
+        return Role.SHARED if where is not None and (where < self.low or not self.low) else Role.LOCAL
+
+    # server half ------------------------------------------------------------------------------------------------------
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0. Raises ConfigError if the model has fewer adapters than `low`."""
+        if self.low > count(initial):
+            raise ConfigError(f"strategy.low: {self.low}: the model has {count(initial)} adapters; use that or less, 0 for all")
+        return super().init_state(initial)
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the site's own mixture; the mean of what is known for a site that has not reported yet."""
+        first = {} if site.joined else state.initial
+        return Payload(state.round, state.phase, {**self._mixed(state, site.name), **first})
+
+    def _mixed(self, state: ServerState, name: str) -> Tensors:
+        if name not in state.sites:
+            return state.shared
+        row = state.matrices[MATRIX][sorted(state.sites).index(name)]
+        return _mix(row, [state.sites[other] for other in sorted(state.sites)])
+
+    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+        """Return the next state: each site's upload, the matrix, and under `shared` the weighted mean of this round's."""
+        fresh = {name: _value(upload.sent, upload.update) for name, upload in mean.items()}
+        sites = {**state.sites, **fresh}
+        reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
+        weights = {name: float(upload.weight) for name, upload in mean.items()}
+        shared = _mix(_share([weights[name] for name in fresh]), list(fresh.values()))
+        known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
+        matrix = self._matrix(sites, known, set(fresh))
+        round, phase = next_phase(state, self.phases(state.round))
+        after = replace(state, round=round, phase=phase, shared=shared, sites=sites)
+        return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
+
+    def _matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
+        """Return the weights (N, N) float64, rows and columns in the order of names: who receives how much of whom.
+
+        Sites that reported mix what was reported; a site that missed the round mixes all that is known.
+        """
+        names = sorted(sites)
+        flat = torch.stack([torch.cat([t.flatten().double() for _, t in sorted(sites[n].items())]) for n in names])
+        here = torch.tensor([name in fresh for name in names])
+        rows = torch.zeros(len(names), len(names), dtype=torch.float64)
+        for takers, givers in ((here, here), (~here, torch.ones_like(here))):
+            if takers.any():
+                prior = _share([weights[n] for n, there in zip(names, givers.tolist(), strict=True) if there])
+                found = self._weights(flat[givers], prior)
+                rows[takers.nonzero(), givers.nonzero().T] = found[takers[givers]]
+        return rows
+
+    def _weights(self, flat: Tensor, prior: Tensor) -> Tensor:
+        if self.mixture == "mean":
+            return prior.expand(len(prior), -1)
+        prior = prior if self.prior == "samples" else torch.zeros_like(prior)
+        return mixture_weights(prior, similarities(flat, self.similarity, self.normalize), self.alpha)
+
+    def figures(self, state: ServerState) -> dict[str, Tensor]:
+        """Return the collaboration matrix."""
+        return dict(state.matrices)
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return -pull * cos(Theta_low, received mixture), over all low adapters flattened."""
+        if not self.pull:
+            return None
+        low = [name for name in step.params if self.role(name, 0, 0) is Role.SHARED]
+        now, then = (torch.cat([values[n].flatten() for n in low]) for values in (step.params, step.anchors))
+        return -self.pull * torch.nn.functional.cosine_similarity(now, then, dim=0, eps=1e-12)
+
+
+def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
+    """Return how alike the rows of `flat` (N, D) are, (N, N): minus a distance, or cosine, or inner product."""
+    if kind == "cosine":
+        unit = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        return unit @ unit.T
+    found = flat @ flat.T if kind == "inner" else -torch.cdist(flat, flat, p=2.0 if kind == "l2" else 1.0, compute_mode=_EXACT)
+    count = len(flat)
+    scale = float(found.abs().sum() - found.diagonal().abs().sum()) / max(count * (count - 1), 1)
+    return found / scale if normalize and scale > 0 else found
+
+
+_EXACT = "donot_use_mm_for_euclid_dist"  # the quick way loses all digits between sites that are nearly equal
+
+
+def _share(weights: list[float]) -> Tensor:
+    found = torch.tensor(weights, dtype=torch.float64)
+    return found / found.sum()
+
+
+def _mix(weights: Tensor, values: list[Tensors]) -> Tensors:
+    """Return sum_j w_j values_j, summed in float64 in the order given."""
+    return {
+        name: sum(float(w) * v[name].double() for w, v in zip(weights, values, strict=True)).to(tensor.dtype)
+        for name, tensor in values[0].items()
+    }
+
+
+def _value(sent: Payload, update: Payload) -> Tensors:
+    """Return a site's tensors after its training: what it was sent plus its update."""
+    return {name: (sent.tensors[name].double() + change.double()).to(change.dtype) for name, change in update.tensors.items()}

@@ -1,0 +1,113 @@
+"""Bottleneck adapters: identity at the start, order and count, what trains, base and decoder restored."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consilium.adapters import adapter, bottleneck
+from consilium.assemble import assemble_job
+from consilium.errors import ConfigError
+from consilium.models.clip import build_clip
+from consilium.models.sam import build_sam
+from tests.conftest import small_config
+
+
+def tiny(decoder: bool = False, width: int | None = 4) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    model, images = build_sam("tiny", None, 64, 2), torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
+    with torch.no_grad():
+        before = model(images)
+    bottleneck.inject(model, width, decoder)
+    return model, images, before
+
+
+def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
+    model, images, before = tiny()
+    adapter.load(model, adapter.initial(model, 0))
+    with torch.no_grad():
+        assert torch.equal(model(images), before)
+        for name, parameter in adapter.tensors(model).items():
+            if name.endswith("up.weight"):
+                parameter.normal_(std=0.1)
+        assert not torch.allclose(model(images), before, atol=1e-2)
+        with adapter.disabled(model):
+            assert torch.equal(model(images), before)
+        assert not torch.allclose(model(images), before, atol=1e-2)
+
+
+@pytest.mark.parametrize("place", bottleneck.PLACES)
+def test_every_adapter_acts(place: str) -> None:
+    model, images, before = tiny()
+    adapter.load(model, adapter.initial(model, 0))
+    with torch.no_grad():
+        adapter.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
+        assert not torch.allclose(model(images), before, atol=1e-3)
+
+
+def test_the_formula_of_one_adapter() -> None:
+    module, x = bottleneck.Bottleneck(3, 2, skip=True), torch.randn(4, 3)
+    hidden = torch.nn.functional.gelu(x @ module.down.weight.T + module.down.bias)
+    assert torch.allclose(module(x), x + hidden @ module.up.weight.T + module.up.bias, atol=1e-6)
+    module.skip = False
+    assert torch.allclose(module(x), 0.5 * (hidden @ module.up.weight.T + module.up.bias), atol=1e-6)
+
+
+def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
+    with torch.device("meta"):
+        model = build_sam("vit_b", None, 1024, 1, weights=False)
+        bottleneck.inject(model, None, False)
+    names = list(adapter.tensors(model))
+    assert bottleneck.count(names) == 36
+    assert bottleneck.position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
+    assert bottleneck.position("image_encoder.blocks.2.adapter_output.up.bias") == 8
+    assert bottleneck.position("image_encoder.blocks.2.attn.qkv.weight") is None
+    sizes: dict[int, int] = {}
+    for name, parameter in adapter.tensors(model).items():
+        where = bottleneck.position(name)
+        sizes[where] = sizes.get(where, 0) + parameter.numel()
+    assert set(sizes.values()) == {768 * 192 * 2 + 192 + 768}
+
+
+def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
+    for decoder in (False, True):
+        model, _, _ = tiny(decoder)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == adapter.tensors(model).keys()
+        assert any(n.startswith("mask_decoder.") for n in trained) == decoder
+        assert not any(n.startswith("mask_decoder.") for n in adapter.initial(model, 0))
+
+
+def test_the_base_is_evaluated_with_its_own_decoder() -> None:
+    model, images, before = tiny(decoder=True)
+    adapter.load(model, adapter.initial(model, 0) | adapter.native(model))
+    with torch.no_grad():
+        assert torch.equal(model(images), before)
+        for parameter in adapter.tensors(model).values():
+            parameter.add_(0.01)
+        moved = model(images)
+        with adapter.disabled(model):
+            assert torch.equal(model(images), before)
+        assert torch.equal(model(images), moved)
+    assert not torch.equal(moved, before)
+
+
+def test_export_holds_every_tensor(tmp_path: Path) -> None:
+    model, _, _ = tiny()
+    values = {n: p.detach() for n, p in adapter.tensors(model).items()}
+    bottleneck.save(tmp_path, values, "sam-tiny")
+    saved = load_file(tmp_path / "adapter.safetensors")
+    assert all(torch.equal(saved[n], t) for n, t in values.items())
+    assert json.loads((tmp_path / "adapter.json").read_text())["adapters"] == 12
+
+
+def test_a_model_without_such_blocks_and_a_decoder_that_would_be_shared_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.kind: 'bottleneck' needs"):
+        bottleneck.inject(build_clip("tiny", None, 64, 2), None, False)
+    config = small_config("fedsca")
+    sharing = config.model_copy(
+        update={"strategy": {"name": "fedit"}, "adapter": config.adapter.model_copy(update={"decoder": True})}
+    )
+    with pytest.raises(ConfigError, match=r"adapter\.decoder: true: strategy 'fedit' would share 'mask_decoder"):
+        assemble_job(sharing)

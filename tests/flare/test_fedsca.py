@@ -1,0 +1,49 @@
+"""FedSCA through FLARE's simulator: a payload of its own for every site, low adapters only, equal to the in-process engine."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from consilium.assemble import assemble_job
+from consilium.config import SiteConfig
+from consilium.simulate import simulate
+from consilium.strategies.fedsca import MATRIX
+from consilium.strategy import Role, SiteInfo
+from tests.conftest import small_config
+from tests.flare.test_simulator import SITES, state_of
+from tests.flare.test_simulator import flare as flare
+
+
+def edit(config: Path) -> None:
+    path = config / "config_fed_client.json"
+    client = json.loads(path.read_text())
+    client["task_data_filters"][0]["filters"].insert(0, {"path": "tests.flare.components.Ear", "args": {}})
+    client["task_result_filters"][0]["filters"].append({"path": "tests.flare.components.Listener", "args": {}})
+    path.write_text(json.dumps(client))
+
+
+def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare: Callable[..., Path], tmp_path: Path) -> None:
+    config = small_config({"name": "fedsca", "low": 2, "alpha": 3.0}, local_steps=2, rounds=2)
+    job, workspace = assemble_job(config), flare(config, edit)
+    reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, tmp_path / "inprocess"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+
+    low = job.strategy.names(job.initial, Role.SHARED, 1, 0)
+    others = [name for name in job.initial if name not in low]
+    mixtures = {n: job.strategy.broadcast(reference.state, SiteInfo(n, 1, joined=True)).tensors for n in SITES}
+    assert not torch.equal(mixtures["site-1"][low[0]], mixtures["site-2"][low[0]])
+    for name in SITES:
+        tasks = [p.read_bytes() for p in sorted((workspace / "received" / name).iterdir(), key=lambda p: int(p.stem))]
+        last = tasks[-1]  # the closing evaluation: the final state's mixtures
+        assert all(mixtures[name][n].numpy().tobytes() in last for n in low)
+        assert not any(mixtures[other][n].numpy().tobytes() in last for other in SITES if other != name for n in low)
+        assert not any(n.encode() in last for n in others)
+        sent = b"".join(p.read_bytes() for p in (workspace / "heard" / name).iterdir())
+        assert all(n.encode() in sent for n in low)
+        assert not any(n.encode() in sent for n in others)
+    assert ours[f"matrices/{MATRIX}"].shape == (3, 3)
+    assert (workspace / f"{MATRIX}.png").is_file()
