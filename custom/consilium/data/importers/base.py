@@ -131,7 +131,7 @@ def size_of(path: Path) -> tuple[int, int]:
     try:
         with Image.open(path) as picture:
             return picture.size
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
 
 
@@ -146,16 +146,19 @@ def grey(path: Path) -> np.ndarray:
     try:
         with Image.open(path) as picture:
             return np.asarray(picture.convert("L"))
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
 
 
 def usable(path: Path, allowed: Sequence[int]) -> bool:
-    """Tell whether a mask can be used as it is: lossless, one channel, only these label values."""
+    """Tell whether a mask can be used as it is: lossless, one channel, only these label values. Raises DataError."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
-    with Image.open(path) as picture:
-        return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
+    try:
+        with Image.open(path) as picture:
+            return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
 
 
 def png(array: np.ndarray) -> bytes:
