@@ -13,12 +13,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli_import import data_import
 from consilium.cli_privacy import app as privacy_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
-data_app = typer.Typer(no_args_is_help=True, help="Look at data lists, share them out, generate phantoms.")
+data_app = typer.Typer(
+    no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms."
+)
 app.add_typer(data_app, name="data")
+data_app.command("import")(data_import)
 app.add_typer(privacy_app, name="privacy")
 
 

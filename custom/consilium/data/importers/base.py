@@ -1,0 +1,173 @@
+"""What the importers share: the samples they report, finding files and folders, label pictures, errors of one line."""
+
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from consilium.errors import DataError
+
+NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask for.
+
+    `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
+    out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
+    """
+
+    validation: float = 0.1
+    test: float = 0.2
+    seed: int = 0
+    sites: int = 0
+    minimum: int = 1
+    types: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file to write into the site's folder: `name` under `folder`, with the bytes that `make` returns."""
+
+    folder: str
+    name: str
+    make: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One sample of the source. `group` (patient, slide, video) is never cut by a split; `split` is the publisher's, if any."""
+
+    site: str
+    group: str
+    image: Path | Made
+    label: Path | Made | str
+    slice: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All that an importer found; `classes` is what a job's task.classes should say, `notes` is what a user should know."""
+
+    samples: list[Found]
+    classes: dict[str, list[int]] | list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Importer:
+    """A data set: how its folders look, in a line, and what reads them."""
+
+    layout: str
+    read: Callable[[Path, Options], Reading]
+    has_types: bool = False
+
+
+def wrong_layout(source: Path, expected: str) -> DataError:
+    """Return the error for a folder that does not look as published, with what is there instead."""
+    names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
+    found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
+
+
+def slug(name: str) -> str:
+    """Return a name fit for a site's folder: lower case, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def folders(root: Path) -> Iterator[Path]:
+    """Yield the folder and all below it, parents first, sorted; hidden ones and what macOS packs along are left out."""
+    for folder, below, _ in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
+        yield Path(folder)
+
+
+def files(root: Path, endings: Sequence[str]) -> list[Path]:
+    """Return the files below a folder whose names end so, in any case, sorted by path."""
+    wanted = tuple(endings)
+    found = (p for folder in folders(root) for p in folder.iterdir() if p.name.lower().endswith(wanted))
+    return sorted(p for p in found if not p.name.startswith(".") and p.is_file())
+
+
+def child(folder: Path, name: str) -> Path | None:
+    """Return the subfolder of that name in any case, or None."""
+    return next((p for p in sorted(folder.iterdir()) if p.is_dir() and p.name.lower() == name.lower()), None)
+
+
+def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return files by their name without ending. Raises DataError if two share it."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path.stem in found:
+            raise DataError(f"{path}: has the same name as {found[path.stem]}; keep one of the two")
+        found[path.stem] = path
+    return found
+
+
+def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
+    """Return the file of that stem. Raises DataError naming the image that has none."""
+    if stem not in among:
+        raise DataError(f"{image}: expected a {what} named {stem}; found none among {len(among)}; complete the set")
+    return among[stem]
+
+
+def numeric(path: Path) -> tuple[int, str]:
+    """Return a sort key that puts frame 2 before frame 10."""
+    digits = re.findall(r"\d+", path.stem)
+    return (int(digits[-1]) if digits else -1, path.name)
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Return a picture's (width, height) from its header. Raises DataError."""
+    try:
+        with Image.open(path) as picture:
+            return picture.size
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+
+
+def check_sizes(image: Path, mask: Path) -> None:
+    """Raise DataError unless both pictures have the same size."""
+    if (one := size_of(image)) != (other := size_of(mask)):
+        raise DataError(f"{mask}: expected the {one[0]}x{one[1]} pixels of {image}; found {other[0]}x{other[1]}")
+
+
+def grey(path: Path) -> np.ndarray:
+    """Return a picture's grey values (H, W), 0..255; palettes by their colours. Raises DataError."""
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("L"))
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+
+
+def usable(path: Path, allowed: Sequence[int]) -> bool:
+    """Tell whether a mask can be used as it is: lossless, one channel, only these label values. Raises DataError."""
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        return False
+    try:
+        with Image.open(path) as picture:
+            return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
+    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+
+
+def png(array: np.ndarray) -> bytes:
+    """Return a PNG of (H, W) or (H, W, 3) values in 0..255."""
+    buffer = io.BytesIO()
+    Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> Made:
+    """Return a label picture to write: what `make(*arguments)` returns, as masks/NAME.png."""
+    return Made("masks", f"{name}.png", lambda: png(make(*arguments)))

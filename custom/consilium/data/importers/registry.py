@@ -1,0 +1,31 @@
+"""The data sets that can be imported, by name."""
+
+from pathlib import Path
+from typing import Any
+
+from consilium.config_errors import nearest
+from consilium.data.importers import classes, nuclei, pictures, volumes
+from consilium.data.importers.base import Importer, Options
+from consilium.data.importers.writing import check_free, write_sites
+from consilium.errors import ConfigError, DataError
+
+IMPORTERS: dict[str, Importer] = {**pictures.SETS, **nuclei.SETS, **volumes.SETS, **classes.SETS}
+"""Importers by the name a user gives."""
+
+
+def import_set(name: str, source: Path, dest: Path, options: Options = Options()) -> dict[str, Any]:  # noqa: B008 - frozen
+    """Read the data set `name` from its published folders and write a data list per site; returns import.json's content.
+
+    Raises ConfigError for an unknown name or impossible shares, DataError for folders that look otherwise.
+    """
+    if name not in IMPORTERS:
+        raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
+    if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
+        asked = f"--validation {options.validation:g} --test {options.test:g}"
+        raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
+    if options.types and not IMPORTERS[name].has_types:
+        raise ConfigError(f"--types: {name} has no classes of cells; leave it out")
+    if not source.is_dir():
+        raise DataError(f"{source}: no such folder; expected {IMPORTERS[name].layout}")
+    check_free(dest)
+    return write_sites(IMPORTERS[name].read(source, options), name, source, dest, options)

@@ -1,0 +1,158 @@
+"""MRI volumes, listed plane by plane: prostates of six hospitals, hearts by scanner vendor."""
+
+import csv
+import gzip
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+from nibabel.filebasedimages import ImageFileError
+
+from consilium.data.importers.base import Found, Importer, Made, Options, Reading, child, files, folders, slug, wrong_layout
+from consilium.errors import DataError
+
+HOSPITALS = ("RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK")
+PROSTATE_LAYOUT = f"folders {', '.join(HOSPITALS)}, or some of them, with CaseXX.nii.gz and CaseXX_segmentation.nii.gz"
+MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName' or 'Vendor', 'ED' and 'ES', and CODE_sa.nii.gz with CODE_sa_gt.nii.gz"
+ENDINGS = (".nii", ".nii.gz")
+
+
+def read_prostate(source: Path, options: Options) -> Reading:
+    """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, its planes that hold prostate.
+
+    Label values 1 and 2 (two zones, where a hospital draws them) are both prostate: task.classes names both. A case is a
+    patient.
+    Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
+    for the publisher's own loader, and the segmentation is written anew with the image's header.
+    """
+    named = {name: next((f for one in folders(source) if (f := child(one, name))), None) for name in HOSPITALS}
+    found: list[Found] = []
+    for name, folder in named.items():
+        if folder is not None:
+            found += _read_hospital(folder, slug(name))
+    if not found:
+        raise wrong_layout(source, PROSTATE_LAYOUT)
+    missing = ", ".join(name for name, folder in named.items() if folder is None)
+    return Reading(found, {"prostate": [1, 2]}, [f"not there: {missing}"] if missing else [])
+
+
+def _read_hospital(folder: Path, site: str) -> list[Found]:
+    volumes = {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
+    cases = {stem: path for stem, path in volumes.items() if not stem.endswith("_segmentation")}
+    if not cases:
+        raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
+    found = []
+    for stem, path in sorted(cases.items()):
+        if (mask_path := volumes.get(f"{stem}_segmentation")) is None:
+            raise DataError(f"{path}: expected {path.name.split('.')[0]}_segmentation.nii.gz beside it; found none")
+        mask, is_turned = _labels(path, mask_path, 3)
+        label = Made("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3)) if is_turned else mask_path
+        found += [Found(site, stem, path, label, slice=plane) for plane in _planes(mask)]
+    return found
+
+
+def read_mnms(source: Path, options: Options) -> Reading:
+    """Read M&Ms: a site per vendor; the ED and ES frame (numbered from 0) of every case, planes with labels, split by case.
+
+    Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
+    because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: they leave
+    two vendors without training cases. Cases without labels, those of Training/Unlabeled, are left out.
+    """
+    table, rows = _table(source)
+    cases = {p.name[: -len("_sa.nii.gz")]: p for p in files(source, ["_sa.nii.gz"])}
+    if not cases:
+        raise wrong_layout(source, MNMS_LAYOUT)
+    if unknown := sorted(cases.keys() - rows.keys()):
+        raise DataError(f"{cases[unknown[0]]}: expected its code in {table.name}; found no row {unknown[0]}")
+    found, bare = [], []
+    for code, path in sorted(cases.items()):
+        samples = _read_case(path, code, rows[code])
+        found += samples
+        bare += [] if samples else [code]
+    if not found:
+        raise wrong_layout(source, "labelled cases, CODE_sa.nii.gz with CODE_sa_gt.nii.gz")
+    absent = len(rows.keys() - cases.keys())
+    notes = [f"{len(bare)} cases without labels are left out"] if bare else []
+    notes += [f"{absent} cases of {table.name} have no volume there"] if absent else []
+    return Reading(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
+
+
+def _table(source: Path) -> tuple[Path, dict[str, dict[str, str]]]:
+    """Return the table of cases and its rows by code. Raises DataError."""
+    for path in files(source, [".csv"]):
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+        if rows and {"External code", "ED", "ES"} <= rows[0].keys() and {"VendorName", "Vendor"} & rows[0].keys():
+            return path, {row["External code"].strip(): row for row in rows}
+    raise wrong_layout(source, MNMS_LAYOUT)
+
+
+def _read_case(path: Path, code: str, row: dict[str, str]) -> list[Found]:
+    mask_path = path.with_name(f"{code}_sa_gt.nii.gz")
+    if not mask_path.is_file():
+        return []
+    count = _open(path).shape[-1]
+    vendor = slug(row.get("VendorName") or f"vendor-{row.get('Vendor')}")
+    found = []
+    for phase in ("ED", "ES"):
+        frame, name = _frame(path, row, phase, count), f"{code}_{phase}.nii.gz"
+        mask, _ = _labels(path, mask_path, 4, frame)
+        image = Made("images", name, partial(_pack_frame, path, frame))
+        label = Made("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
+        found += [Found(vendor, code, image, label, slice=plane) for plane in _planes(mask)]
+    return found
+
+
+def _frame(path: Path, row: dict[str, str], phase: str, count: int) -> int:
+    try:
+        frame = int(float(row[phase]))
+    except ValueError:
+        frame = -1
+    if not 0 <= frame < count:
+        raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {row[phase]!r} in the table")
+    return frame
+
+
+def _open(path: Path) -> Any:
+    try:
+        return nibabel.load(path)
+    except (OSError, ImageFileError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read as NIfTI ({error}); replace it") from None
+
+
+def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
+    """Return a mask, or one frame of it, and whether its header turned the axes otherwise than the image's.
+
+    If so, it is given the image's header. Raises DataError for another shape than the image's, or another number of axes.
+    """
+    image, mask = _open(path), _open(mask_path)
+    if image.shape != mask.shape or len(image.shape) != axes:
+        raise DataError(f"{mask_path}: expected the {axes}-D shape of {path.name} {image.shape}; found {mask.shape}")
+    mask = mask if frame is None else mask.slicer[..., frame]
+    if nibabel.aff2axcodes(image.affine) == nibabel.aff2axcodes(mask.affine):
+        return mask, False
+    return nibabel.Nifti1Image(np.rint(np.asarray(mask.dataobj)).astype(np.uint8), image.affine), True
+
+
+def _planes(mask: Any) -> list[int]:
+    """Return the planes that hold labels, numbered as a data list's "slice" counts: along the last canonical axis."""
+    values = np.asarray(nibabel.as_closest_canonical(mask).dataobj)
+    return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
+
+
+def _pack_frame(path: Path, frame: int) -> bytes:
+    return _pack(_open(path).slicer[..., frame])
+
+
+def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
+    return _pack(_labels(path, mask_path, axes, frame)[0])
+
+
+def _pack(volume: Any) -> bytes:
+    """Return a volume's .nii.gz, the same bytes every time."""
+    return gzip.compress(volume.to_bytes(), 6, mtime=0)
+
+
+SETS = {"prostate": Importer(PROSTATE_LAYOUT, read_prostate), "mnms": Importer(MNMS_LAYOUT, read_mnms)}
