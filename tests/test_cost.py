@@ -4,8 +4,8 @@ import pytest
 
 from consilium.assemble import assemble_job
 from consilium.config import JobConfig, load_job
-from consilium.cost import Cost, compare
-from tests.conftest import JOBS, small_cells
+from consilium.cost import Cost, adapters, compare
+from tests.conftest import JOBS, small_cells, small_config
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,24 @@ def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
     assert found["fedsa_lora"].total == 2 * pairs
     assert found["ffa_lora"].trainable == pairs + head
     assert not [name for name in found if name.startswith("fediat")]
+
+
+def test_bottlenecks_travel_by_their_number() -> None:
+    raw = small_config("fedsca").model_dump() | {"strategy": {"name": "fedsca", "low": 3}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    found = adapters(job)
+    assert (found["adapters"], found["travelling"], found["times_fewer_bytes"]) == (12, 3, 4.0)
+    own, everything = compare(job)[0], next(c for c in compare(job) if c.strategy == "fedsca 0")
+    assert own.bytes_up * 4 == everything.bytes_up
+    assert {c.strategy for c in compare(job)} == {
+        "fedsca 3",
+        "fedsca 1",
+        "fedsca 4",
+        "fedsca 0",
+        "fedit",
+        "fedprox",
+        "local_only",
+    }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:

@@ -111,13 +111,17 @@ def _run(
 def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.assemble import assemble_job
-    from consilium.cost import compare
+    from consilium.cost import adapters, compare
 
     config, source = _load(job, [])
-    costs = compare(assemble_job(config, source))
+    ready = assemble_job(config, source)
+    costs, bottlenecks = compare(ready), adapters(ready)
     if format is Format.JSON:
-        print(json.dumps([c.to_dict() for c in costs], indent=1))
+        print(json.dumps([c.to_dict() | (bottlenecks or {} if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
+    if bottlenecks:
+        k, each, low, saved = bottlenecks.values()
+        typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")
     title = f"{config.name}: parameters per site and round; * this job"
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for heading in ("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down"):
@@ -125,7 +129,7 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
     for index, one in enumerate(costs):
         numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
         table.add_row(one.strategy + (" *" if index == 0 else ""), *(f"{n:,}" for n in numbers))
-    Console().print(table)
+    Console(width=max(Console().width, 100)).print(table)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from consilium.adapters.bottleneck import count, position
 from consilium.assemble import Job
 from consilium.errors import ConfigError
 from consilium.runlog import payload_bytes
@@ -49,6 +50,16 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     return Cost(label, _count(initial[n] for n in trained), *numbers, _count(first.values()))
 
 
+def adapters(job: Job) -> dict[str, float] | None:
+    """Return K, the parameters of one bottleneck adapter, how many travel, and the bytes this saves; None for LoRA."""
+    total = count(job.initial)
+    if not total:
+        return None
+    low = count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
+    each = sum(t.numel() for n, t in job.initial.items() if position(n) == 0)
+    return {"adapters": total, "parameters_each": each, "travelling": low, "times_fewer_bytes": total / max(low, 1)}
+
+
 def _corner(strategy: Strategy, name: str, tensor: Any, round: int) -> tuple[slice, ...]:
     return tuple(slice(size) for size in strategy.shape(name, tuple(tensor.shape), round))
 
@@ -59,9 +70,10 @@ def compare(job: Job) -> list[Cost]:
     A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
     """
     own = job.config.strategy
-    label = " ".join([own["name"], *(str(own[k]) for k in ("split",) if k in own)])
-    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in ("fediat", "centralized")}
+    label = " ".join([own["name"], *(str(own[k]) for k in ("split", "low") if k in own)])
+    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in ("fediat", "fedsca", "centralized")}
     others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
+    others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
     costs = [cost_of(job.strategy, job.initial, label)]
     fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
     return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]

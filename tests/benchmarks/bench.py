@@ -25,8 +25,10 @@ from consilium.models.sam import build_sam
 from consilium.models.sam_attention import FusedImageAttention, use_fused
 from consilium.privacy.mechanism import Normal, geometry, release, seeded_normal, system_normal
 from consilium.runlog import payload_bytes
+from consilium.simplex import mixture_weights
 from consilium.simulate import simulate
 from consilium.strategies.fediat import FedIAT
+from consilium.strategies.fedsca import similarities
 from consilium.strategy import SiteInfo, Step
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -185,6 +187,28 @@ def noise() -> None:
         print(f"noise of 36 layers of 768 x 768, rank 8, {name}: paper's way / ours {ratio:.0f}")
 
 
+def simplex() -> None:
+    """Print the time of SGCA for N sites: cvxpy, a problem a row as the paper solves it, over ours. Aim: 100 at N = 50."""
+    import cvxpy
+
+    for count, pairs in ((6, 5), (50, 3), (500, 1)):
+        points, prior = torch.randn(count, 20, dtype=torch.float64), torch.full((count,), 1 / count, dtype=torch.float64)
+        similarity = similarities(points, "l2", True)
+        rows = min(count, 50)  # of 500 rows fifty are timed and counted ten times
+        scale = count / rows
+
+        def solver(
+            count: int = count, prior: torch.Tensor = prior, similarity: torch.Tensor = similarity, rows: int = rows
+        ) -> None:
+            for i in range(rows):
+                w = cvxpy.Variable(count)
+                cost = cvxpy.sum_squares(w - prior.numpy()) - w @ similarity[i].numpy()
+                cvxpy.Problem(cvxpy.Minimize(cost), [w >= 0, cvxpy.sum(w) == 1]).solve()
+
+        ratio = scale * median_ratio(solver, partial(mixture_weights, prior, similarity, 1.0), pairs)
+        print(f"SGCA, {count} sites: cvxpy / ours {ratio:.0f}")
+
+
 def guard() -> None:
     """Print what the guard adds to a step: clip and noise of a whole vit_b update over one forward and backward pass."""
     model = _random_sam("vit_b", 512)
@@ -200,7 +224,7 @@ def guard() -> None:
 
 
 BENCHMARKS = {"sor": sor, "attention": attention, "memory": memory, "wire": wire_bytes, "engines": engines}
-BENCHMARKS |= {"noise": noise, "guard": guard}
+BENCHMARKS |= {"noise": noise, "guard": guard, "simplex": simplex}
 
 
 def main() -> None:

@@ -30,27 +30,43 @@ ROWS: dict[str, dict] = {
 }
 
 
-def config(strategy: dict, seed: int, rounds: int, steps: int, lr: float) -> JobConfig:
+BOTTLENECK_ROWS: dict[str, dict] = {
+    "local_only, bottleneck": {"name": "local_only"},
+    "FedFMS": {"name": "fedsca", "low": 0, "mixture": "mean", "pull": 0.0},
+    "FedProx": {"name": "fedprox"},
+    "LAT, L = 1": {"name": "fedsca", "low": 1, "mixture": "mean", "pull": 0.0},
+    "LAT, L = 4": {"name": "fedsca", "low": 4, "mixture": "mean", "pull": 0.0},
+    "SGCA, all": {"name": "fedsca", "low": 0, "pull": 0.0},
+    "FedSCA, L = 1": {"name": "fedsca", "low": 1},
+    "FedSCA, L = 4": {"name": "fedsca", "low": 4},
+    "FedSCA, all": {"name": "fedsca", "low": 0},
+    "FedSCA, L = 4, alpha 3": {"name": "fedsca", "low": 4, "alpha": 3.0},
+}
+"""FedSCA's comparison, on bottleneck adapters."""
+
+
+def config(row: str, seed: int, rounds: int, steps: int, lr: float) -> JobConfig:
     """Return the job of one row."""
+    lora = row in ROWS
     return JobConfig.model_validate(
         {
             "name": "nuclei",
-            "strategy": strategy,
+            "strategy": (ROWS if lora else BOTTLENECK_ROWS)[row],
             "model": {"name": "sam", "variant": "tiny", "image_size": 128},
-            "adapter": {"rank": 8, "alpha": 8, "targets": "paper"},
+            "adapter": {"rank": 8, "alpha": 8, "targets": "paper"} if lora else {"kind": "bottleneck"},
             "task": {"classes": ["nucleus"]},
             "training": {"rounds": rounds, "local_steps": steps, "batch_size": 4, "optimizer": "adam", "lr": lr, "seed": seed},
         }
     )
 
 
-def run(data: Path, strategy: dict, seed: int, rounds: int, steps: int, lr: float) -> dict[str, dict[str, float]]:
+def run(data: Path, row: str, seed: int, rounds: int, steps: int, lr: float) -> dict[str, dict[str, float]]:
     """Return the final metrics per site of one run."""
     sites = {p.parent.name: SiteConfig(datalist=p) for p in sorted(data.glob("*/datalist.json"))}
-    if strategy["name"] == "centralized":
+    if row == "centralized":
         steps *= len(sites)  # the pooled site does the steps of all sites
     with tempfile.TemporaryDirectory() as workspace:
-        job = assemble_job(config(strategy, seed, rounds, steps, lr))
+        job = assemble_job(config(row, seed, rounds, steps, lr))
         simulate(job, sites, Path(workspace), lambda event: None)
         return json.loads((Path(workspace) / "results.json").read_text())
 
@@ -81,14 +97,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="default: the LoRA rows; fedsca: its comparison")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one thread")
     parser.add_argument("-o", "--output", type=Path, required=True)
     wanted = parser.parse_args()
+    if wanted.rows == ["fedsca"]:
+        wanted.rows = ["fedsa_lora", *BOTTLENECK_ROWS]
     todo = [(seed, name) for seed in wanted.seeds for name in wanted.rows]
     results: dict[str, list] = {}
     with ProcessPoolExecutor(wanted.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(run, wanted.data, ROWS[n], s, wanted.rounds, wanted.steps, wanted.lr) for s, n in todo]
+        futures = [pool.submit(run, wanted.data, n, s, wanted.rounds, wanted.steps, wanted.lr) for s, n in todo]
         for (seed, name), future in zip(todo, futures, strict=True):
             found = future.result()
             results.setdefault(name, []).append(found)

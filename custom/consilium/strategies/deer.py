@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import ConfigDict
 
-from consilium.strategy import Role, ServerState, Strategy, Tensors, factor
+from consilium.strategy import Role, ServerState, Strategy, Tensors, factor, lora_factor
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
 """Phases of successive rounds, repeated; by the share of exchanges that is left (paper's Figure 7)."""
@@ -45,7 +45,7 @@ class DEeR(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor whose turn it is not, SHARED for the rest."""
-        return Role.FROZEN if factor(name) not in (None, self._trained(round)[phase]) else Role.SHARED
+        return Role.FROZEN if lora_factor(name, self.name) not in (None, self._trained(round)[phase]) else Role.SHARED
 
     def peer(self, name: str, round: int, phase: int) -> str | None:
         """Return the frozen factor of the same layer, where the regulator is on."""

@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict, Field
 
 from consilium.seeding import seed_for
-from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, Tensors, factor
+from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, Tensors, factor, lora_factor
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class DPDyLoRA(Strategy):
     seed: int = 0
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED."""
+        """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""
+        lora_factor(name, self.name)
         return Role.SHARED
 
     def rank(self, full: int, round: int) -> int:

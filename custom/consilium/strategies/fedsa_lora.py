@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from consilium.strategy import Role, Strategy, factor
+from consilium.strategy import Role, Strategy, lora_factor
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,4 @@ class FedSALoRA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for lora_A, LOCAL for the rest."""
-        return Role.SHARED if factor(name) == "A" else Role.LOCAL
+        return Role.SHARED if lora_factor(name, self.name) == "A" else Role.LOCAL

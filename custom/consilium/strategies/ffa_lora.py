@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from consilium.strategy import Role, Strategy, factor
+from consilium.strategy import Role, Strategy, lora_factor
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,4 @@ class FFALoRA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for lora_A, SHARED for the rest."""
-        return Role.FROZEN if factor(name) == "A" else Role.SHARED
+        return Role.FROZEN if lora_factor(name, self.name) == "A" else Role.SHARED
