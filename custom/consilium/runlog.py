@@ -58,7 +58,14 @@ class RunLog:
     def figures(self, state: ServerState, matrices: Tensors) -> None:
         """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
         for title, matrix in matrices.items():
-            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
+            stale = {name: state.round - 1 - last for name, last in state.reported.items()}
+            line = {
+                "event": "figure",
+                "round": state.round - 1,
+                "title": title,
+                "sites": sorted(state.sites),
+                "staleness": stale,
+            }
             self._line(line | {"values": matrix.tolist()})
             self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
             self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})

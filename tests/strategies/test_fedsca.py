@@ -208,6 +208,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
         assert [e["round"] for e in lines if e["event"] == "figure"] == [0, 1]
+        assert all(e["staleness"] == {"site-1": 0, "site-2": 0} for e in lines if e["event"] == "figure")
         assert (tmp_path / folder / f"{MATRIX}.png").stat().st_size > 5000
 
 
