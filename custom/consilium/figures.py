@@ -29,6 +29,7 @@ def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
         _draw(axis, event)
     for axis in np.ravel(figure.axes)[len(picked) :]:
         axis.axis("off")
+    figure.suptitle("rows receive, columns give", fontsize=9)
     figure.savefig(path, dpi=110)
 
 

@@ -222,6 +222,18 @@ def test_a_first_phase_a_with_b_zero_releases_zeros_and_spends_nothing(make: Mak
     assert guard.ledger.entries() == []
 
 
+def test_a_server_cannot_have_a_release_for_nothing_by_replaying_it_with_zero_peers(make: Make) -> None:
+    job = private_job()
+    guard = make(job)
+    guard.receive("r", broadcast(job))
+    with patch.object(type(guard.ledger), "spend", side_effect=RefusedError("budget")), pytest.raises(RefusedError):
+        guard.release("r", result(job))  # prepared, kept, not paid for
+    zeros = {name: torch.zeros_like(t) for name, t in job.initial.items()}
+    guard.receive("r", replace(broadcast(job), tensors=zeros))
+    guard.release("r", result(job))
+    assert len(guard.ledger.entries()) == 1
+
+
 def test_a_plan_over_the_budget_is_refused_before_training_with_the_numbers(make: Make) -> None:
     job = private_job()
     with pytest.raises(RefusedError, match=r"'ward-7' \(unit site\) has spent epsilon 0 of 1 at delta 1e-05; .* would be 3"):

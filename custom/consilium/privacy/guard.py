@@ -123,11 +123,11 @@ class Guard:
             )
         if not self._site_level:
             return self._checked(result)
-        stored = self._stored(run)
+        stored, spends = self._stored(run)
         if stored is None or _place(stored) != place:
-            stored = self._prepare(run, result, stored)
-            self._store(run, stored)
-        if not self.plan.in_advance and self._spends(stored):
+            stored, spends = self._prepare(run, result, stored)
+            self._store(run, stored, spends)
+        if spends and not self.plan.in_advance:
             self.ledger.spend(self._entry(run, *place), self._budget())  # the last step: from here on it counts as released
         return stored
 
@@ -145,8 +145,11 @@ class Guard:
         check_release(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
 
-    def _prepare(self, run: str, result: Payload, last: Payload | None) -> Payload:
-        """Return a new release of `result`: checked whole, then clipped and noised where the plan says so."""
+    def _prepare(self, run: str, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
+        """Return a new release of `result`, checked whole, clipped and noised, and whether it tells anything.
+
+        One of zero dimensions (all public peers are zero) does not, and costs nothing.
+        """
         if last is not None and _place(last) > _place(result):
             raise RefusedError(f"{self.name}: round {result.round} phase {result.phase} is stale; nothing was sent")
         if self.ledger.has(self._entry(run, result.round, result.phase)):
@@ -157,7 +160,7 @@ class Guard:
         maps = geometries(self.strategy, self.config, checked.tensors, self.broadcast.tensors, *_place(result))
         released, outcome = mechanism.release(checked.tensors, maps, self.plan.config.clip, noise, self._normal(result))
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
-        return replace(checked, tensors=released)
+        return replace(checked, tensors=released), outcome.dimensions > 0
 
     def _check_complete(self, result: Payload) -> None:
         """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
@@ -173,11 +176,6 @@ class Guard:
         if self.policy.noise_seed is None:
             return mechanism.system_normal
         return mechanism.seeded_normal(seed_for(self.policy.noise_seed, self.name, result.round, result.phase))
-
-    def _spends(self, released: Payload) -> bool:
-        """Tell whether a release tells anything: one of zero dimensions (all public peers are zero) does not."""
-        maps = geometries(self.strategy, self.config, released.tensors, self.broadcast.tensors, *_place(released))
-        return any(name not in maps or maps[name].forward.shape[1] for name in released.tensors)
 
     def _budget(self) -> Budget | None:
         found: BudgetConfig | None = self.policy.budgets.get(self.plan.config.unit)
@@ -200,15 +198,16 @@ class Guard:
     def _file(self, run: str) -> Path:
         return self.folder / run / "released.safetensors"
 
-    def _stored(self, run: str) -> Payload | None:
+    def _stored(self, run: str) -> tuple[Payload | None, bool]:
+        """Return the last release and whether it costs anything: what was decided then, whatever the server sends now."""
         if not self._file(run).exists():
-            return None
+            return None, True
         tensors, meta = load_state(self._file(run))
-        return Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
+        return Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta["spends"]
 
-    def _store(self, run: str, released: Payload) -> None:
+    def _store(self, run: str, released: Payload, spends: bool) -> None:
         meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
-        save_state(self._file(run), released.tensors, meta)
+        save_state(self._file(run), released.tensors, meta | {"spends": spends})
 
 
 def _place(payload: Payload) -> tuple[int, int]:
