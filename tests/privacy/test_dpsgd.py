@@ -50,9 +50,9 @@ def llama_case() -> Case:
     )
     model = LlamaForCausalLM(config)
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj", "v_proj"]), model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
-        if ".lora_B" in name:
+    adapter.claim(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
+    for name, parameter in adapter.tensors(model).items():
+        if name.endswith("lora_B"):
             nn.init.normal_(parameter, std=0.1)
     tokens = torch.randint(0, 50, (3, 7))
     return model, adapter.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
