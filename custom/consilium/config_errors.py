@@ -6,7 +6,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-KINDED = ("model", "adapter", "task", "privacy")
+KINDS = {
+    "model": ("sam", "clip"),
+    "adapter": ("lora", "bottleneck"),
+    "task": ("segmentation", "classification"),
+    "privacy": ("site", "record"),
+}
 """Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
 
 
@@ -15,8 +20,8 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
     lines = []
     for item in error.errors():
         field = prefix + ".".join(_place(item["loc"]))
-        if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
-            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "the kinds in the README")
+        if item["type"] in ("union_tag_invalid", "union_tag_not_found"):  # only privacy.unit has no default
+            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "'site', 'record'")
             lines.append(f"{path}: {field}.{key}: {item['ctx'].get('tag', 'missing')!r}: expected one of {known}")
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
@@ -30,8 +35,9 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
 
 
 def _place(loc: tuple[int | str, ...]) -> list[str]:
-    """Return pydantic's location without what it adds for unions: the kind of a section, the type of a value."""
-    return [str(part) for i, part in enumerate(loc) if part != "list[int]" and not (i == 1 and loc[0] in KINDED)]
+    """Return pydantic's location without what it adds: the kind of a section, the type of a value, a mark for keys."""
+    kinds = KINDS.get(str(loc[0]), ()) if loc else ()
+    return [str(part) for i, part in enumerate(loc) if part not in ("list[int]", "[key]") and not (i == 1 and part in kinds)]
 
 
 def nearest(word: str | None, known: Any) -> str:
