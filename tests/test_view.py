@@ -47,7 +47,7 @@ def test_classification_shows_accuracy_and_f1() -> None:
 def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 2, "job") as view:
-        view({"event": "round", "round": 0, "phase": 0, "sites": ["a", "b"]})
+        view({"event": "round", "round": 0, "phase": 0, "phases": 1, "sites": ["a", "b"]})
         view({"event": "step", "site": "a", "round": 0, "step": 1, "steps": 2, "loss": 1.0})
         assert view._fraction() == 0.125
         metrics = {"validation/received/dice": 0.25, "validation/personal/dice": 0.5, "train/loss": 0.75}
@@ -57,3 +57,21 @@ def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
     text = console.file.getvalue()
     assert "round 1/2  a: loss 0.750  Dice received 0.250  personal 0.500  ETA" in text
     assert "round 1: b: refused: NaN" in text
+
+
+def test_phases_count_as_parts_of_a_round() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 2, "job") as view:
+        view({"event": "round", "round": 1, "phase": 1, "phases": 2, "sites": ["a"]})
+        assert view._fraction() == 0.75
+        view({"event": "metrics", "site": "a", "round": 1, "metrics": {"validation/received/dice": 0.5, "train/loss": 1.0}})
+        assert view._fraction() == 1.0
+    assert "round 2/2 phase 2/2  a:" in console.file.getvalue()
+
+
+def test_what_privacy_will_do_is_said_first() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 2, "job") as view:
+        view({"event": "privacy", "claim": "epsilon 3 at delta 1e-05", "warnings": ["noise drowns it"]})
+    assert "privacy: epsilon 3 at delta 1e-05" in console.file.getvalue()
+    assert "privacy: noise drowns it" in console.file.getvalue()

@@ -90,7 +90,8 @@ class Coordinator:
             self.aggregate.reset()
         if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
             self._announce(self.plan)
-        self.observer({"event": "round", "round": self.state.round, "phase": self.state.phase, "sites": sorted(self.asked)})
+        place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
+        self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
         for name, payload in payloads.items():
             self.log.sent(name, payload)

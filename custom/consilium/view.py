@@ -22,7 +22,7 @@ class LiveView:
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
         self.sites: dict[str, dict[str, Any]] = {}
-        self.round, self.asked, self.began = 0, 1, time.monotonic()
+        self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
         self.score = LEADING[0]
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
@@ -52,6 +52,7 @@ class LiveView:
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
         self.round, self.asked = event["round"], len(event["sites"])
+        self.phase, self.phases = event["phase"], event["phases"]
         for row in self.sites.values():
             row["part"] = 0.0
 
@@ -84,11 +85,13 @@ class LiveView:
         if not self._live and found["received"] is not None:
             values = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
             scores = f"loss {metrics['train/loss']:.3f}  {HEADINGS[self.score]} {values}"
-            place = f"round {event['round'] + 1}/{self.rounds}  {event['site']}"
+            part = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
+            place = f"round {event['round'] + 1}/{self.rounds}{part}  {event['site']}"
             self.console.print(f"{place}: {scores}  {self._eta()}", highlight=False)
 
     def _fraction(self) -> float:
-        return (self.round + sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)) / self.rounds
+        done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
+        return (self.round + (self.phase + done) / self.phases) / self.rounds
 
     def _eta(self) -> str:
         done, spent = min(self._fraction(), 1.0), time.monotonic() - self.began
