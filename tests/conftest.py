@@ -13,6 +13,13 @@ from consilium.config import JobConfig
 JOBS = Path(__file__).parent.parent / "jobs"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep FLARE's simulations in one worker: two at a time would have more site processes than cores."""
+    for item in items:
+        if "flare" in Path(item.fspath).parts:
+            item.add_marker(pytest.mark.xdist_group("flare"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
