@@ -108,7 +108,7 @@ def spent(ranks: list[int], costs: list[float]) -> Fraction:
 
 
 @given(LAYERS, st.floats(0, 60), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_downloads_fit_and_nothing_more_would(layers: list, budget: float, literal: bool) -> None:
     rows, costs = [row for row, *_ in layers], [cost for _, cost, *_ in layers]
     ranks = download_ranks(rows, costs, budget, literal)
@@ -120,7 +120,7 @@ def test_downloads_fit_and_nothing_more_would(layers: list, budget: float, liter
 
 
 @given(LAYERS, st.floats(0, 60), st.floats(0, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_larger_budget_never_takes_a_rank_away(layers: list, first: float, second: float) -> None:
     """Literal: for any costs, it is a prefix of one order. Default: for equal costs; and it never has less than literal."""
     rows, costs = [row for row, *_ in layers], [cost for _, cost, *_ in layers]
@@ -166,7 +166,7 @@ def plain_train(rows: list, caps: list, site: Training) -> list[int]:
 
 
 @given(LAYERS, st.floats(0, 60), st.floats(0, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_training_fits_both_budgets_and_is_the_plain_scan(layers: list, seconds: float, memory: float) -> None:
     rows, times, bytes_each, caps = (list(column) for column in zip(*layers, strict=True))
     site = Training(times, bytes_each, seconds, memory)
