@@ -86,7 +86,8 @@ def test_energies_are_normalised_by_layer_and_uniform_for_nothing() -> None:
     assert energies(values, 10.0) == pytest.approx([0.9, 0.1])
     assert energies(100 * values, 1e5) == pytest.approx([0.9, 0.1])
     assert energies(1e-12 * values, 1e-23) == pytest.approx([0.9, 0.1])
-    assert energies(torch.zeros(4), 0.0) == [0.25] * 4
+    assert energies(torch.zeros(4), 0.0) == pytest.approx([0.25] * 4)
+    assert download_ranks([energies(torch.zeros(4), 0.0)] * 3, [2] * 3, 15) == [3, 2, 2]  # in turn, the lower index first
     assert download_costs([(3, 5), (2, 2)], 4) == [32, 16]
 
 

@@ -183,6 +183,7 @@ def test_a_guess_saves_nothing_in_truth() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_zero_and_rank_deficient_updates(dense: bool) -> None:
     empty = as_dense(torch.zeros(20, 30)) if dense else zero(20, 30)
+    assert not spectrum(as_dense(torch.zeros(600, 560)), 8).values.any()
     found = spectrum(empty, 8)
     assert (found.left.shape, found.right.shape) == ((20, 8), (8, 30))
     assert not found.values.any()

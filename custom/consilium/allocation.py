@@ -22,9 +22,13 @@ Energies = Sequence[Sequence[float]]
 
 
 def energies(values: Tensor, total: float) -> list[float]:
-    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2; uniform 1 / r if W = 0."""
+    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2; uniform 1 / r if W = 0.
+
+    Uniform but for a billionth less at each rank, so that layers of the same cost take ranks in turn: with exact ties, which go
+    to the lower index, the first layers would take all.
+    """
     if not total > 0:
-        return [1 / len(values)] * len(values)
+        return [(1 - 1e-9 * rank) / len(values) for rank in range(len(values))]
     return (values.double().square() / (total + EPSILON * total)).tolist()
 
 

@@ -18,12 +18,12 @@ from consilium.certified import BLOCK, PROBE_STEPS, PROBES, certified, squared
 Product = tuple[Tensor, Tensor]
 """left (out, r) and right (r, in) of the matrix left @ right."""
 
-COSTS = {"qr": 6e-10, "core": 1.8e-9, "pass": 1.3e-10, "full": 3e-10}
+COSTS = {"qr": 2.6e-10, "core": 1.0e-9, "pass": 0.9e-10, "full": 5e-10}
 """Seconds per (out + in) k^2 of QR, per k^3 of a core's SVD, per out * in of a column's way through W and W', per
 out * in * min(out, in) of a full SVD; one core. Only ratios matter. `python -m tests.benchmarks.server_round --constants`."""
 
-COLUMNS = 12 * BLOCK + PROBE_STEPS * PROBES
-"""How many columns pass a dense W until the certificate holds, typically."""
+BASIS = 8 * BLOCK
+"""Columns of the Krylov basis in which a dense W's certificate holds, typically."""
 SMALL = 512
 """Up to this min(out, in) a dense W gets its full SVD in float64: nothing else is faster."""
 TOLERANCE = 1e-5
@@ -83,7 +83,7 @@ def residuals(changes: Sequence[Change], scale: float) -> Product:
     """Return sum_i p_i s (B_i A_i - B0_i A0_i) (Eq. 10) as one product, exact and without cancellation.
 
     It is dB A + B0 dA: starts that are prefixes of one another (sites of one round) share their B0, so that the width is the
-    sum of the ranks plus the largest, not twice the sum.
+    sum of the ranks plus the largest, not twice the sum. Same bits only for the same order of `changes`: give them by name.
     """
     lefts, rights, bases = [], [], []
     for change in sorted(changes, key=lambda c: -c.start[0].shape[1]):
@@ -116,18 +116,18 @@ def add(update: Update, change: Product) -> Update:
 def dense_from(out: int, into: int) -> int:
     """Return the stacked width from which a dense W is cheaper to decompose, or smaller."""
     small, large = 0, out * into // (out + into) + 1
-    dense = _full_seconds(out, into)
+    dense = COSTS["full"] * out * into * min(out, into)
     if min(out, into) > SMALL:
-        dense = min(dense, COSTS["pass"] * out * into * COLUMNS)
+        dense = min(dense, COSTS["pass"] * out * into * (BASIS + PROBES * PROBE_STEPS) + _factored_seconds(out, into, BASIS))
     while small < large:  # the factored way's time grows with the width
         width = (small + large) // 2
-        factored = COSTS["qr"] * (out + into) * width**2 + COSTS["core"] * width**3
-        small, large = (width + 1, large) if factored <= dense else (small, width)
+        small, large = (width + 1, large) if _factored_seconds(out, into, width) <= dense else (small, width)
     return small
 
 
-def _full_seconds(out: int, into: int) -> float:
-    return COSTS["full"] * out * into * min(out, into)
+def _factored_seconds(out: int, into: int, width: int) -> float:
+    """Return the time of bases of `width` columns on both sides and of their core's SVD."""
+    return COSTS["qr"] * (out + into) * width**2 + COSTS["core"] * width**3
 
 
 # decomposition --------------------------------------------------------------------------------------------------------
