@@ -66,8 +66,12 @@ def test_classes_as_names_number_themselves() -> None:
         ({"data": {"phantoms": {"kind": "cells"}}}, r"data\.phantoms\.kind: 'cells' does not fit task\.name"),
         ({"data": {"phantoms": {"kind": "sentences"}}}, r"does not fit task\.name 'segmentation'; it is for language"),
         ({"model": {"name": "causal_lm", "variant": "tiny"}}, r"task\.name: 'segmentation' does not fit .*'language'"),
-        ({"model": {"name": "causal_lm", "variant": "folder"}}, r"model: .*checkpoint is missing with variant folder"),
-        ({"model": {"name": "causal_lm", "variant": "tiny", "config": {}}}, r"model: .*config comes with variant tiny"),
+        ({"model": {"name": "causal_lm", "variant": "folder"}}, r"model\.checkpoint: None: expected the path of a"),
+        (
+            {"model": {"name": "causal_lm", "variant": "tiny", "config": {}}},
+            r"model\.config: \{\}: expected none: the tiny model",
+        ),
+        ({"task": {"name": "language", "labels": ["a", "a"]}}, r"task\.labels: .*every label once; 'a' is there twice"),
     ],
 )
 def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
     """Return the report on a data list of the kind that the job, or without one the path, says."""
     from consilium.data.text import has_texts
 
-    if not (config.task.name == "language" if config else has_texts(path)):
+    if not (config.task.name == "language" if config else has_texts(path) or path.suffix == ".jsonl"):
         from consilium.data.check import check_datalist
 
         return check_datalist(path, config.task.classes if config else None)

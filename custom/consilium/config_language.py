@@ -1,8 +1,8 @@
 """Sections of job.yaml for language models: the model and its task."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from consilium.config_section import Section
 
@@ -17,17 +17,20 @@ class CausalLmConfig(Section):
 
     name: Literal["causal_lm"]
     variant: Literal["tiny", "folder"]
-    checkpoint: str | None = None
-    config: dict[str, Any] | None = None
+    checkpoint: Annotated[str | None, Field(validate_default=True)] = None
+    config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
     max_length: Annotated[int, Field(ge=8, description="tokens")] = 512
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        for field in ("checkpoint", "config"):
-            if (getattr(self, field) is None) != (self.variant == "tiny"):
-                what = "comes with variant tiny; leave it out" if self.variant == "tiny" else "is missing with variant folder"
-                raise ValueError(f"{field} {what}; variant folder needs checkpoint (a path) and config (its config.json)")
-        return self
+    @field_validator("checkpoint", "config")
+    @classmethod
+    def _belongs_to_folder(cls, value: Any, info: ValidationInfo) -> Any:
+        variant = info.data.get("variant")
+        if value is None and variant == "folder":
+            wanted = {"checkpoint": "the path of a transformers folder", "config": "the contents of its config.json"}
+            raise ValueError(f"{wanted[info.field_name]}; variant folder needs both checkpoint and config")
+        if value is not None and variant == "tiny":
+            raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
+        return value
 
 
 class LanguageConfig(Section):
@@ -41,8 +44,9 @@ class LanguageConfig(Section):
     labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     max_new_tokens: Annotated[int, Field(ge=1, description="of a written answer")] = 128
 
-    @model_validator(mode="after")
-    def _has_labels(self) -> Self:
-        if len(set(self.labels)) < len(self.labels):
-            raise ValueError("labels: every one once; remove the repeated one")
-        return self
+    @field_validator("labels")
+    @classmethod
+    def _differ(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [label for label in value if value.count(label) > 1]:
+            raise ValueError(f"every label once; {twice[0]!r} is there twice")
+        return value
