@@ -61,6 +61,15 @@ def small_cells(strategy: str | dict[str, Any] = "fedit", **training: Any) -> Jo
     return JobConfig.model_validate(raw)
 
 
+def small_text(strategy: str | dict[str, Any] = "fedit", **training: Any) -> JobConfig:
+    """Return a language job of seconds: the tiny LM on sentences of three wards."""
+    raw = small_config(strategy, **training).model_dump()
+    raw["model"] = {"name": "causal_lm", "variant": "tiny", "max_length": 128}
+    raw["task"] = {"name": "language", "evaluate": "label", "labels": ["urgent", "soon", "later"], "max_new_tokens": 8}
+    raw["data"] = {"phantoms": {"kind": "sentences", "training": 32, "validation": 3, "test": 6}}
+    return JobConfig.model_validate(raw)
+
+
 @pytest.fixture
 def small_job() -> Callable[..., Job]:
     """Return a maker of small jobs: small_job("fedit", rounds=1)."""

@@ -69,6 +69,15 @@ def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert json.loads(capsys.readouterr().out)["problems"]["undeclared label value"]["count"] == 4
 
 
+def test_data_check_of_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["--kind", "sentences", "--sites", 1, "--training", 4, "--validation", 1, "--test", 3]
+    assert run(monkeypatch, "data", "phantoms", tmp_path, *counts) == 0
+    assert run(monkeypatch, "data", "check", tmp_path / "site-1") == 0
+    assert "4 training, 1 validation, 3 test" in capsys.readouterr().out
+    assert run(monkeypatch, "data", "check", tmp_path / "site-1", "--job", JOBS / "quickstart_text") == 0
+    assert "tokens (" in capsys.readouterr().out
+
+
 def test_a_partition_is_made_checked_and_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ def test_classes_as_names_number_themselves() -> None:
         ({"name": "a b"}, r"name: 'a b': "),
         ({"training": 5}, r"training: 5: expected a valid dictionary"),
         ({"model": 5}, r"model: 5: expected a valid dictionary"),
-        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of 'sam', 'clip'$"),
+        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of 'sam', 'clip', 'causal_lm'$"),
         ({"model__varant": "tiny"}, r"model\.varant: unknown field; remove it \(did you mean 'variant'\?\)"),
         ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
         ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),
@@ -64,6 +64,14 @@ def test_classes_as_names_number_themselves() -> None:
         ({"task": {"name": "classification", "classes": ["a", "b", "a"]}}, r"task\.classes: .*every class once; 'a'"),
         ({"task": {"name": "classification", "classes": ["a", "b/c"]}}, r"task\.classes\.1: 'b/c'"),
         ({"data": {"phantoms": {"kind": "cells"}}}, r"data\.phantoms\.kind: 'cells' does not fit task\.name"),
+        ({"data": {"phantoms": {"kind": "sentences"}}}, r"does not fit task\.name 'segmentation'; it is for language"),
+        ({"model": {"name": "causal_lm", "variant": "tiny"}}, r"task\.name: 'segmentation' does not fit .*'language'"),
+        ({"model": {"name": "causal_lm", "variant": "folder"}}, r"model\.checkpoint: None: expected the path of a"),
+        (
+            {"model": {"name": "causal_lm", "variant": "tiny", "config": {}}},
+            r"model\.config: \{\}: expected none: the tiny model",
+        ),
+        ({"task": {"name": "language", "labels": ["a", "a"]}}, r"task\.labels: .*every label once; 'a' is there twice"),
     ],
 )
 def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tmp_path: Path) -> None:

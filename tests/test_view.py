@@ -44,6 +44,24 @@ def test_classification_shows_accuracy_and_f1() -> None:
     assert "Accuracy received 0.250" in console.file.getvalue()
 
 
+def test_language_shows_what_its_task_reports() -> None:
+    results = {"a": {"test/base/loss": 2.0, "test/received/loss": 1.0, "test/received/perplexity": 2.7}}
+    text = shown(result_table(results, "job"))
+    assert "Loss base" in text
+    assert "Perplexity received" in text
+    scores = {f"test/received/{name}": 0.5 for name in ("rouge_l", "bleu", "cider", "loss")}
+    text = shown(result_table({"a": scores}, "job"))
+    assert "ROUGE-L base" in text
+    assert "CIDEr received" in text
+    assert "NIST" not in text
+    assert "Macro F1" not in shown(result_table({"a": {"test/base/accuracy": 0.5, "test/base/loss": 1.0}}, "job"))
+    assert "Exact base" in shown(result_table({"a": {"test/base/exact": 0.5, "test/base/loss": 1.0}}, "job"))
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 2, "job") as view:
+        view({"event": "metrics", "site": "a", "round": 0, "metrics": {"validation/received/loss": 0.25, "train/loss": 0.75}})
+    assert "Loss received 0.250" in console.file.getvalue()
+
+
 def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 2, "job") as view:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from consilium.adapters import adapter, bottleneck, lora
-from consilium.config import ClipConfig, JobConfig, SamConfig, SiteConfig
+from consilium.config import CausalLmConfig, ClipConfig, JobConfig, SamConfig, SiteConfig
 from consilium.data.datalist import DataList, pool, read_datalist
 from consilium.data.phantoms import make_phantoms
+from consilium.data.text import read_texts
 from consilium.errors import ConfigError
+from consilium.models.causal_lm import build_causal_lm, load_tokenizer
 from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
 from consilium.privacy.guard import Guard, allowed_metrics
@@ -19,7 +22,7 @@ from consilium.privacy.plan import make_plan
 from consilium.site import Observer, Site
 from consilium.strategies import build_strategy
 from consilium.strategy import Role, Strategy, Tensors
-from consilium.tasks import classification, segmentation
+from consilium.tasks import classification, language, segmentation
 from consilium.training import Task, pick_device
 
 
@@ -70,41 +73,57 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     return model.to(pick_device(site.device)).eval()
 
 
-def build_task(config: JobConfig, data: DataList) -> Task:
-    """Return the job's task on one site's data. Raises DataError."""
-    task, size = config.task, config.model.image_size
+def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
+    """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
+    task, model = config.task, config.model
+    if task.name == "language":
+        tokenizer = tokenizer_of(config, site or SiteConfig())
+        return language.LanguageTask(data, tokenizer, model.max_length, task.evaluate, task.labels, task.max_new_tokens)
     if task.name == "classification":
-        return classification.ClassificationTask(data, task.classes, size, task.augment)
-    return segmentation.SegmentationTask(data, task.classes, size, task.prompt, task.augment)
+        return classification.ClassificationTask(data, task.classes, model.image_size, task.augment)
+    return segmentation.SegmentationTask(data, task.classes, model.image_size, task.prompt, task.augment)
+
+
+def tokenizer_of(config: JobConfig, site: SiteConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a language job at a site. Raises CheckpointError or ConfigError."""
+    return load_tokenizer(config.model.variant, _checkpoint(config.model, site))
 
 
 def metric_names(config: JobConfig) -> frozenset[str]:
     """Return every metric the job's task can report."""
+    if config.task.name == "language":
+        return language.metric_names(config.task.evaluate)
     module = classification if config.task.name == "classification" else segmentation
     return module.metric_names(config.task.classes)
 
 
 def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
     """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
-    by_class = config.task.name == "classification"
     if site.datalist:
-        return read_datalist(site.datalist, by_class)
+        return _read_data(config, site.datalist)
     phantoms = config.data.phantoms
     if phantoms is None:
+        file = "training.jsonl" if config.task.name == "language" else "datalist.json"
         raise ConfigError(
             f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
-            f"{name}/datalist.json"
+            f"{name}/{file}"
         )
-    seed, size = config.training.seed, config.model.image_size
-    spec = phantoms.model_dump() | {"seed": seed, "size": size}
-    return read_datalist(make_phantoms(folder / "phantoms", site=name, **spec), by_class)
+    size = getattr(config.model, "image_size", 0)
+    spec = phantoms.model_dump() | {"seed": config.training.seed, "size": size}
+    return _read_data(config, make_phantoms(folder / "phantoms", site=name, **spec))
+
+
+def _read_data(config: JobConfig, path: Path) -> DataList:
+    if config.task.name == "language":
+        return read_texts(path)
+    return read_datalist(path, config.task.name == "classification")
 
 
 def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
     """Return a ready site; `folder` is its private folder. `model` lets sites of one process share the frozen base."""
     if site.threads:
         torch.set_num_threads(site.threads)
-    task = build_task(job.config, site_data(job.config, name, site, folder))
+    task = build_task(job.config, site_data(job.config, name, site, folder), site)
     return _site(job, name, site, folder, observer, model, task)
 
 
@@ -138,7 +157,8 @@ def build_pooled_site(
 ) -> Site:
     """Return the one site of a centralized reference run, on the data of all `members`."""
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
-    return _site(job, name, SiteConfig(), folder, observer, model, build_task(job.config, pool(lists)))
+    task = build_task(job.config, pool(lists), next(iter(members.values())))
+    return _site(job, name, SiteConfig(), folder, observer, model, task)
 
 
 def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None, task: Task) -> Site:
@@ -149,6 +169,8 @@ def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observe
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
     wanted, task, again = config.model, config.task, config.training.gradient_checkpointing
+    if wanted.name == "causal_lm":
+        return build_causal_lm(wanted.variant, checkpoint, wanted.config, weights, again)
     if wanted.name == "clip":
         return build_clip(wanted.variant, checkpoint, wanted.image_size, len(task.classes), weights, again)
     return build_sam(
@@ -171,7 +193,7 @@ def _inject(model: nn.Module, config: JobConfig) -> None:
         lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
 
 
-def _checkpoint(config: SamConfig | ClipConfig, site: SiteConfig) -> Path | None:
+def _checkpoint(config: SamConfig | ClipConfig | CausalLmConfig, site: SiteConfig) -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
     if config.checkpoint is None:
         return None

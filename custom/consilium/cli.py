@@ -142,15 +142,17 @@ def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare sim
 
 @data_app.command("check")
 def data_check(
-    datalist: Annotated[Path, typer.Argument(metavar="LIST", help="a datalist.json, or a folder per class")],
-    job: Annotated[Path | None, typer.Option(help="also check labels against this job's classes")] = None,
+    datalist: Annotated[
+        Path, typer.Argument(metavar="LIST", help="a datalist.json, a folder per class, or a folder of JSONL lists")
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
+    ] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Open every image and label of a data list or a folder per class; exit code 1 if there are problems."""
-    from consilium.data.check import check_datalist
-
-    classes = _load(job, [])[0].task.classes if job else None
-    report = check_datalist(datalist, classes)
+    """Open every image and label of a data list, or every record of JSONL lists; exit code 1 if there are problems."""
+    report = _check(datalist, _load(job, [])[0] if job else None, checkpoints)
     if format is Format.JSON:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -158,10 +160,28 @@ def data_check(
     raise typer.Exit(1 if report.problems else 0)
 
 
+def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
+    """Return the report on a data list of the kind that the job, or without one the path, says."""
+    from consilium.data.text import has_texts
+
+    if not (config.task.name == "language" if config else has_texts(path) or path.suffix == ".jsonl"):
+        from consilium.data.check import check_datalist
+
+        return check_datalist(path, config.task.classes if config else None)
+    from consilium.data.check_text import check_texts
+
+    if config is None:
+        return check_texts(path)
+    from consilium.assemble import tokenizer_of
+    from consilium.config import SiteConfig
+
+    return check_texts(path, tokenizer_of(config, SiteConfig(checkpoints=checkpoints)), config.model.max_length)
+
+
 @data_app.command("phantoms")
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus, nuclei or cells")] = "fundus",
+    kind: Annotated[str, typer.Option(help="fundus, nuclei, cells or sentences")] = "fundus",
     sites: Annotated[int, typer.Option(min=1)] = 3,
     training: Annotated[int, typer.Option(min=1)] = 24,
     validation: Annotated[int, typer.Option(min=0)] = 8,
@@ -262,7 +282,8 @@ def _print_results(results: dict[str, dict[str, float]], name: str, folder: Path
 def _print_report(report: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items()))
-    console.print("sizes: " + ", ".join(f"{size} ({n})" for size, n in report["sizes"].items()))
+    if sizes := report["sizes"]:
+        console.print("sizes: " + ", ".join(f"{size} ({n})" for size, n in sizes.items()))
     if values := report["images_with_label_value"]:
         console.print("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
     for name, by_split in report["images_of_class"].items():

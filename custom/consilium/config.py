@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from consilium.config_data import PHANTOMS, DataConfig
 from consilium.config_errors import all_fields, describe
 from consilium.config_errors import nearest as nearest
+from consilium.config_language import CausalLmConfig, LanguageConfig
 from consilium.config_privacy import PolicyConfig, PrivacyConfig
 from consilium.config_section import Section
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
+from consilium.data.text import has_texts
 from consilium.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
@@ -38,7 +41,7 @@ class ClipConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank updates of linear layers. `targets`: paper, qv, all-linear, or a regular expression on module names."""
+    """Low-rank updates of linear layers. `targets`: paper, qv, qkv, attention, all-linear, or a regex on module names."""
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, Field(ge=1)] = 8
@@ -87,26 +90,6 @@ class ClassificationConfig(Section):
         return value
 
 
-class PhantomConfig(Section):
-    """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
-
-    `annotation` is the shift of labels: how raters draw masks, and for `cells` how unevenly a site sees the classes.
-    """
-
-    kind: Literal["fundus", "nuclei", "cells"]
-    training: Annotated[int, Field(ge=1)] = 24
-    validation: Annotated[int, Field(ge=0)] = 8
-    test: Annotated[int, Field(ge=0)] = 16
-    appearance: Annotated[float, Field(ge=0, le=1)] = 0.7
-    annotation: Annotated[float, Field(ge=0, le=1)] = 0.7
-
-
-class DataConfig(Section):
-    """Data the job brings along; a site's own data list always wins."""
-
-    phantoms: PhantomConfig | None = None
-
-
 class TrainingConfig(Section):
     """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it."""
 
@@ -136,7 +119,7 @@ class FederationConfig(Section):
 
 DEFAULT_KIND = {"model": ("name", "sam"), "task": ("name", "segmentation"), "adapter": ("kind", "lora")}
 """Sections of several kinds: the key that tells them apart, and the kind meant where it is left out."""
-FITS = {"sam": "segmentation", "clip": "classification"}
+FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"}
 """The task each model does."""
 
 
@@ -145,9 +128,9 @@ class JobConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     strategy: dict[str, Any]
-    model: Annotated[SamConfig | ClipConfig, Field(discriminator="name")]
+    model: Annotated[SamConfig | ClipConfig | CausalLmConfig, Field(discriminator="name")]
     adapter: Annotated[LoraConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
-    task: Annotated[SegmentationConfig | ClassificationConfig, Field(discriminator="name")]
+    task: Annotated[SegmentationConfig | ClassificationConfig | LanguageConfig, Field(discriminator="name")]
     data: DataConfig = DataConfig()
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
@@ -189,8 +172,8 @@ class JobConfig(Section):
         if (wanted := FITS[self.model.name]) != self.task.name:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
         kind = self.data.phantoms.kind if self.data.phantoms else None
-        if kind and (kind == "cells") != (wanted == "classification"):
-            raise ValueError(f"data.phantoms.kind: {kind!r} does not fit task.name {wanted!r}; cells are for classification")
+        if kind and PHANTOMS[kind] != wanted:
+            raise ValueError(f"data.phantoms.kind: {kind!r} does not fit task.name {wanted!r}; it is for {PHANTOMS[kind]}")
         return self
 
 
@@ -266,7 +249,7 @@ def _find_site(name: str, kit_local: Path | None) -> SiteConfig:
     if data := os.environ.get("CONSILIUM_DATA"):
         if found := read_site_folder(Path(data) / name):
             return found
-        remedy = f"neither site.yaml nor datalist.json for site {name}, nor a folder per class; make one folder per site"
+        remedy = f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
         raise ConfigError(f"{Path(data) / name}: {remedy}")
     if kit_local and (kit_local / "site.yaml").is_file():
         return load_site(kit_local / "site.yaml")
@@ -276,16 +259,16 @@ def _find_site(name: str, kit_local: Path | None) -> SiteConfig:
 def is_site_folder(folder: Path) -> bool:
     """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is none."""
     own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
-    return own or (folder.name not in SPLIT_FOLDERS and has_classes(folder))
+    return own or has_texts(folder) or (folder.name not in SPLIT_FOLDERS and has_classes(folder))
 
 
 def read_site_folder(folder: Path) -> SiteConfig | None:
-    """Return what one site's folder says: its site.yaml, else its datalist.json, else its folders per class, else None."""
+    """Return what one site's folder says: its site.yaml, datalist.json, JSONL lists or folders per class, else None."""
     if (folder / "site.yaml").is_file():
         return load_site(folder / "site.yaml")
     if (folder / "datalist.json").is_file():
         return SiteConfig(datalist=folder / "datalist.json")
-    return SiteConfig(datalist=folder) if has_classes(folder) else None
+    return SiteConfig(datalist=folder) if has_texts(folder) or has_classes(folder) else None
 
 
 def _read_yaml(path: Path) -> Any:

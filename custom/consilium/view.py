@@ -11,9 +11,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 STAGES = ("base", "received", "personal")
-HEADINGS = {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "accuracy": "Accuracy", "f1": "Macro F1"}
-LEADING = ("dice", "accuracy")
-"""The score a task is judged by, whichever of these it reports."""
+HEADINGS = {
+    "dice": "Dice", "iou": "IoU", "hd95": "HD95", "accuracy": "Accuracy", "f1": "Macro F1", "exact": "Exact", "loss": "Loss",
+    "perplexity": "Perplexity", "rouge_l": "ROUGE-L", "bleu": "BLEU", "meteor": "METEOR", "nist": "NIST", "cider": "CIDEr",
+}  # fmt: skip
+LEADING = ("dice", "accuracy", "exact", "rouge_l", "loss")
+"""The score a task is judged by: the first of these it reports."""
+BESIDE = {
+    "dice": ("iou", "hd95"),
+    "accuracy": ("f1", "loss"),
+    "exact": ("loss",),
+    "rouge_l": ("bleu", "meteor", "nist", "cider", "loss"),
+    "loss": ("perplexity",),
+}
+"""What the closing table shows beside the leading score, where it is reported."""
 
 
 class LiveView:
@@ -114,12 +125,13 @@ class LiveView:
 def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Table:
     """Return the closing per-site table: the leading score of base, received and personal model, then the received one's rest.
 
-    Segmentation: Dice, then IoU and HD95; classification: accuracy, then macro F1.
+    Segmentation: Dice, then IoU and HD95; classification: accuracy, then macro F1; language: see LEADING and BESIDE.
     """
     names = {name for metrics in results.values() for name in metrics}
     split = "test" if any(name.startswith("test/") for name in names) else "validation"
     score = _leading(names, LEADING[0])
-    rest, remark = (("iou", "hd95"), ", resized grid; HD95 in pixels of it") if score == "dice" else (("f1",), "")
+    rest = _beside(score, names)
+    remark = ", resized grid; HD95 in pixels of it" if score == "dice" else ""
     table = Table(title=f"{title}: {split} split{remark}", title_justify="left", box=SIMPLE)
     shown = [(stage, score) for stage in STAGES] + [("received", metric) for metric in rest]
     columns = [f"{split}/{stage}/{metric}" for stage, metric in shown]
@@ -139,9 +151,17 @@ def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | 
 
 
 def _leading(names: Iterable[str], otherwise: str) -> str:
-    """Return which of LEADING is among metric names such as "test/base/dice"."""
-    found = {name.rpartition("/")[2] for name in names}
+    """Return which of LEADING is among metric names such as "test/base/dice"; the training's own loss does not count."""
+    found = {name.rpartition("/")[2] for name in names if not name.startswith("train/")}
     return next((score for score in LEADING if score in found), otherwise)
+
+
+def _beside(score: str, names: set[str]) -> tuple[str, ...]:
+    """Return what is shown beside a leading score; images always have theirs, and classifiers' loss is left out."""
+    found = {name.rpartition("/")[2] for name in names}
+    if score == "dice" or "f1" in found:
+        return tuple(one for one in BESIDE[score] if one != "loss")
+    return tuple(one for one in BESIDE[score] if one in found)
 
 
 def _number(value: float | None) -> str:

@@ -20,16 +20,23 @@ _ENCODER = r"image_encoder\.blocks\.\d+"
 _DECODER = r"mask_decoder\.transformer\..*"
 _TOWER = r"vision_model\.(encoder\.)?layers\.\d+\.(attention|self_attn)"
 _TOWER_MLP = r"vision_model\.(encoder\.)?layers\.\d+\.mlp"
+_TEXT = r"model\.layers\.\d+\.self_attn"
+_TEXT_MLP = r"model\.layers\.\d+\.mlp"
+_TEXT_QKV = rf"{_TEXT}\.(q_proj|k_proj|v_proj)"
 TARGETS: dict[str, str] = {
-    "paper": rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)|{_TOWER}\.(q_proj|k_proj|v_proj)",
-    "qv": rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)",
+    "paper": rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)|{_TOWER}\.(q_proj|k_proj|v_proj)|{_TEXT_QKV}",
+    "qv": rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)|{_TEXT}\.(q_proj|v_proj)",
+    "qkv": _TEXT_QKV,
+    "attention": rf"{_TEXT}\.(q_proj|k_proj|v_proj|o_proj)",
     "all-linear": rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
     rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)"
-    rf"|{_TOWER}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER_MLP}\.(fc1|fc2)",
+    rf"|{_TOWER}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER_MLP}\.(fc1|fc2)"
+    rf"|{_TEXT}\.(q_proj|k_proj|v_proj|o_proj)|{_TEXT_MLP}\.(gate_proj|up_proj|down_proj)",
 }
-"""Target sets by name, as regular expressions on full module names of SAM and of CLIP's vision tower."""
+"""Target sets by name, as regular expressions on full module names of SAM, of CLIP's vision tower, and of causal LMs laid out
+like Llama (Mistral, Qwen3). "qkv" and "attention" are for language models, whose "paper" is "qkv"."""
 
-_FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)"
+_FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_proj|v_proj)|{_TEXT}\.(q_proj|v_proj)"
 
 
 def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:

@@ -33,10 +33,10 @@ class Item:
 
 @dataclass(frozen=True)
 class DataList:
-    """A site's samples by split; every split of SPLITS is present, possibly empty."""
+    """A site's samples by split, Items or the Texts of text.py; every split of SPLITS is present, possibly empty."""
 
     path: Path
-    splits: dict[str, tuple[Item, ...]]
+    splits: dict[str, tuple[Any, ...]]
 
 
 def read_datalist(path: Path, classes: bool | None = False) -> DataList:

@@ -4,6 +4,7 @@
 how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
 encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
 (P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
+Sentences, for language models, are in sentences.py.
 """
 
 import json
@@ -19,10 +20,17 @@ from scipy.ndimage import gaussian_filter
 
 from consilium.data.cells import CELLS, draw_cell
 from consilium.data.drawing import grain, soft
+from consilium.data.sentences import LABELS as URGENCIES
+from consilium.data.sentences import make_sentences
 from consilium.seeding import seed_for
 
-Kind = Literal["fundus", "nuclei", "cells"]
-LABELS = {"fundus": ["background", "disc", "cup"], "nuclei": ["background", "nucleus"], "cells": list(CELLS)}
+Kind = Literal["fundus", "nuclei", "cells", "sentences"]
+LABELS = {
+    "fundus": ["background", "disc", "cup"],
+    "nuclei": ["background", "nucleus"],
+    "cells": list(CELLS),
+    "sentences": list(URGENCIES),
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,10 @@ def make_phantoms(
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    Does nothing if the folder holds exactly this already.
+    For sentences it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
     """
+    if kind == "sentences":
+        return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     path = folder / "datalist.json"

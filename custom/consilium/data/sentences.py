@@ -1,0 +1,81 @@
+"""Generated instruction data: short notes of a ward, to be called urgent, soon or later, with set skews between sites.
+
+*Appearance* changes how a site writes (P(x)): which of several wordings it prefers for notes and questions. *Annotation* is
+how unevenly it sees the three labels (P(y)) in training and validation; the test split has equally many of each. What a finding
+means is the same everywhere. Nobody's records: every word is drawn from the lists below.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+
+from consilium.seeding import seed_for
+
+LABELS = ("urgent", "soon", "later")
+ORGANS = ("heart", "lung", "liver", "kidney", "stomach", "brain", "skin", "eye", "ear", "knee")
+COLOURS = ("red", "blue", "green", "white", "black", "yellow", "grey", "brown")
+FINDINGS = {
+    "urgent": ("bleeding", "a rupture", "a stroke", "a burn"),
+    "soon": ("swelling", "a fever", "a stone", "a cough"),
+    "later": ("an itch", "a scar", "a spot", "dry scales"),
+}
+NOTES = (
+    "{finding} of the {organ} for {days} days.",
+    "the {organ} has {finding}, first seen {days} days ago.",
+    "bed {days}: {finding}, {organ}, {colour} card.",
+    "day {days}. the patient reports {finding} near the {organ}.",
+)
+QUESTIONS = ("How soon must this note be read?", "Sort the note.", "Tell how urgent the note is.")
+
+
+def make_sentences(
+    folder: Path, site: str, seed: int, training: int, validation: int, test: int, appearance: float, annotation: float
+) -> Path:
+    """Write training.jsonl, validation.jsonl and test.jsonl for one site into `folder` and return it.
+
+    `appearance` and `annotation` (0 to 1) are the strengths of the two skews. Does nothing if the folder holds exactly this
+    already; the same seed and site give the same files.
+    """
+    spec = {"kind": "sentences", "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
+    counts = {"training": training, "validation": validation, "test": test}
+    known = folder / "phantoms.json"
+    if known.is_file() and json.loads(known.read_text()) == spec | counts:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in counts.items():
+        lines = [json.dumps(_record(spec, split, index)) for index in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    known.write_text(json.dumps(spec | counts))
+    return folder
+
+
+def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
+    """Return a site's shares (count,) of labels or wordings, sum 1: equal at strength 0, up to 1 : 50 at 1."""
+    draws = np.random.default_rng(seed_for(seed, "sentences", site, what)).uniform(-1, 1, count)
+    weights = np.exp(2 * strength * draws / max(np.abs(draws).max(), 1e-9))
+    return weights / weights.sum()
+
+
+def _record(spec: dict, split: str, index: int) -> dict[str, str]:
+    rng = np.random.default_rng(seed_for(spec["seed"], "sentences", spec["site"], split, index))
+    own = {
+        what: shares(spec["seed"], spec["site"], what, len(of), spec[skew])
+        for what, of, skew in (
+            ("label", LABELS, "annotation"),
+            ("note", NOTES, "appearance"),
+            ("question", QUESTIONS, "appearance"),
+        )
+    }
+    label = LABELS[index % len(LABELS)] if split == "test" else str(rng.choice(LABELS, p=own["label"]))
+    finding = pick(rng, FINDINGS[label])
+    words = {"finding": finding, "organ": pick(rng, ORGANS), "colour": pick(rng, COLOURS), "days": int(rng.integers(1, 30))}
+    note = str(rng.choice(NOTES, p=own["note"])).format(**words)
+    question = str(rng.choice(QUESTIONS, p=own["question"]))
+    return {"instruction": question, "input": note, "output": f"{label}: {finding} of the {words['organ']}."}
+
+
+def pick(rng: Generator, words: tuple[str, ...]) -> str:
+    """Return one of `words`, all equally likely."""
+    return words[int(rng.integers(len(words)))]

@@ -1,0 +1,105 @@
+"""Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr.
+
+ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR and NIST by nltk. METEOR matches exact
+words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values.
+CIDEr is our own. METEOR, NIST and CIDEr split lower-case text at words and punctuation.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
+Grams = Counter[tuple[str, ...]]
+
+
+class _NoSynonyms:
+    """In WordNet's place: knows no word."""
+
+    def synsets(self, word: str) -> list[str]:
+        """Return no synonym of any word."""
+        return []
+
+
+def score(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return NAMES for N written answers with at least one reference each; all but NIST and CIDEr lie in 0..1.
+
+    ROUGE-L (F) and METEOR are means over answers of the best reference; BLEU and NIST (up to 5-grams) are of the corpus.
+    """
+    found = [rouge_l(written, references), bleu(written, references), meteor(written, references)]
+    return dict(zip(NAMES, [*found, nist(written, references), cider(written, references)], strict=True))
+
+
+def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Return the mean F-measure of the longest common subsequence with the best reference, words stemmed."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    pairs = zip(written, references, strict=True)
+    return sum(scorer.score_multi(list(refs), one)["rougeL"].fmeasure for one, refs in pairs) / len(written)
+
+
+def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Return corpus BLEU-4 in 0..1; answers may have different numbers of references."""
+    from sacrebleu import corpus_bleu
+
+    most = max(len(refs) for refs in references)
+    streams = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
+    return corpus_bleu(list(written), streams).score / 100
+
+
+def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Return the mean METEOR with the best reference, by exact words and stems."""
+    from nltk.translate.meteor_score import meteor_score
+
+    pairs = zip(written, references, strict=True)
+    values = [meteor_score([words(ref) for ref in refs], words(one), wordnet=_NoSynonyms()) for one, refs in pairs]
+    return sum(values) / len(values)
+
+
+def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Return corpus NIST with n-grams up to 5, fewer where all answers are shorter; 0 where all are empty."""
+    from nltk.translate.nist_score import corpus_nist
+
+    tokens = [words(one) for one in written]
+    longest = max(len(one) for one in tokens)
+    if not longest:
+        return 0.0
+    return float(corpus_nist([[words(ref) for ref in refs] for refs in references], tokens, n=min(5, longest)))
+
+
+def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
+    """Return CIDEr (Vedantam et al., CVPR 2015), 0..10: no stemming, and no length penalty (that is CIDEr-D).
+
+    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram shares times log(N / documents with the n-gram), a
+    document being all references of one answer; their cosine is averaged over references, n and answers, times 10. With one
+    answer alone every weight is log 1 = 0, and so is the score.
+    """
+    total = 0.0
+    for n in range(1, longest + 1):
+        counted = [[_grams(words(ref), n) for ref in refs] for refs in references]
+        documents = Counter(gram for refs in counted for gram in set().union(*refs))
+        for one, refs in zip(written, counted, strict=True):
+            vector = _weigh(_grams(words(one), n), documents, len(written))
+            total += sum(_cosine(vector, _weigh(ref, documents, len(written))) for ref in refs) / len(refs)
+    return 10 * total / longest / len(written)
+
+
+def words(text: str) -> list[str]:
+    """Return a text's lower-case words and punctuation marks."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def _grams(tokens: Sequence[str], n: int) -> Grams:
+    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+
+
+def _weigh(grams: Grams, documents: Counter[tuple[str, ...]], count: int) -> dict[tuple[str, ...], float]:
+    total = sum(grams.values())
+    return {g: c / total * math.log(count / max(1, documents[g])) for g, c in grams.items()}
+
+
+def _cosine(a: dict[tuple[str, ...], float], b: dict[tuple[str, ...], float]) -> float:
+    norms = math.hypot(*a.values()) * math.hypot(*b.values())
+    return sum(value * b.get(gram, 0.0) for gram, value in a.items()) / norms if norms else 0.0

@@ -1,0 +1,28 @@
+"""`data check` on instruction data: counts, empty answers, lengths in tokens, leaks between splits."""
+
+from pathlib import Path
+
+from consilium.data.check_text import check_texts
+from consilium.models.causal_lm import load_tokenizer
+from tests.data.test_text import write
+
+
+def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
+    one, two = {"input": "one", "output": "1"}, {"input": "two", "output": " "}
+    write(tmp_path, "training.jsonl", one, two, one)
+    write(tmp_path, "test.jsonl", one | {"output": "eins"})
+    found = check_texts(tmp_path).to_dict()
+    assert found["samples"] == {"training": 3, "validation": 0, "test": 1}
+    assert found["problems"]["empty answer"] == {"count": 1, "first": ["training.jsonl:2"]}
+    assert found["problems"]["duplicate between splits"]["first"] == ["test.jsonl:1 = training.jsonl:1"]
+    assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1"]
+    assert found["warnings"]["empty split"]["first"] == ["validation"]
+    assert found["sizes"] == {}
+
+
+def test_lengths_in_tokens_of_a_job(tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"input": "Add the numbers.", "output": "3"}, {"input": "long " * 100, "output": "3"})
+    found = check_texts(tmp_path, load_tokenizer("tiny", None), 64).to_dict()
+    assert sum(found["sizes"].values()) == 2
+    assert found["sizes"].keys() <= {"up to 32 tokens", "up to 64 tokens", "up to 256 tokens", "up to 512 tokens"}
+    assert found["warnings"]["longer than 64 tokens"]["first"][0].startswith("training.jsonl:2: ")

@@ -1,0 +1,63 @@
+"""Instruction data: the two prompt forms, optional keys, and errors that name file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from consilium.config import find_site, is_site_folder
+from consilium.data.text import read_texts
+from consilium.errors import DataError
+
+
+def write(folder: Path, name: str, *records: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    return folder
+
+
+def test_every_split_is_read_and_prompts_have_two_forms(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", {"instruction": "Add.", "input": "1 2", "output": "3", "source": "x"}, "")
+    write(tmp_path, "test.jsonl", {"input": "Say a.", "outputs": ["a", "A"], "final_answer": 1, "labels": ["a", "b"]})
+    data = read_texts(tmp_path)
+    (trained,), (tested,) = data.splits["training"], data.splits["test"]
+    assert data.splits["validation"] == ()
+    assert trained.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n")
+    assert tested.prompt.endswith("### Instruction:\nSay a.\n\n### Response:\n")
+    assert "### Input" not in tested.prompt
+    assert (tested.outputs, tested.final_answer, tested.labels) == (("a", "A"), "1", ("a", "b"))
+    assert read_texts(tmp_path / "train.jsonl") == data
+
+
+def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", json.dumps({"input": "a\u2028b", "output": "c"}, ensure_ascii=False))
+    assert read_texts(tmp_path).splits["training"][0].input == "a\u2028b"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{", r"training\.jsonl:2: not valid JSON"),
+        ({"output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
+        ({"input": "a"}, r'training\.jsonl:2: needs an "output"'),
+        ({"input": 3, "output": "a"}, "instruction and input are texts too"),
+        ({"input": "a", "outputs": "a"}, "outputs: 'a' is not a list of texts"),
+        ({"input": "a", "output": "a", "labels": [1]}, "labels: .* is not a list of texts"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(record: object, message: str, tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"input": "a", "output": "b"}, record)
+    with pytest.raises(DataError, match=message):
+        read_texts(tmp_path)
+
+
+def test_a_folder_without_a_training_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no training"):
+        read_texts(tmp_path)
+
+
+def test_a_folder_of_a_simulation_may_hold_jsonl_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "ward", "train.jsonl", {"input": "a", "output": "b"})
+    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
+    assert is_site_folder(tmp_path / "ward")
+    assert find_site("ward").datalist == tmp_path / "ward"

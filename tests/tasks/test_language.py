@@ -1,0 +1,166 @@
+"""The language task: labels on the answer only, truncation, losses by hand, written answers judged."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import adapter, lora
+from consilium.data.datalist import DataList
+from consilium.data.text import Text
+from consilium.errors import DataError
+from consilium.models.causal_lm import build_causal_lm, load_tokenizer
+from consilium.privacy.dpsgd import PerSampleGradients
+from consilium.tasks.language import LanguageTask, token_losses
+from consilium.tasks.tokens import IGNORED, Encoder
+
+TOKENIZER = load_tokenizer("tiny", None)
+END = TOKENIZER.eos_token_id
+
+
+def text(question: str, *outputs: str, **more: object) -> Text:
+    return Text("training.jsonl:1", question, "", outputs, **more)
+
+
+def make_task(*texts: Text, length: int = 256, **options: object) -> LanguageTask:
+    data = DataList(Path("site"), {"training": texts, "validation": texts, "test": texts})
+    return LanguageTask(data, TOKENIZER, length, **options)
+
+
+class Uniform(nn.Module):
+    """Finds every token equally likely, but the one numbered `sure` certain."""
+
+    def __init__(self, sure: int | None = None) -> None:
+        super().__init__()
+        self.scale, self.sure = nn.Parameter(torch.ones(())), sure
+
+    def forward(self, input_ids: Tensor, **_: object) -> object:
+        logits = torch.zeros(*input_ids.shape, len(TOKENIZER))
+        if self.sure is not None:
+            logits[..., self.sure] = 100.0
+        return type("Output", (), {"logits": logits * self.scale})
+
+
+def test_only_the_answer_and_the_end_are_learned() -> None:
+    one, two = text("Add 1 and 2.", "3"), text("Say it.", "a longer answer")
+    batch = make_task(one, two).batch([0, 1], seed=0)
+    prompt = TOKENIZER(one.prompt, add_special_tokens=False).input_ids
+    answer = [*TOKENIZER("3", add_special_tokens=False).input_ids, END]
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    row, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    assert row[: len(prompt) + len(answer)] == prompt + answer
+    assert labels[: len(prompt)] == [IGNORED] * len(prompt)
+    assert labels[len(prompt) : len(prompt) + len(answer)] == answer
+    assert set(labels[len(prompt) + len(answer) :]) <= {IGNORED}
+    assert batch["attention_mask"][0].sum() == len(prompt) + len(answer)
+
+
+def test_a_long_prompt_loses_its_beginning_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        task = make_task(text("word " * 100, "yes"), length=20)
+    assert task.truncated == 3  # one in every split
+    assert "3 records are longer than model.max_length 20 tokens" in caplog.text
+    batch = task.batch([0], seed=0)
+    whole = Encoder(TOKENIZER, 1000).pair(text("word " * 100, "yes"))[0]
+    assert batch["input_ids"][0].tolist() == whole[-20:]
+    assert make_task(text("word", "yes")).truncated == 0
+
+
+def test_an_answer_longer_than_everything_keeps_one_token_of_the_prompt() -> None:
+    ids, labels = Encoder(TOKENIZER, 10).pair(text("word", "yes " * 100))
+    assert len(ids) == len(labels) == 10
+    assert labels[0] == IGNORED
+    assert IGNORED not in labels[1:]
+
+
+def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
+    class Beginning:
+        bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+        def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> object:
+            return type("Encoding", (), {"input_ids": [1] * add_special_tokens + [7] * len(text.split())})
+
+    assert Encoder(Beginning(), 100).pair(text("a", "b c"))[0][0] == 1
+    assert Encoder(Beginning(), 100).pair(text("a", "b c"))[0][-3:] == [7, 7, 2]
+
+
+def test_every_sample_weighs_the_same_in_the_loss() -> None:
+    task = make_task(text("q", "yes"), text("q", "a much longer answer than that"))
+    model, batch = Uniform(END), task.batch([0, 1], seed=0)
+    losses, learned = token_losses(model, batch)
+    lengths = learned.sum(1)
+    assert lengths[0] < lengths[1]
+    shares = (lengths - 1) / lengths  # all tokens but the end cost 100
+    assert task.loss(model, batch).item() == pytest.approx(100 * shares.mean().item(), rel=1e-4)
+    parts = [task.loss(model, task.batch([i], seed=0)).item() for i in (0, 1)]
+    assert task.loss(model, batch).item() == pytest.approx(sum(parts) / 2, rel=1e-5)
+    assert losses[~learned].abs().sum() == 0
+
+
+def test_a_batch_s_gradients_per_sample_are_those_of_each_alone() -> None:
+    task, model = (
+        make_task(text("q", "yes"), text("a longer question?", "and a much longer answer")),
+        build_causal_lm("tiny", None),
+    )
+    lora.inject(model, 2, 2, "paper")
+    params = adapter.tensors(model)
+    for parameter in params.values():
+        nn.init.normal_(parameter, std=0.1)
+    alone = [torch.autograd.grad(task.loss(model, task.batch([i], 0)), list(params.values())) for i in (0, 1)]
+    collected = PerSampleGradients(model, params)
+    with collected.collect(2):
+        task.loss(model, task.batch([0, 1], 0)).backward()
+    for position, gradient in enumerate(collected.take().values()):
+        for sample in (0, 1):
+            torch.testing.assert_close(gradient[sample], alone[sample][position], rtol=1e-4, atol=1e-6)
+
+
+def test_loss_and_perplexity_of_a_uniform_model_and_of_an_empty_split() -> None:
+    task = make_task(text("q", "yes"), text("q", "no, never"))
+    found = task.evaluate(Uniform().train(), "test", 1)
+    assert found["loss"] == pytest.approx(math.log(len(TOKENIZER)), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(len(TOKENIZER), rel=1e-4)
+    task.data.splits["test"] = ()
+    assert task.evaluate(Uniform(), "test", 1) == {}
+
+
+def test_written_answers_do_not_depend_on_their_batch() -> None:
+    model = build_causal_lm("tiny", None)
+    texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
+    task = make_task(*texts, max_new_tokens=6)
+    assert task.write(model, "test", 1) == task.write(model, "test", 3)
+
+
+def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text("q", "soon: a"), text("q", "urgent: b"), text("q", "c it is", labels=("c", "d")), text("q", "soon")]
+    task = make_task(*texts, evaluate="label", labels=["urgent", "soon"])
+    written = ["Soon, not urgent", "soon", "d? no, c", "sooner"]
+    monkeypatch.setattr(task, "write", lambda *_: written)
+    assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
+    assert task.metric_names == {"loss", "perplexity", "accuracy"}
+
+
+def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text("q", "1 + 1 = 2\n#### 2"), text("q", "half", final_answer="1,000.0"), text("q", "#### 5")]
+    task = make_task(*texts, evaluate="exact")
+    monkeypatch.setattr(task, "write", lambda *_: ["so #### 2", "It makes 1000", "none"])
+    assert "exact" not in task.evaluate(Uniform(), "test", 2)
+    assert task.evaluate(Uniform(), "test", 2, distances=True)["exact"] == pytest.approx(2 / 3)
+
+
+def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(text("q", "one", "a dog runs fast"), evaluate="generation")
+    monkeypatch.setattr(task, "write", lambda *_: ["a dog runs fast"])
+    found = task.evaluate(Uniform(), "test", 2, distances=True)
+    assert found.keys() == task.metric_names
+    assert found["rouge_l"] == 1
+
+
+def test_records_without_a_label_or_final_answer_are_refused() -> None:
+    with pytest.raises(DataError, match=r"site: training\.jsonl:1: output has none of the labels \(a, b\)"):
+        make_task(text("q", "none of them"), evaluate="label", labels=["a", "b"])
+    with pytest.raises(DataError, match="has no final answer"):
+        make_task(text("q", "none"), evaluate="exact")

@@ -1,0 +1,51 @@
+"""Scores of written answers, worked by hand."""
+
+import math
+
+import pytest
+
+from consilium.tasks.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, score, words
+
+WRITTEN = ["the cat sat on the mat", "a dog"]
+REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
+
+
+def test_rouge_l_is_the_longest_common_subsequence_with_the_best_reference() -> None:
+    f = 2 * 1 * (2 / 3) / (1 + 2 / 3)  # "a dog": precision 1, recall 2/3
+    assert rouge_l(WRITTEN, REFERENCES) == pytest.approx((1 + f) / 2)
+
+
+def test_bleu_of_a_corpus_with_uneven_references() -> None:
+    # all n-grams written are in a reference, so only brevity costs: 8 words against the closest references' 6 + 3
+    assert bleu(WRITTEN, REFERENCES) == pytest.approx(math.exp(1 - 9 / 8), abs=1e-4)
+
+
+def test_meteor_by_exact_words_and_stems() -> None:
+    # two matches in one chunk: precision 1, recall 2/3, F = 10 P R / (R + 9 P), penalty 0.5 (1/2)^3
+    mean = 10 * (2 / 3) / (2 / 3 + 9)
+    assert meteor(["a dog"], [["a dog runs"]]) == pytest.approx(mean * (1 - 0.5 / 8), abs=1e-3)
+    assert meteor(["dogs"], [["dog"]]) == meteor(["dog"], [["dog"]]) > 0
+    assert meteor(["hound"], [["dog"]]) == 0
+
+
+def test_nist_weighs_rare_words_more() -> None:
+    # one reference "a b a": information of a is log2(3/2), of b log2(3)
+    assert nist(["b"], [["a b a"]]) < nist(["b a a"], [["a b a"]])
+    both = ["x y", "x z"]
+    assert nist(both, [["x y"], ["x z"]]) > nist(["x x", "x x"], [["x y"], ["x z"]])
+    assert nist(["", ""], REFERENCES) == 0
+
+
+def test_cider_by_hand() -> None:
+    # single words only: "x" stands in both documents (weight 0), "y" in the first, "z" in the second (log 2)
+    assert cider(["x y", "x q"], [["x y"], ["x z"]], longest=1) == pytest.approx(10 * (1 + 0) / 2)
+    # answer (y 1/2, z 1/2), reference (y 1): cosine 1 / sqrt 2; the second answer misses
+    assert cider(["y z", "q"], [["y"], ["z"]], longest=1) == pytest.approx(10 * (1 / math.sqrt(2)) / 2)
+    # references are averaged, not the best taken
+    assert cider(["y", "z"], [["y", "v"], ["z"]], longest=1) == pytest.approx(10 * (0.5 + 1) / 2)
+    assert cider(["x"], [["x"]]) == 0
+
+
+def test_empty_answers_score_nothing() -> None:
+    assert score(["", ""], REFERENCES) == dict.fromkeys(NAMES, 0.0)
+    assert words("It's 5.") == ["it", "'", "s", "5", "."]
