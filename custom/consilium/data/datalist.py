@@ -14,6 +14,8 @@ from consilium.data.folders import read_folders
 from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
+MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
+"""Keys of other tools' lists: left unread they would lose samples in silence."""
 ENTRY_KEYS = {"image", "label", "slice", "fold"}
 
 
@@ -56,6 +58,8 @@ def read_datalist(path: Path, classes: bool | None = False) -> DataList:
         raise DataError(f"{path}: not valid JSON ({error}); mend the place named") from None
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
+    if meant := sorted(raw.keys() & MISTAKEN.keys()):
+        raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
     return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes)) for split in SPLITS})
 
 
