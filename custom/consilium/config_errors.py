@@ -7,9 +7,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 KINDS = {
-    "model": ("sam", "clip"),
+    "model": ("sam", "clip", "causal_lm"),
     "adapter": ("lora", "bottleneck"),
-    "task": ("segmentation", "classification"),
+    "task": ("segmentation", "classification", "language"),
     "privacy": ("site", "record"),
 }
 """Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
