@@ -120,3 +120,14 @@ def test_errors_are_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_private_run_ends_with_its_claim_or_where_to_find_it(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, record = "{unit: site, epsilon: 3, clip: 1}", "{unit: record, noise_multiplier: 1}"
+    words = ("simulate", small, "--sites", "2", "--set", "strategy={name: fedit}")
+    assert run(monkeypatch, *words, "--workspace", tmp_path / "a", "--set", f"privacy={site}") == 0
+    assert "epsilon 3 at delta 1e-05 (site level, zero-out, trust local" in capsys.readouterr().out
+    assert run(monkeypatch, *words, "--workspace", tmp_path / "b", "--set", f"privacy={record}") == 0
+    assert "Privacy: record level, each site by its own data" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from consilium.cli_import import data_import
 from consilium.cli_privacy import app as privacy_app
+from consilium.cli_privacy import claim_of
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
@@ -273,9 +274,8 @@ def _print_results(results: dict[str, dict[str, float]], name: str, folder: Path
         print(json.dumps({"workspace": str(folder), "results": results}, indent=1, sort_keys=True))
         return
     Console().print(result_table(results, name))
-    if (folder / "privacy.json").is_file():
-        report = json.loads((folder / "privacy.json").read_text())
-        Console(soft_wrap=True).print(f"Privacy: {report['claim']}. {METRICS_NOTE}", highlight=False)
+    if claim := claim_of(folder):
+        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False)
     typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")
 
 

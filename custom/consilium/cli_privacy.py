@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,14 @@ from consilium.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
 JsonOption = Annotated[str, typer.Option("--format", help="txt or json")]
+
+
+def claim_of(folder: Path) -> str | None:
+    """Return what a finished run in `folder` promises, None for one without privacy."""
+    if (folder / "privacy.json").is_file():
+        return json.loads((folder / "privacy.json").read_text())["claim"]
+    private = yaml.safe_load((folder / "job.yaml").read_text()).get("privacy")  # record level: only sites can know it
+    return f"record level, each site by its own data: consilium privacy ledger {folder}" if private else None
 
 
 @app.command()
