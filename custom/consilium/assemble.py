@@ -140,7 +140,6 @@ def build_guard(
         name,
         job.config,
         job.strategy,
-        job.initial,
         allowed_metrics(metric_names(job.config)),
         site.privacy,
         shares,

@@ -1,5 +1,7 @@
 """The server's life: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
 
+import hashlib
+import json
 import math
 import random
 import secrets
@@ -20,7 +22,7 @@ from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state
-from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Tensors
+from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Strategy, Tensors
 
 
 class Coordinator:
@@ -99,7 +101,7 @@ class Coordinator:
 
     def _announce(self, plan: Plan) -> None:
         """Tell, before any training, what is promised and what that will do to the result."""
-        shapes = upload_shapes(self.job.strategy, self.job.initial, 0, 0)
+        shapes = upload_shapes(self.job.strategy, self._payload())
         warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites), self.quorum)
         self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
 
@@ -116,9 +118,9 @@ class Coordinator:
         """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
         with self._lock:
             try:
-                self._check(name, result)
+                sent = self._check(name, result)
                 weight = self.asked[name].num_samples if self.job.config.weighting == "samples" else 1
-                self.aggregate.add(name, result, weight, self.job.strategy.broadcast(self.state, self.asked[name]))
+                self.aggregate.add(name, result, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
@@ -133,13 +135,17 @@ class Coordinator:
         self.log.refused(self.state.round, name, reason)
         return reason
 
-    def _check(self, name: str, result: Payload) -> None:
+    def _check(self, name: str, result: Payload) -> Payload:
+        """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
             at = f"round {self.state.round} phase {self.state.phase}"
             raise RefusedError(f"stale: answers round {result.round} phase {result.phase}, the federation is at {at}")
         check_result(self.job, result)
+        sent = self.job.strategy.broadcast(self.state, self.asked[name])
+        check_shapes(self.job.strategy, result, sent)
+        return sent
 
     def conclude(self) -> None:
         """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
@@ -167,7 +173,7 @@ class Coordinator:
         That number is how many answered; of a Poisson sample it is the expected one, a constant that tells nothing.
         """
         state, expected = self.state, float(len(self.accepted))
-        shapes = upload_shapes(self.job.strategy, self.job.initial, state.round, state.phase)
+        shapes = upload_shapes(self.job.strategy, self._payload())
         mean = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         if self._poisson:
             expected = self.job.config.federation.sample * len(self.sites)
@@ -193,6 +199,10 @@ class Coordinator:
         """Close the run's files."""
         self.log.close()
 
+    def _payload(self) -> Payload:
+        """Return what any site is sent now; for strategies that send all of them the same."""
+        return self.job.strategy.broadcast(self.state, SiteInfo("", 1, joined=True))
+
     def _file(self) -> Path:
         return self.folder / "server" / "state.safetensors"
 
@@ -202,20 +212,16 @@ class Coordinator:
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         place = {"round": self.state.round, "phase": self.state.phase}
         place |= {"reported": self.state.reported, "weights": self.state.weights}
-        save_state(self._file(), tensors, place | {"run": self.run, "secret": self._secret})
+        save_state(self._file(), tensors, place | {"run": self.run, "secret": self._secret, "job": _fingerprint(self.job)})
 
     def _load(self) -> tuple[str, str, ServerState]:
         tensors, meta = load_state(self._file())
-        fresh = self.job.strategy.init_state(self.job.initial)
-        groups = {}
-        for group, expected in {"shared": fresh.shared, "initial": fresh.initial}.items():
-            groups[group] = _group(tensors, group)
-            if {n: t.shape for n, t in groups[group].items()} != {n: t.shape for n, t in expected.items()}:
-                raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
+        if meta["job"] != _fingerprint(self.job):
+            raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
+        groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices")}
         sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
         place = (meta["round"], meta["phase"])
-        groups |= {"sites": sites, "matrices": _group(tensors, "matrices")}
-        state = ServerState(*place, **groups, reported=meta["reported"], weights=meta["weights"])
+        state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
         return meta["run"], meta["secret"], state
 
 
@@ -223,17 +229,29 @@ def _group(tensors: Tensors, group: str) -> Tensors:
     return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
 
 
+def _fingerprint(job: Job) -> str:
+    """Return what a checkpoint must share with the job that resumes it: the strategy and every adapter tensor's shape."""
+    layout = [job.strategy.name, sorted((name, list(tensor.shape)) for name, tensor in job.initial.items())]
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+
+
 def check_result(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless names, shapes and scalars are exactly what the strategy uploads, and all values are finite."""
-    expected = upload_shapes(job.strategy, job.initial, result.round, result.phase)
-    if wrong := sorted(expected.keys() ^ result.tensors.keys()):
+    """Raise RefusedError unless tensors and scalars are exactly what the strategy uploads, by name, and all finite."""
+    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    if wrong := sorted(set(expected) ^ result.tensors.keys()):
         raise RefusedError(f"tensor {wrong[0]!r} is {'missing' if wrong[0] in expected else 'not expected'}")
     for name, tensor in result.tensors.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected[name]}")
         if not torch.isfinite(tensor).all():
             raise RefusedError(f"tensor {name!r} has NaN or Inf")
     _check_numbers(result.scalars, job.strategy.upload_scalars)
+
+
+def check_shapes(strategy: Strategy, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless every tensor has the shape in which the site was sent it."""
+    expected = upload_shapes(strategy, sent)
+    for name, tensor in result.tensors.items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
 
 
 def _check_numbers(scalars: Mapping[str, Any], declared: frozenset[str]) -> None:

@@ -40,11 +40,9 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     start = strategy.init_state(initial)
     places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
-    up = [
-        initial[n][_corner(strategy, n, initial[n], r)] for r, p in places for n in strategy.names(initial, Role.SHARED, r, p)
-    ]
-    sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)).tensors for r, p in places]
-    down = [tensor for tensors in sent for tensor in tensors.values()]
+    sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
+    up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
+    down = [tensor for one in sent for tensor in one.tensors.values()]
     first = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
     numbers = (round(f(t) / strategy.period) for f in (_count, _bytes) for t in (up, down))
     return Cost(label, _count(initial[n] for n in trained), *numbers, _count(first.values()))
@@ -58,10 +56,6 @@ def adapters(job: Job) -> dict[str, float] | None:
     low = count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
     each = sum(t.numel() for n, t in job.initial.items() if position(n) == 0)
     return {"adapters": total, "parameters_each": each, "travelling": low, "times_fewer_bytes": total / max(low, 1)}
-
-
-def _corner(strategy: Strategy, name: str, tensor: Any, round: int) -> tuple[slice, ...]:
-    return tuple(slice(size) for size in strategy.shape(name, tuple(tensor.shape), round))
 
 
 def compare(job: Job) -> list[Cost]:

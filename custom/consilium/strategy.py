@@ -166,10 +166,6 @@ class Strategy:
         """Return the names that have `role` in this phase, in order."""
         return [name for name in tensors if self.role(name, round, phase) is role]
 
-    def shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
-        """Return the shape in which the tensor `name`, of shape `full` in the model, travels in this round."""
-        return full
-
     def peer(self, name: str, round: int, phase: int) -> str | None:
         """Return the tensor, public in this phase, whose product with `name` is the effective update, or None.
 

@@ -65,7 +65,7 @@ def broadcast(job: Job, round: int = 0, phase: int = 0) -> Payload:
 
 
 def result(job: Job, round: int = 0, phase: int = 0, value: float = 1.0) -> Payload:
-    shapes = upload_shapes(job.strategy, job.initial, round, phase)
+    shapes = upload_shapes(job.strategy, broadcast(job, round, phase))
     return Payload(round, phase, {n: torch.full(shape, value) for n, shape in shapes.items()}, {}, {"train/loss": 0.5})
 
 

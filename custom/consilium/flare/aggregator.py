@@ -1,5 +1,7 @@
 """The strategy's server half as a FLARE aggregator. Our controller uses it, and so can FedAvg and ScatterAndGather."""
 
+from dataclasses import replace
+
 from nvflare.apis.dxo import MetaKey
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
@@ -7,10 +9,10 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from consilium.assemble import Job
-from consilium.coordinator import check_result
+from consilium.coordinator import check_result, check_shapes
 from consilium.errors import RefusedError
 from consilium.flare import context, wire
-from consilium.strategy import Payload, RoundAggregate
+from consilium.strategy import Payload, RoundAggregate, SiteInfo
 
 
 class StrategyAggregator(ModelAggregator):
@@ -44,10 +46,17 @@ class StrategyAggregator(ModelAggregator):
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
         try:
             check_result(self._job, update)
+            check_shapes(self._job.strategy, update, self._sent(update))
             count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
             self._aggregate.add(str(model.meta.get("client_name")), update, count, update)
         except RefusedError as error:
             self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
+
+    def _sent(self, update: Payload) -> Payload:
+        """Return names and shapes of what every site was sent."""
+        strategy = self._job.strategy
+        state = replace(strategy.init_state(self._job.initial), round=update.round, phase=update.phase)
+        return strategy.broadcast(state, SiteInfo("", 1, joined=True))
 
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type."""

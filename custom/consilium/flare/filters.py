@@ -85,7 +85,7 @@ class GuardResultFilter(ClosedFilter):
 
 
 class ResultCheckFilter(ClosedFilter):
-    """The server's: names, shapes and scalars as the strategy declares them, all values finite."""
+    """The server's: names and scalars as the strategy declares them, all values finite. The coordinator knows the shapes."""
 
     def __init__(self) -> None:
         super().__init__()

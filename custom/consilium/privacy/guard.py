@@ -49,7 +49,7 @@ def check_release(payload: Payload, strategy: Strategy, metrics: Set[str]) -> No
 
 @dataclass
 class Guard:
-    """One site's gate for one job. `dataset` and `num_samples` are the site's; `initial` gives names and shapes.
+    """One site's gate for one job. `dataset` and `num_samples` are the site's.
 
     Use: admit(run) before anything else; per task receive(run, broadcast), then release(run, result) or report(result).
     """
@@ -57,7 +57,6 @@ class Guard:
     name: str
     config: JobConfig
     strategy: Strategy
-    initial: Tensors
     metrics: Set[str]
     policy: PolicyConfig
     share_metrics: bool
@@ -166,7 +165,7 @@ class Guard:
         """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
         if result.scalars:
             raise RefusedError(f"{self.name}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
-        expected = upload_shapes(self.strategy, self.initial, result.round, result.phase)
+        expected = upload_shapes(self.strategy, self.broadcast)
         found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
         if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
             shapes = f"{found.get(wrong[0])}, expected {expected.get(wrong[0])}"
@@ -214,10 +213,10 @@ def _place(payload: Payload) -> tuple[int, int]:
     return payload.round, payload.phase
 
 
-def upload_shapes(strategy: Strategy, initial: Tensors, round: int, phase: int) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor a site uploads in this phase."""
-    names = strategy.names(initial, Role.SHARED, round, phase)
-    return {name: tuple(strategy.shape(name, tuple(initial[name].shape), round)) for name in names}
+def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that a site uploads in answer to `sent`: the shared ones, as they came."""
+    names = strategy.names(sent.tensors, Role.SHARED, sent.round, sent.phase)
+    return {name: tuple(sent.tensors[name].shape) for name in names}
 
 
 def geometries(

@@ -35,7 +35,7 @@ class DPDyLoRA(Strategy):
         low = min(self.rank_min, full)
         return low + seed_for(self.seed, "rank", round) % (full - low + 1)
 
-    def shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
+    def _shape(self, name: str, full: tuple[int, ...], round: int) -> tuple[int, ...]:
         """Return the factor's shape cut to the round's rank."""
         if (which := factor(name)) is None:
             return full
@@ -43,7 +43,7 @@ class DPDyLoRA(Strategy):
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the factors cut to the round's rank, and the full rank, which a site pads them to."""
-        cut = {n: _cut(t, self.shape(n, tuple(t.shape), state.round)) for n, t in state.shared.items()}
+        cut = {n: _cut(t, self._shape(n, tuple(t.shape), state.round)) for n, t in state.shared.items()}
         return Payload(state.round, state.phase, cut, {"rank": float(_full_rank(state.shared))})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
