@@ -13,8 +13,9 @@ from consilium import __version__
 from consilium.assemble import Job, assemble_job
 from consilium.config import JobConfig
 from consilium.coordinator import Coordinator
-from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
 from consilium.privacy.mechanism import system_normal
+from consilium.runlog import read_lines
 from consilium.site import Hello
 from consilium.strategy import Payload, Role
 from tests.conftest import small_config
@@ -61,7 +62,7 @@ def test_bad_results_are_refused_with_a_reason_and_the_round_goes_on(small_job: 
         "is not expected": replace(good, tensors=good.tensors | {"extra": torch.zeros(1)}),
         "stale": replace(good, round=7),
         "not declared": replace(good, scalars={"secret": 1.0}),
-        "too large to average": update(job, 1e12),
+        "over 100 times the adapter's": update(job, 0.1 * 1e6),
     }
     clean = coordinator(job, tmp_path / "clean")
     dirty = coordinator(job, tmp_path / "dirty", sites=len(bad) + 2)
@@ -78,6 +79,48 @@ def test_bad_results_are_refused_with_a_reason_and_the_round_goes_on(small_job: 
     assert all(torch.equal(clean.state.shared[n], t) for n, t in dirty.state.shared.items())
     log = (tmp_path / "dirty" / "metrics.jsonl").read_text()
     assert log.count('"event": "refused"') == len(bad) + 2
+
+
+def test_what_noise_adds_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Local noise is as large as the plan says, whatever the adapter; a million times as much is refused all the same."""
+    raw = small_config("fedit").model_dump()
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 1e4, "clip": 1.0, "trust": "local"}
+    server = coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path)
+    server.start()
+    assert server.accept("site-0", update(server.job, 1e4)) is None
+    assert "noise of" in server.accept("site-1", update(server.job, 1e10))
+
+
+def test_a_folder_holds_one_run_and_one_process_works_on_it(small_job: MakeJob, tmp_path: Path) -> None:
+    first = coordinator(small_job(), tmp_path)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        coordinator(small_job(), tmp_path)
+    with pytest.raises(ConfigError, match="going on in another process"):
+        coordinator(small_job(), tmp_path, resume=True)
+    first.close()
+    assert coordinator(small_job(), tmp_path, resume=True).run == first.run  # before any round, too
+
+
+def test_a_run_goes_on_after_a_torn_line(small_job: MakeJob, tmp_path: Path) -> None:
+    coordinator(small_job(), tmp_path).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"event": "resu')
+    coordinator(small_job(), tmp_path, resume=True).start()
+    assert [line["event"] for line in read_lines(path)] == ["resumed", "started"]
+
+
+def test_all_sites_have_the_same_base_checkpoint(small_job: MakeJob, tmp_path: Path) -> None:
+    one, other = "1" * 64, "2" * 64
+    server = coordinator(small_job(), tmp_path / "first", sites=0)
+    server.welcome(Hello("a", 5, False, __version__, one))
+    with pytest.raises(RefusedError, match=f"b: its base checkpoint has sha256 {other}, the sites admitted before have {one}"):
+        server.welcome(Hello("b", 5, False, __version__, other))
+    model = {"name": "sam", "variant": "vit_b", "checkpoint": "${SITE}/b.pth", "checkpoint_sha256": other, "image_size": 64}
+    config = JobConfig.model_validate(small_config().model_dump() | {"model": model})
+    named = coordinator(assemble_job(config), tmp_path / "named", sites=0)
+    with pytest.raises(RefusedError, match=f"model.checkpoint_sha256 is {other}"):
+        named.welcome(Hello("a", 5, False, __version__, one))
+    named.welcome(Hello("b", 5, False, __version__, other))
 
 
 def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) -> None:
@@ -128,6 +171,7 @@ def test_a_checkpoint_restores_state_and_run(small_job: MakeJob, tmp_path: Path)
     server.conclude()
     server.close()
     again = Coordinator(job, tmp_path, lambda event: None, resume=True)
+    again.close()
     assert (again.run, again.state.round) == (server.run, 1)
     assert all(torch.equal(again.state.shared[n], t) for n, t in server.state.shared.items())
     with pytest.raises(CheckpointError, match="is of another job"):
@@ -190,6 +234,7 @@ def test_a_poisson_sample_is_secret_survives_a_restart_and_has_a_constant_diviso
     for name in asked:
         assert server.accept(name, update(server.job, 1.0)) is None
     server.conclude()
+    server.close()
     name = next(iter(before))
     assert torch.allclose(server.state.shared[name], before[name] + len(asked) / 4, atol=1e-6)  # 8 sites at rate 0.5
     again = Coordinator(server.job, tmp_path / "one", lambda event: None, resume=True)

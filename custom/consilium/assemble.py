@@ -124,7 +124,7 @@ def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Ob
     if site.threads:
         torch.set_num_threads(site.threads)
     task = build_task(job.config, site_data(job.config, name, site, folder), site)
-    return _site(job, name, site, folder, observer, model, task)
+    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site))
 
 
 def build_guard(
@@ -156,14 +156,24 @@ def build_pooled_site(
 ) -> Site:
     """Return the one site of a centralized reference run, on the data of all `members`."""
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
-    task = build_task(job.config, pool(lists), next(iter(members.values())))
-    return _site(job, name, SiteConfig(), folder, observer, model, task)
+    first = next(iter(members.values()))
+    task = build_task(job.config, pool(lists), first)
+    return _site(job, name, SiteConfig(), folder, observer, model, task, _checkpoint(job.config.model, first))
 
 
-def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None, task: Task) -> Site:
+def _site(
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    observer: Observer,
+    model: nn.Module | None,
+    task: Task,
+    checkpoint: Path | None,
+) -> Site:
     model = model if model is not None else build_model(job.config, site)
     plan = make_plan(job.config, job.strategy, task.num_samples)
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, site.privacy.noise_seed)
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, site.privacy.noise_seed, checkpoint)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

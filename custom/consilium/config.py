@@ -13,7 +13,7 @@ from consilium.config_errors import all_fields, describe
 from consilium.config_errors import nearest as nearest
 from consilium.config_language import CausalLmConfig, LanguageConfig
 from consilium.config_privacy import PolicyConfig, PrivacyConfig
-from consilium.config_section import Section
+from consilium.config_section import Section, Sha256
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError
@@ -27,6 +27,7 @@ class SamConfig(Section):
     name: Literal["sam"] = "sam"
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h"]
     checkpoint: str | None = None
+    checkpoint_sha256: Sha256 | None = None
     image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
     attention: Literal["fused", "original"] = "fused"
 
@@ -37,6 +38,7 @@ class ClipConfig(Section):
     name: Literal["clip"]
     variant: Literal["tiny", "biomedclip", "clip"]
     checkpoint: str | None = None
+    checkpoint_sha256: Sha256 | None = None
     image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
 
 
@@ -108,15 +110,20 @@ class TrainingConfig(Section):
 
 
 class FederationConfig(Section):
-    """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds."""
+    """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
+
+    `max_norm_ratio`: an update whose norm is over this many times that of the adapter it changes is refused.
+    """
 
     min_sites: Annotated[int, Field(ge=1)] = 1
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     weighting: Literal["samples", "uniform"] | None = None
     round_timeout: Annotated[float, Field(gt=0)] = 3600.0
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
+    max_norm_ratio: Annotated[float, Field(gt=0)] = 100.0
 
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # it becomes a folder's name
 DEFAULT_KIND = {"model": ("name", "sam"), "task": ("name", "segmentation"), "adapter": ("kind", "lora")}
 """Sections of several kinds: the key that tells them apart, and the kind meant where it is left out."""
 FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"}
@@ -124,9 +131,10 @@ FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"
 
 
 class JobConfig(Section):
-    """A whole job: server and sites read the same file."""
+    """A whole job: server and sites read the same file. `experiment` names one run of it; given at submission."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=NAME)]
+    experiment: Annotated[str, Field(pattern=NAME)] | None = None
     strategy: dict[str, Any]
     model: Annotated[SamConfig | ClipConfig | CausalLmConfig, Field(discriminator="name")]
     adapter: Annotated[LoraConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()

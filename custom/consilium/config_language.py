@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.config_section import Section
+from consilium.config_section import Section, Sha256
 
 
 class CausalLmConfig(Section):
@@ -18,6 +18,7 @@ class CausalLmConfig(Section):
     name: Literal["causal_lm"]
     variant: Literal["tiny", "folder"]
     checkpoint: Annotated[str | None, Field(validate_default=True)] = None
+    checkpoint_sha256: Sha256 | None = None
     config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
     max_length: Annotated[int, Field(ge=8, description="tokens")] = 512
 

@@ -1,6 +1,10 @@
 """The base of every section of job.yaml and site.yaml."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="64 hex digits; `consilium doctor` prints a checkpoint's")]
 
 
 class Section(BaseModel):

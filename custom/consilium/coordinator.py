@@ -6,14 +6,13 @@ import math
 import random
 import secrets
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from consilium import __version__
 from consilium.assemble import Job
+from consilium.checks import check_norm, check_result, check_shapes
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.privacy.guard import geometries, upload_shapes
 from consilium.privacy.mechanism import Normal, release, system_normal
@@ -22,7 +21,7 @@ from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Strategy, Tensors
+from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
 class Coordinator:
@@ -48,8 +47,12 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy)
         self.plan = make_plan(job.config, job.strategy)
         self.normal: Normal = system_normal
-        fresh = (secrets.token_hex(6), secrets.token_hex(16), job.strategy.init_state(job.initial))
-        self.run, self._secret, self.state = self._load() if resume else fresh
+        fresh = (secrets.token_hex(6), secrets.token_hex(16), None, job.strategy.init_state(job.initial))
+        self.run, self._secret, self.checkpoint, self.state = self._load() if resume else fresh
+        if resume:
+            self.log.resumed(self.state)
+        else:
+            self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
 
     @property
     def done(self) -> bool:
@@ -77,9 +80,22 @@ class Coordinator:
             raise RefusedError(f"{hello.name}: consilium {hello.version}, the server has {__version__}; install the same")
         if hello.num_samples < 1:
             raise RefusedError(f"{hello.name}: no training samples; add entries under `training` to its data list")
+        self._check_checkpoint(hello)
         with self._lock:
+            self.checkpoint = hello.checkpoint
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
+
+    def _check_checkpoint(self, hello: Hello) -> None:
+        """Raise RefusedError unless the site's base is the one that the job names, or else the first admitted site's."""
+        named = self.job.config.model.checkpoint_sha256
+        wanted = named or self.checkpoint
+        if wanted is not None and hello.checkpoint != wanted:
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before have"
+            raise RefusedError(
+                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
+                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
+            )
 
     def start(self) -> dict[str, Payload]:
         """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
@@ -94,6 +110,7 @@ class Coordinator:
             self._announce(self.plan)
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
+        self.log.started(self.state, sorted(self.asked))
         payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
         for name, payload in payloads.items():
             self.log.sent(name, payload)
@@ -145,6 +162,7 @@ class Coordinator:
         check_result(self.job, result)
         sent = self.job.strategy.broadcast(self.state, self.asked[name])
         check_shapes(self.job.strategy, result, sent)
+        check_norm(self.job, self.plan, result, sent)
         return sent
 
     def conclude(self) -> None:
@@ -212,9 +230,10 @@ class Coordinator:
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         place = {"round": self.state.round, "phase": self.state.phase}
         place |= {"reported": self.state.reported, "weights": self.state.weights}
-        save_state(self._file(), tensors, place | {"run": self.run, "secret": self._secret, "job": _fingerprint(self.job)})
+        whose = {"run": self.run, "secret": self._secret, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
+        save_state(self._file(), tensors, place | whose)
 
-    def _load(self) -> tuple[str, str, ServerState]:
+    def _load(self) -> tuple[str, str, str | None, ServerState]:
         tensors, meta = load_state(self._file())
         if meta["job"] != _fingerprint(self.job):
             raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
@@ -222,7 +241,7 @@ class Coordinator:
         sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
         place = (meta["round"], meta["phase"])
         state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
-        return meta["run"], meta["secret"], state
+        return meta["run"], meta["secret"], meta["checkpoint"], state
 
 
 def _group(tensors: Tensors, group: str) -> Tensors:
@@ -233,30 +252,3 @@ def _fingerprint(job: Job) -> str:
     """Return what a checkpoint must share with the job that resumes it: the strategy and every adapter tensor's shape."""
     layout = [job.strategy.name, sorted((name, list(tensor.shape)) for name, tensor in job.initial.items())]
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
-
-
-def check_result(job: Job, result: Payload) -> None:
-    """Raise RefusedError unless tensors and scalars are exactly what the strategy uploads, by name, and all finite."""
-    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
-    if wrong := sorted(set(expected) ^ result.tensors.keys()):
-        raise RefusedError(f"tensor {wrong[0]!r} is {'missing' if wrong[0] in expected else 'not expected'}")
-    for name, tensor in result.tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise RefusedError(f"tensor {name!r} has NaN or Inf")
-    _check_numbers(result.scalars, job.strategy.upload_scalars)
-
-
-def check_shapes(strategy: Strategy, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless every tensor has the shape in which the site was sent it."""
-    expected = upload_shapes(strategy, sent)
-    for name, tensor in result.tensors.items():
-        if tuple(tensor.shape) != expected.get(name):
-            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
-
-
-def _check_numbers(scalars: Mapping[str, Any], declared: frozenset[str]) -> None:
-    if wrong := sorted(scalars.keys() ^ declared):
-        raise RefusedError(f"scalar {wrong[0]!r} is {'missing' if wrong[0] in declared else 'not declared'}")
-    for name, value in scalars.items():
-        if not math.isfinite(value):
-            raise RefusedError(f"scalar {name!r} is {value}")

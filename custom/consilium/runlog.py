@@ -1,16 +1,18 @@
 """What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
 
+import fcntl
 import json
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config import JobConfig
+from consilium.errors import ConfigError
 from consilium.figures import heat, plot_matrices
 from consilium.privacy.plan import Plan
 from consilium.storage import write_atomic
@@ -20,18 +22,32 @@ PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything"
 
 
 class RunLog:
-    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal."""
+    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
+
+    Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
+    """
 
     def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file = open(folder / "metrics.jsonl", "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
+        self._file = _open_alone(folder / "metrics.jsonl", resume)
         self._writers: dict[str, SummaryWriter] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
-        self._figures = _figures_of(folder / "metrics.jsonl") if resume else {}
+        self._figures: dict[str, list[dict[str, Any]]] = {}
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
+
+    def resumed(self, state: ServerState) -> None:
+        """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
+        lines = [x for x in read_lines(self.folder / "metrics.jsonl") if x["event"] == "figure" and x["round"] < state.round]
+        for line in lines:
+            self._figures.setdefault(line["title"], []).append(line)
+        self._line({"event": "resumed", "round": state.round, "phase": state.phase})
+
+    def started(self, state: ServerState, sites: list[str]) -> None:
+        """Record that a phase begins, and who is asked."""
+        self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
@@ -104,12 +120,28 @@ class RunLog:
         return self._writers[site]
 
 
-def _figures_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures an interrupted run has kept so far."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def _open_alone(path: Path, resume: bool) -> TextIO:
+    """Open the record for writing and lock it for this process: the lock ends with the process, however that ends."""
+    try:
+        file = open(path, "a" if resume else "x", encoding="utf-8")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileExistsError:
+        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name") from None
+    except BlockingIOError:
+        raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
+    if resume and not path.read_text(encoding="utf-8").endswith("\n"):
+        file.write("\n")  # the last line was torn
+    return file
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
+    found = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        if (event := json.loads(line))["event"] == "figure":
-            found.setdefault(event["title"], []).append(event)
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
     return found
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from consilium.config import JobConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
-from consilium.storage import load_state, save_state
+from consilium.storage import file_hash, load_state, save_state
 from consilium.strategy import Payload, Role, Strategy, Tensors
 from consilium.training import Progress, Task, autocast, train
 
@@ -25,12 +26,13 @@ Observer = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Hello:
-    """What a site tells the server before round 0."""
+    """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them."""
 
     name: str
     num_samples: int
     joined: bool
     version: str
+    checkpoint: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -41,7 +43,8 @@ class Site:
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
-    Under a record-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private.
+    `checkpoint` is where the base weights came from, None for those of the package. Under a record-level `plan` training is
+    DP-SGD; `noise_seed` makes it repeatable and so not private.
     """
 
     def __init__(
@@ -55,15 +58,17 @@ class Site:
         observer: Observer,
         plan: Plan | None = None,
         noise_seed: int | None = None,
+        checkpoint: Path | None = None,
     ) -> None:
         self.name, self.config, self.strategy = name, config, strategy
         self.model, self.task, self.folder = model, task, folder
-        self.observer, self.plan, self.noise_seed = observer, plan, noise_seed
+        self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
         self.should_stop: Callable[[], None] = lambda: None
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
-        return Hello(self.name, self.task.num_samples, self._file(run).exists(), __version__)
+        checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
+        return Hello(self.name, self.task.num_samples, self._file(run).exists(), __version__, checkpoint)
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
@@ -172,3 +177,9 @@ class Site:
             bottleneck.save(self.folder / "adapter", params, base)
         else:
             lora.save_peft(self.folder / "adapter", params, wanted.rank, wanted.alpha, wanted.targets, base)
+
+
+@cache
+def _hash(path: Path) -> str:
+    """Hash a checkpoint once per process: the sites of a simulation share it."""
+    return file_hash(path)

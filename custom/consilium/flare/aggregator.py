@@ -9,9 +9,10 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from consilium.assemble import Job
-from consilium.coordinator import check_result, check_shapes
+from consilium.checks import check_norm, check_result, check_shapes
 from consilium.errors import RefusedError
 from consilium.flare import context, wire
+from consilium.privacy.plan import Plan, make_plan
 from consilium.strategy import Payload, RoundAggregate, SiteInfo
 
 
@@ -25,11 +26,12 @@ class StrategyAggregator(ModelAggregator):
     def __init__(self) -> None:
         super().__init__()
         self._job: Job | None = None
+        self._plan: Plan | None = None
         self._aggregate: RoundAggregate | None = None
 
     def use(self, job: Job) -> RoundAggregate:
         """Return the aggregate this component holds, made for `job`."""
-        self._job, self._aggregate = job, RoundAggregate(job.strategy)
+        self._job, self._plan, self._aggregate = job, make_plan(job.config, job.strategy), RoundAggregate(job.strategy)
         return self._aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -46,7 +48,9 @@ class StrategyAggregator(ModelAggregator):
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
         try:
             check_result(self._job, update)
-            check_shapes(self._job.strategy, update, self._sent(update))
+            sent = self._sent(update)
+            check_shapes(self._job.strategy, update, sent)
+            check_norm(self._job, self._plan, update, sent)
             count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
             self._aggregate.add(str(model.meta.get("client_name")), update, count, update)
         except RefusedError as error:

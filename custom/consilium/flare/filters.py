@@ -12,7 +12,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.assemble import Job, build_guard
-from consilium.coordinator import check_result
+from consilium.checks import check_result
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.flare import context, wire
 from consilium.privacy.guard import Guard
