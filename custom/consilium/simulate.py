@@ -26,7 +26,9 @@ class Member:
     def hello(self, run: str) -> Hello:
         """Return the site's hello, if its guard admits the job."""
         self.guard.admit(run)
-        return replace(self.site.hello(run), num_samples=self.guard.shown_samples)
+        shown = replace(self.site.hello(run), num_samples=self.guard.shown_samples)
+        self.guard.note("hello", values=shown.to_dict())
+        return shown
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Train and return what the guard releases."""

@@ -20,7 +20,7 @@ from consilium.errors import ConfigError, RefusedError
 from consilium.flare import filters, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter, without_paths
 from consilium.flare.recipe import ConsiliumRecipe
 from consilium.privacy.guard import Guard
 from consilium.site import Hello
@@ -185,3 +185,18 @@ def _classes(section: object) -> list[str]:
         own = [section["path"]] if str(section.get("path", "")).startswith("consilium") else []
         return own + [p for v in section.values() for p in _classes(v)]
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("/data/John Doe/1.png: cannot be read; mend it", "[path]: cannot be read; mend it"),
+        ("site-1: no such file '/data/doe.png' in ~/lists", "site-1: no such file '[path]' in [path]"),
+        ("[path]: mask is (3, 4), its image doe.png (3, 3)", "[path]: mask is (3, 4), its image [path] (3, 3)"),
+        ("entry images/doe.png has no mask", "entry [path] has no mask"),
+        ("release: metric 'train/loss' is not declared", "release: metric 'train/loss' is not declared"),
+        ("budget: epsilon 3 of 5; noise / signal 7", "budget: epsilon 3 of 5; noise / signal 7"),
+    ],
+)
+def test_a_reason_names_no_file(reason: str, shown: str) -> None:
+    assert without_paths(reason) == shown

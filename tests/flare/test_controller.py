@@ -34,7 +34,7 @@ class Federation(RoundController):
         federation = config.federation.model_copy(update={"grace": 0.05})
         job = assemble_job(config.model_copy(update={"federation": federation}))
         self.coordinator = Coordinator(job, folder, lambda event: None)
-        self.answers, self.sent = answers, []
+        self.answers, self.sent, self.dead = answers, [], {}
 
     def send(self, task: Task, fl_ctx: FLContext, targets: list[str], **_: object) -> None:
         (name,) = targets
@@ -45,6 +45,9 @@ class Federation(RoundController):
             client_task.result = result
             task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
             task.completion_status = TaskCompletionStatus.OK
+
+    def get_client_disconnect_time(self, client_name: str) -> float | None:
+        return self.dead.get(client_name)
 
     def cancel_task(self, task: Task, completion_status: TaskCompletionStatus, fl_ctx: FLContext) -> None:
         task.completion_status = completion_status

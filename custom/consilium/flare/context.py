@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,22 @@ def server_folder(fl_ctx: FLContext, job: Job) -> Path:
     return _root(fl_ctx, job)
 
 
+def experiment(fl_ctx: FLContext, job: Job) -> str:
+    """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
+    return job.config.experiment or f"{job.config.name}-{fl_ctx.get_job_id()[:8]}"
+
+
+def publish(fl_ctx: FLContext, folder: Path) -> None:
+    """Copy what an admin may download into FLARE's run folder: all but the server's state, which has a sampling secret."""
+    if not simulated():
+        target = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("server"), dirs_exist_ok=True)
+
+
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     """Return the site's private folder: its own choice (`state:`), else beside FLARE's run folders."""
     if site.state:
-        return site.state / job.config.name
+        return site.state / experiment(fl_ctx, job)
     return _root(fl_ctx, job) / "sites" / name
 
 
@@ -80,7 +93,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
 
 def _root(fl_ctx: FLContext, job: Job) -> Path:
     output = os.environ.get(OUTPUT)
-    return Path(output) if output else Path(_workspace(fl_ctx).get_root_dir()) / "consilium" / job.config.name
+    return Path(output) if output else Path(_workspace(fl_ctx).get_root_dir()) / "consilium" / experiment(fl_ctx, job)
 
 
 def _workspace(fl_ctx: FLContext) -> Workspace:

@@ -9,11 +9,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
+from consilium.progress import progress
 from consilium.site import Hello
 
 OnResult = Callable[[str, Shareable], None]
@@ -42,10 +44,19 @@ class RoundController(Controller):
         except ConsiliumError as error:
             self.system_panic(str(error), fl_ctx)
 
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Tell an admin who asks (`consilium status`, `nvflare job stats`) how far the run is."""
+        super().handle_event(event_type, fl_ctx)
+        collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
+        asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
+        if asked and self.coordinator:
+            collector.set_info("consilium", progress(self.coordinator.folder))
+
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Close the run's files."""
+        """Close the run's files and lay out what may be downloaded."""
         if self.coordinator:
             self.coordinator.close()
+            context.publish(fl_ctx, self.coordinator.folder)
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run all rounds and the closing evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
@@ -102,11 +113,13 @@ class RoundController(Controller):
     def _final(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         coordinator = self.coordinator
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.final().items()}
+        recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
             coordinator.record_final(name, wire.decode(result)[0])
+            recorded.add(name)
 
-        self._exchange(wire.EVALUATE, payloads, record, lambda: False, abort_signal, fl_ctx)
+        self._exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             coordinator.finish()
 
@@ -119,9 +132,16 @@ class RoundController(Controller):
         abort_signal: Signal,
         fl_ctx: FLContext,
     ) -> None:
-        """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more."""
+        """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more.
+
+        A site whose process FLARE holds for dead is not waited for; should it come back, the next phase asks it again.
+        """
         answered: set[str] = set()
-        tasks = self._send(task_name, messages, on_result, answered, fl_ctx)
+        gone = {name for name in messages if self.get_client_disconnect_time(name)}
+        for name in sorted(gone):
+            self.log_warning(fl_ctx, f"{name}: {self.coordinator.refuse(name, 'its process has ended; see its log')}")
+        present = {name: message for name, message in messages.items() if name not in gone}
+        tasks = self._send(task_name, present, on_result, answered, fl_ctx)
         self._wait(tasks, enough, abort_signal)
         for name in sorted(tasks.keys() - answered):
             if not abort_signal.triggered:

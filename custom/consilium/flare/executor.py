@@ -51,7 +51,8 @@ class SiteExecutor(Executor):
             return wire.refusal(str(error))
         except Exception as error:  # whatever it was, the round goes on without this site and its log has the traceback
             self.log_exception(fl_ctx, "unexpected error")
-            return wire.refusal(f"unexpected {type(error).__name__}; see the site's log")
+            told = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""  # never a file's name
+            return wire.refusal(f"unexpected {type(error).__name__}{told}; see the site's log")
 
     def _ready(self, fl_ctx: FLContext) -> Site:
         if self._site is None:

@@ -4,6 +4,7 @@ The guard is a pair: one filter sees what arrives, the other what leaves. A hosp
 folders carry them too. Where both do, the second pair meets what the first released and lets just those bytes pass.
 """
 
+import re
 from abc import abstractmethod
 
 from nvflare.apis.filter import Filter
@@ -19,6 +20,12 @@ from consilium.privacy.guard import Guard
 from consilium.site import Hello
 from consilium.strategy import Payload
 
+_PATH = re.compile(
+    r"(?<![\w.])(?:[A-Za-z]:|~|\.\.?)?[/\\][^\s'\",:;]+|[^\s'\",:;]+[/\\][^\s'\",:;]*\.\w+"
+    r"|[^\s'\",:;]+\.(?:png|jpe?g|tiff?|bmp|nii(?:\.gz)?)\b"
+)
+"""Paths, and names of pictures: a patient's name may be in them."""
+
 _guards: dict[tuple[str, str], Guard] = {}
 """This process' guards by job id and site: the two filters of a pair, and both pairs, share one."""
 
@@ -29,15 +36,19 @@ class ClosedFilter(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return what `handle` makes of it, or a refusal; a refusal that comes in keeps its code and reason, nothing else."""
         if (reason := wire.failure(shareable)) is not None:
-            return _refused(shareable, reason, shareable.get_return_code())
+            return _refused(shareable, self.said(reason, fl_ctx), shareable.get_return_code())
         try:
             return self.handle(shareable, fl_ctx)
         except ConsiliumError as error:
             self.log_error(fl_ctx, str(error))
-            return _refused(shareable, str(error))
+            return _refused(shareable, self.said(str(error), fl_ctx))
         except Exception as error:
             self.log_exception(fl_ctx, "unexpected error in a filter")
             return _refused(shareable, f"the check failed ({type(error).__name__})")
+
+    def said(self, reason: str, fl_ctx: FLContext) -> str:
+        """Return how a refusal's reason goes on."""
+        return reason
 
     @abstractmethod
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -72,12 +83,23 @@ class GuardTaskFilter(ClosedFilter):
 class GuardResultFilter(ClosedFilter):
     """The guard's gate: makes a new message of what may leave; nothing else of the reply does."""
 
+    def said(self, reason: str, fl_ctx: FLContext) -> str:
+        """Return a reason without paths, which may name patients, and put it on record. The site's log has it whole."""
+        shown = without_paths(reason)
+        try:
+            self._guard(fl_ctx).note("refusal", reason=shown)
+        except Exception as error:  # where the guard itself cannot be made, as without a data list, the log is the record
+            self.log_warning(fl_ctx, f"not on record, but sent: refusal {shown!r} ({type(error).__name__})")
+        return shown
+
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Release an update, report an evaluation, or mask a hello."""
         guard = self._guard(fl_ctx)
         if wire.HELLO in shareable:
             _check_hello(shareable)
-            return wire.encode_dict(wire.HELLO, shareable[wire.HELLO] | {"num_samples": guard.shown_samples})
+            values = shareable[wire.HELLO] | {"num_samples": guard.shown_samples}
+            guard.note("hello", values=values)
+            return wire.encode_dict(wire.HELLO, values)
         payload, run = wire.take(shareable)
         if payload.round < guard.config.training.rounds:
             return wire.encode(guard.release(run, payload), run, update=True, num_samples=guard.shown_samples)
@@ -101,6 +123,12 @@ class ResultCheckFilter(ClosedFilter):
         if payload.round < self._job.config.training.rounds:
             check_result(self._job, payload)
         return shareable
+
+
+def without_paths(reason: str) -> str:
+    """Return an error's text without the file it begins with or names."""
+    head, colon, rest = reason.partition(": ")
+    return _PATH.sub("[path]", f"[path]: {rest}" if colon and "/" in head else reason)
 
 
 def _refused(shareable: Shareable, reason: str, code: str = ReturnCode.TASK_RESULT_FILTER_ERROR) -> Shareable:

@@ -4,6 +4,7 @@ It sees the broadcast and the result. It checks names, roles and values, clips, 
 ledger, and only then lets go. A replayed task gets the same bytes again and spends nothing. On any doubt nothing is sent.
 """
 
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,11 +15,11 @@ import torch
 from consilium.config import JobConfig
 from consilium.config_privacy import BudgetConfig, PolicyConfig
 from consilium.errors import RefusedError
-from consilium.privacy import mechanism
+from consilium.privacy import audit, mechanism
 from consilium.privacy.ledger import WHOLE_RUN, Budget, Entry, Ledger
 from consilium.privacy.plan import Plan, make_plan
 from consilium.seeding import seed_for
-from consilium.storage import load_state, save_state
+from consilium.storage import load_state, locked, save_state
 from consilium.strategy import Payload, Role, Strategy, Tensors, factor
 
 STAGES = ("received", "personal", "base")
@@ -81,6 +82,8 @@ class Guard:
 
         Raises RefusedError, with the numbers, if the plan exceeds the site's budget or the site's policy forbids the job.
         """
+        if not re.fullmatch(r"[A-Za-z0-9-]*", run):  # it becomes a folder's name
+            raise RefusedError(f"{self.name}: {run!r} is no name of a run; nothing was sent")
         if self.plan is None:
             if self.policy.budgets:
                 raise RefusedError(f"{self.name}: site.yaml has a privacy budget and the job no `privacy:`; nothing was sent")
@@ -120,21 +123,39 @@ class Guard:
             raise RefusedError(
                 f"{self.name}: a result for round {place[0]} phase {place[1]} nobody asked for; nothing was sent"
             )
-        if not self._site_level:
-            return self._checked(result)
-        stored, spends = self._stored(run)
+        with locked(self.folder / run):  # a job process FLARE has given up may still be at it beside its successor
+            released, spends = self._site_release(run, result) if self._site_level else (self._checked(result), True)
+            self.note("update", released, spends)
+        return released
+
+    def _site_release(self, run: str, result: Payload) -> tuple[Payload, bool]:
+        """Return the one release of this phase, made or kept, and whether it costs anything."""
+        place, (stored, spends) = _place(result), self._stored(run)
         if stored is None or _place(stored) != place:
             stored, spends = self._prepare(run, result, stored)
             self._store(run, stored, spends)
         if spends and not self.plan.in_advance:
-            self.ledger.spend(self._entry(run, *place), self._budget())  # the last step: from here on it counts as released
-        return stored
+            self.ledger.spend(self._entry(run, *place), self._budget())  # from here on it counts as released
+        return stored, spends
 
     def report(self, result: Payload) -> Payload:
         """Return what may leave of a closing evaluation: shared metrics, no tensors."""
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
-        return self._checked(result)
+        checked = self._checked(result)
+        self.note("evaluation", checked)
+        return checked
+
+    def note(self, kind: str, payload: Payload | None = None, spends: bool = False, **said: Any) -> None:
+        """Put a message into the site's record before it leaves, see audit.py. Raises RefusedError if that cannot be."""
+        line = {"site": self.name, "job": self.config.name, "experiment": self.config.experiment, "run": self._admitted}
+        line |= {"kind": kind, **said}
+        if payload is not None:
+            line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
+            line |= {"scalars": payload.scalars, "metrics": payload.metrics}
+        if spends and self.plan is not None:
+            line["privacy"] = audit.cost(self.plan)
+        audit.record(self.folder / (self._admitted or "") / audit.FILE, line)
 
     @property
     def _site_level(self) -> bool:

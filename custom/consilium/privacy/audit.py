@@ -1,0 +1,87 @@
+"""What left a site, message by message: the guard writes it before it lets go, and the hospital reads it.
+
+One JSON line per message in audit.jsonl of the run's private folder: tensors by name with shape, type, bytes and norm (as sent,
+after clipping and noise), scalars, scores, what it cost in privacy. Every line holds the SHA-256 of the line before it, so a
+line changed, added or taken out later shows, and the last line's own is the seal of all: who keeps it elsewhere can tell
+whether the file is whole. The same message sent again tells nothing new and has one line.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from consilium.errors import RefusedError
+from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.ledger import merge
+from consilium.privacy.plan import Plan
+from consilium.strategy import Tensors
+
+FILE = "audit.jsonl"
+Line = dict[str, Any]
+
+
+def record(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one message, unless it has its line already. Raises RefusedError where that cannot be: then nothing may leave."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if any(_content(json.loads(line)) == json.loads(json.dumps(entry)) for line in lines):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), **entry, "previous": _seal(lines)}) + "\n")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "a line is damaged"
+        raise RefusedError(f"{path}: the record of what leaves cannot be written ({why}); nothing was sent; mend it") from None
+
+
+def describe(tensors: Tensors) -> dict[str, Line]:
+    """Return what the record says of tensors."""
+    return {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "bytes": tensor.numel() * tensor.element_size(),
+            "norm": float(tensor.double().square().sum().sqrt()),
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def cost(plan: Plan) -> Line:
+    """Return what the record says of the privacy of one release under `plan`."""
+    private = plan.config
+    named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
+    numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
+    return named | numbers | {"whole_run": plan.in_advance, "spend": asdict(plan.release)}
+
+
+def report(path: Path) -> Line:
+    """Return the record of one run with epsilon after each message, its seal, and the first line that is not as written."""
+    texts = path.read_text(encoding="utf-8").splitlines()
+    broken, lines = None, []
+    for number, text in enumerate(texts):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            lines.append({})
+        if broken is None and lines[-1].get("previous") != _seal(texts[:number]):
+            broken = number + 1
+    spent: dict[tuple[int, int], Spend] = {}
+    for line in lines:
+        if private := line.get("privacy"):
+            place = (-1, -1) if private["whole_run"] else (line["round"], line["phase"])
+            spent[place] = Spend(**private["spend"])
+            private["epsilon"] = epsilon_of(merge(list(spent.values())), private["delta"])
+    return {"file": str(path), "seal": _seal(texts), "broken_line": broken, "messages": [x for x in lines if x]}
+
+
+def _content(line: Line) -> Line:
+    return {key: value for key, value in line.items() if key not in ("time", "previous")}
+
+
+def _seal(lines: list[str]) -> str:
+    return hashlib.sha256(lines[-1].encode()).hexdigest() if lines else ""

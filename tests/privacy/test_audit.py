@@ -1,0 +1,115 @@
+"""The record of what leaves a site: complete, equal to what was sent, and altered nowhere without showing."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from consilium.assemble import Job, assemble_job
+from consilium.cli import app
+from consilium.config import JobConfig, SiteConfig
+from consilium.errors import RefusedError
+from consilium.privacy import audit
+from consilium.privacy.ledger import Ledger, summary
+from consilium.simulate import simulate
+from consilium.storage import load_state
+from consilium.strategy import Role
+from tests.conftest import small_config
+
+SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}
+MakeJob = Callable[..., Job]
+
+
+def run(job: Job, folder: Path) -> Path:
+    """Simulate and return site-1's record."""
+    simulate(job, SITES, folder, lambda event: None)
+    (path,) = (folder / "sites" / "site-1").rglob(audit.FILE)
+    return path
+
+
+def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fediat", local_steps=1)
+    path = run(job, tmp_path)
+    messages = audit.report(path)["messages"]
+    assert [m["kind"] for m in messages] == ["hello", "update", "update", "evaluation"]
+    assert messages[0]["values"]["num_samples"] == 4
+    last, shared = messages[2], job.strategy.names(job.initial, Role.SHARED, 1, 0)
+    assert last["tensors"].keys() == set(shared)
+    kept, _ = load_state(path.with_name("state.safetensors"))
+    for name in shared:
+        sent = kept[f"reply/{name}"]
+        assert last["tensors"][name]["shape"] == list(sent.shape)
+        assert last["tensors"][name]["bytes"] == sent.numel() * 4
+        assert last["tensors"][name]["norm"] == pytest.approx(float(sent.norm()), rel=1e-6)
+    assert "validation/personal/dice" in last["metrics"]
+    assert messages[3]["tensors"] == {}
+    assert not any("privacy" in m for m in messages)
+
+
+def private(**section: object) -> Job:
+    raw = small_config("fedit", local_steps=1).model_dump()
+    return assemble_job(JobConfig.model_validate(raw | {"privacy": section}))
+
+
+@pytest.mark.parametrize("section", [{"unit": "site", "clip": 0.5}, {"unit": "record", "clip": 1.0}])
+def test_epsilon_on_record_is_the_ledgers(section: dict, tmp_path: Path) -> None:
+    path = run(private(**section, noise_multiplier=3.0), tmp_path)
+    (spent,) = summary(Ledger(tmp_path / "sites/site-1/ledger.sqlite"))
+    releases = [m["privacy"] for m in audit.report(path)["messages"] if "privacy" in m]
+    assert len(releases) == 2
+    assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"]["1e-05"])
+    assert releases[0]["epsilon"] < releases[1]["epsilon"]
+
+
+def test_the_norm_on_record_is_that_of_the_noised_update(tmp_path: Path) -> None:
+    path = run(private(unit="site", clip=0.5, noise_multiplier=4.0), tmp_path)
+    (first, _) = (m["tensors"] for m in audit.report(path)["messages"] if m["kind"] == "update")
+    norm = math.sqrt(sum(t["norm"] ** 2 for t in first.values()))
+    count = sum(t["bytes"] // 4 for t in first.values())
+    assert norm == pytest.approx(4.0 * 0.5 * math.sqrt(count), rel=0.05)
+
+
+def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> None:
+    path = tmp_path / "run" / audit.FILE
+    for number in (1, 2, 3, 1):
+        audit.record(path, {"kind": "hello", "values": {"n": number}})
+    whole = path.read_text().splitlines()
+    assert len(whole) == 3
+    assert audit.report(path)["broken_line"] is None
+    path.write_text("\n".join([whole[0], whole[1].replace('"n": 2', '"n": 7'), whole[2]]) + "\n")
+    assert audit.report(path)["broken_line"] == 3
+    path.write_text("\n".join([whole[0], whole[2]]) + "\n")
+    assert audit.report(path)["broken_line"] == 2
+    seal = audit.report(path)["seal"]
+    path.write_text("\n".join(whole[:2]) + "\n")  # a cut end follows; only the seal tells
+    assert audit.report(path)["broken_line"] is None
+    assert audit.report(path)["seal"] != seal
+
+
+def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where a folder must be")
+    with pytest.raises(RefusedError, match="cannot be written"):
+        audit.record(tmp_path / "run" / audit.FILE, {"kind": "hello"})
+
+
+def test_the_command_prints_a_page_and_json_and_tells_a_change(tmp_path: Path) -> None:
+    path = run(private(unit="site", clip=0.5, noise_multiplier=3.0), tmp_path)
+    site = tmp_path / "local" / "site.yaml"
+    site.parent.mkdir()
+    site.write_text(f"state: {tmp_path / 'sites' / 'site-1'}\n")
+    page = CliRunner().invoke(app, ["audit", str(site)])
+    assert page.exit_code == 0
+    assert "# What left site-1: small, run " in page.output
+    assert "site level, zero-out, trust local; clip 0.5, noise multiplier 3)" in page.output
+    assert page.output.count("| update |") == 2
+    assert "image_encoder.blocks.0.attn.qkv.lora_A | 4x128 | float32 | 2 |" in page.output
+    found = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path), "--format", "json"]).output)
+    assert len(found) == 2
+    assert all(one["broken_line"] is None for one in found)
+    path.write_text(path.read_text().replace('"round": 0', '"round": 1'))
+    altered = CliRunner().invoke(app, ["audit", str(path)])
+    assert altered.exit_code == 1
+    assert "altered: line 3" in altered.output
