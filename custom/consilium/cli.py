@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli_audit import audit
+from consilium.cli_deploy import app as deploy_app
 from consilium.cli_import import data_import
 from consilium.cli_privacy import app as privacy_app
 from consilium.cli_privacy import claim_of
+from consilium.cli_submit import app as submit_app
+from consilium.cli_submit import parse_override
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
@@ -26,7 +27,8 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data")
 data_app.command("import")(data_import)
 app.add_typer(privacy_app, name="privacy")
-app.command()(audit)
+app.add_typer(deploy_app)
+app.add_typer(submit_app)
 
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
@@ -234,14 +236,7 @@ def _load(job: Path, overrides: list[str]) -> tuple[Any, Path]:
     """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself."""
     from consilium.config import job_file, load_job
 
-    return load_job(job, dict(_parse(one) for one in overrides)), job_file(job)
-
-
-def _parse(override: str) -> tuple[str, Any]:
-    key, separator, value = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    return key, yaml.safe_load(value)
+    return load_job(job, dict(parse_override(one) for one in overrides)), job_file(job)
 
 
 def _site_names(sites: str, data: Path | None) -> list[str]:

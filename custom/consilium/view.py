@@ -89,7 +89,7 @@ class LiveView:
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics = event["metrics"]
-        self.score = _leading(metrics, self.score)
+        self.score = leading(metrics, self.score)
         found = {k: metrics.get(f"validation/{k}/{self.score}") for k in ("received", "personal")}
         row = self._row(event)
         row |= {k: v for k, v in found.items() if v is not None} | {"state": "done", "part": 1.0}
@@ -129,7 +129,7 @@ def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Tabl
     """
     names = {name for metrics in results.values() for name in metrics}
     split = "test" if any(name.startswith("test/") for name in names) else "validation"
-    score = _leading(names, LEADING[0])
+    score = leading(names, LEADING[0])
     rest = _beside(score, names)
     remark = ", resized grid; HD95 in pixels of it" if score == "dice" else ""
     table = Table(title=f"{title}: {split} split{remark}", title_justify="left", box=SIMPLE)
@@ -138,9 +138,9 @@ def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Tabl
     for heading in ("site", *(f"{HEADINGS[metric]} {stage}" for stage, metric in shown)):
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for site in sorted(results):
-        table.add_row(site, *(_number(results[site].get(c)) for c in columns))
+        table.add_row(site, *(number(results[site].get(c)) for c in columns))
     table.add_section()
-    table.add_row("mean", *(_number(mean_of(results, c)) for c in columns), style="bold")
+    table.add_row("mean", *(number(mean_of(results, c)) for c in columns), style="bold")
     return table
 
 
@@ -150,7 +150,7 @@ def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | 
     return sum(found) / len(found) if found else None
 
 
-def _leading(names: Iterable[str], otherwise: str) -> str:
+def leading(names: Iterable[str], otherwise: str) -> str:
     """Return which of LEADING is among metric names such as "test/base/dice"; the training's own loss does not count."""
     found = {name.rpartition("/")[2] for name in names if not name.startswith("train/")}
     return next((score for score in LEADING if score in found), otherwise)
@@ -164,5 +164,6 @@ def _beside(score: str, names: set[str]) -> tuple[str, ...]:
     return tuple(one for one in BESIDE[score] if one in found)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a score as tables show it."""
     return "-" if value is None else f"{value:.3f}"

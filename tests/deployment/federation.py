@@ -10,7 +10,8 @@
         folder = federation.download(job)
         federation.shutdown()                                # by the admin; fails if any process is left
 
-`sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too).
+`sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
+`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package.
 Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
@@ -24,7 +25,9 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,12 +48,19 @@ SERVER = "localhost"
 class Federation:
     """See the module. `folder` receives everything; times are in seconds."""
 
-    def __init__(self, folder: Path, sites: Mapping[str, Mapping[str, Any]], bundles: Collection[str] = ()) -> None:
-        self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
+    def __init__(
+        self,
+        folder: Path,
+        sites: Mapping[str, Mapping[str, Any]],
+        bundles: Collection[str] = (),
+        make: Callable[[Path, Path], Path] = provision,
+        installed: bool = True,
+    ) -> None:
+        self.folder, self.sites, self.port, self.installed = folder.resolve(), list(sites), free_port(), installed
         self.file = self.folder / "sites.yml"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
-        self.kits = provision(self.file, self.folder / "kits")
+        self.kits = make(self.file, self.folder / "kits")
         self._started: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Self:
@@ -87,8 +97,9 @@ class Federation:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("CONSILIUM_")}
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-        code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)])
+        python = Path(sys.executable).parent if self.installed else _python_without_us(self.folder / "python")
+        code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)]) if self.installed else ""
+        path = f"{python}{os.pathsep}{kept.get('PATH', '')}"
         return kept | {"HOME": str(home), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
 
     @contextmanager
@@ -113,6 +124,11 @@ class Federation:
         """Return a job's final status, such as FINISHED:COMPLETED."""
         with self.session() as session:
             return session.wait_for_job(job, timeout, poll_interval=0.5)["status"]
+
+    def meta(self, job: str) -> dict[str, Any]:
+        """Return what the server knows of a job."""
+        with self.session() as session:
+            return session.get_job_meta(job)
 
     def abort(self, job: str) -> None:
         """Abort a job."""
@@ -213,6 +229,15 @@ class Federation:
                 _send(pid, signal.SIGKILL)
             assert time.monotonic() < ends, f"{name}: cannot be killed: {found}"
             time.sleep(0.1)
+
+
+def _python_without_us(folder: Path) -> Path:
+    """Return the folder of a python3 that has all that this one has, but for the editable installation of consilium."""
+    if not folder.exists():
+        venv.create(folder, symlinks=True)
+        (own,) = folder.glob("lib/*/site-packages")
+        (own / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files found by way of a .pth are not read
+    return folder / "bin"
 
 
 def free_port() -> int:

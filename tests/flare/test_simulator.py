@@ -1,6 +1,7 @@
 """Real FLARE runs in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def flare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     def run(config: JobConfig, edit: Callable[[Path], None], threads: int | None = None) -> Path:
         workspace = tmp_path / "flare"
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
         monkeypatch.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
         job = export_job(config, workspace)
         edit(job / "app" / "config")

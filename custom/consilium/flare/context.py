@@ -15,6 +15,7 @@ from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig, find_site, job_file, load_job
 from consilium.errors import ConfigError
 from consilium.site import Observer
+from consilium.storage import write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation: the folder that receives the run's files of server and sites."""
@@ -52,8 +53,16 @@ def experiment(fl_ctx: FLContext, job: Job) -> str:
 def publish(fl_ctx: FLContext, folder: Path) -> None:
     """Copy what an admin may download into FLARE's run folder: all but the server's state, which has a sampling secret."""
     if not simulated():
-        target = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
-        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("server"), dirs_exist_ok=True)
+        shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server"), dirs_exist_ok=True)
+
+
+def publish_reason(fl_ctx: FLContext, reason: str) -> None:
+    """Write why a job ends early to where an admin may download it."""
+    write_atomic(_published(fl_ctx) / "stopped.txt", reason.encode())
+
+
+def _published(fl_ctx: FLContext) -> Path:
+    return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
 
 
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:

@@ -42,7 +42,12 @@ class RoundController(Controller):
             folder, observe = context.server_folder(fl_ctx, job), context.observer(self, fl_ctx, "server")
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job))
         except ConsiliumError as error:
-            self.system_panic(str(error), fl_ctx)
+            self._give_up(error, fl_ctx)
+
+    def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
+        """End the job with one line that says why, also in what an admin may download."""
+        context.publish_reason(fl_ctx, str(error))
+        self.system_panic(str(error), fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Tell an admin who asks (`consilium status`, `nvflare job stats`) how far the run is."""
@@ -69,7 +74,7 @@ class RoundController(Controller):
             if not abort_signal.triggered:
                 self._final(abort_signal, fl_ctx)
         except ConsiliumError as error:
-            self.system_panic(str(error), fl_ctx)
+            self._give_up(error, fl_ctx)
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext

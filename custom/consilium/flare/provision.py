@@ -14,7 +14,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config_deploy import DeploymentConfig, load_deployment
 from consilium.errors import ConfigError, ConsiliumError
-from consilium.flare.local_files import find_entry, write_local
+from consilium.flare.kits import find_entry, write_local
 from consilium.storage import write_atomic
 
 

@@ -1,4 +1,4 @@
-"""A startup kit's local/ folder: what a site or server allows, from the templates in kit/ and one entry of sites.yml."""
+"""A startup kit's local/ folder: what a site or server allows, from the templates in policies/ and one entry of sites.yml."""
 
 import json
 from importlib.resources import files
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.utils import load_crt
 
-from consilium.config_deploy import DeploymentConfig, ServerEntry, SiteEntry
+from consilium.config_deploy import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.errors import ConfigError
 from consilium.storage import write_atomic
 
@@ -29,6 +31,29 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
     _write_json(folder / "resources.json", _site_resources(entry))
     values = entry.site.model_dump(mode="json", exclude_unset=True)
     write_atomic(folder / "site.yaml", (SITE_HEADER + (yaml.safe_dump(values) if values else "{}\n")).encode())
+
+
+def apply_local(sites: Path, kit: Path) -> Path:
+    """Write local/ of one startup kit from its entry in a sites.yml, and return that folder.
+
+    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
+    """
+    folder = kit / "local"
+    write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
+    return folder
+
+
+def kit_name(kit: Path) -> str:
+    """Return the participant a site's or server's kit is for, as its certificate says. Raises ConfigError."""
+    return get_cert_common_name(load_crt(certificate(kit)))
+
+
+def certificate(kit: Path) -> Path:
+    """Return the file of the kit's own certificate. Raises ConfigError if there is none."""
+    for name in ("client.crt", "server.crt"):
+        if (path := kit / "startup" / name).is_file():
+            return path
+    raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
 
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
@@ -64,7 +89,7 @@ def _component(resources: dict[str, Any], id: str) -> dict[str, Any]:
 
 
 def _template(name: str) -> dict[str, Any]:
-    return json.loads(files("consilium.flare").joinpath("kit", name).read_text(encoding="utf-8"))
+    return json.loads(files("consilium.flare").joinpath("policies", name).read_text(encoding="utf-8"))
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -1,0 +1,212 @@
+"""The commands of a running federation: `consilium submit`, `status`, `resume`, `abort`, `download`; and a site's `audit`."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from consilium.cli_audit import audit
+from consilium.errors import ConfigError, ConsiliumError
+
+if TYPE_CHECKING:
+    from consilium.flare.session import Admin
+
+app = typer.Typer()
+app.command()(audit)
+KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
+FormatOption = Annotated[str, typer.Option("--format", help="txt or json")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")]
+PATIENCE = 120.0
+"""Seconds to wait for the sites of an experiment before it goes on."""
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")],
+    kit: KitOption,
+    experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
+    override: SetOption = None,
+    wait: WaitOption = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
+    from consilium.config import load_job
+    from consilium.flare.session import connect
+    from consilium.flare.submission import prepare
+
+    overrides = dict(parse_override(one) for one in override or [])
+    name = experiment or f"{load_job(job, overrides).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with connect(kit) as admin:
+        job_id = admin.submit(prepare(job, overrides, name, admin.uploads))
+        _submitted(admin, job_id, name, wait, format)
+
+
+@app.command()
+def resume(
+    experiment: Annotated[str, typer.Argument(help="its name, as `consilium status` lists it")],
+    job: Annotated[Path | None, typer.Argument(help="the job it was submitted with, if that was not from this kit")] = None,
+    *,
+    kit: KitOption,
+    wait: WaitOption = False,
+    format: FormatOption = "txt",
+) -> None:
+    """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
+    from consilium.flare.session import connect
+    from consilium.flare.submission import prepare_again
+
+    with connect(kit) as admin:
+        sites = admin.former_sites(experiment)
+        folder = prepare_again(experiment, admin.uploads, job)
+        for site in sorted(admin.await_sites(sites, PATIENCE)):
+            Console(stderr=True).print(f"{site} took part before and is not connected: it goes on without", style="yellow")
+        _submitted(admin, admin.submit(folder), experiment, wait, format)
+
+
+@app.command()
+def status(
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
+    *,
+    kit: KitOption,
+    format: FormatOption = "txt",
+) -> None:
+    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
+    from consilium.flare.session import connect, experiment_of
+
+    with connect(kit) as admin:
+        if job:
+            found: Any = admin.status(job)
+        else:
+            keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
+            found = [{"experiment": experiment_of(one), **{k: one.get(k) for k in keys}} for one in admin.jobs()]
+    if format == "json":
+        print(json.dumps(found, indent=1))
+    elif job:
+        show(found)
+    else:
+        _list(found)
+
+
+@app.command()
+def abort(
+    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
+    kit: KitOption,
+) -> None:
+    """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
+    from consilium.flare.session import connect
+
+    with connect(kit) as admin:
+        found = admin.find(job)
+        admin.abort(found["job_id"])
+    typer.echo(f"{found['job_id']}: aborted")
+
+
+@app.command()
+def download(
+    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
+    kit: KitOption,
+) -> None:
+    """Fetch what a job left at the server: metrics.jsonl, tb_events, results.json. Adapters of sites stay at the sites."""
+    from consilium.flare.session import connect
+
+    with connect(kit) as admin:
+        typer.echo(str(admin.download(admin.find(job)["job_id"], folder)))
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
+    return key, yaml.safe_load(value)
+
+
+def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:
+    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
+    console.print(f"submitted as experiment {experiment}, job {job_id}")
+    found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
+    if wait:
+        found = _watch(admin, job_id, console)
+    if format == "json":
+        print(json.dumps(found, indent=1))
+    elif wait:
+        show(found)
+    if wait and not found["status"].endswith(":COMPLETED"):
+        raise ConsiliumError(f"{experiment}: {found['status']}: {found.get('reason', 'see `consilium status` and the logs')}")
+
+
+def _watch(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
+    """Print a line whenever something has changed, until the job has ended; return its last status."""
+    said = ""
+    while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
+        now = place(found["progress"]) if found["progress"] else found["status"]
+        if now.split("; ETA")[0] != said:
+            console.print(now)
+            said = now.split("; ETA")[0]
+        time.sleep(1)
+    return found
+
+
+def place(progress: dict[str, Any]) -> str:
+    """Return one line on where a run is."""
+    if progress["finished"]:
+        return f"all {progress['rounds']} rounds and the closing evaluation are done"
+    phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
+    line = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
+    line += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
+    if progress["epsilon"] is not None:
+        line += f"; epsilon {progress['epsilon']:.3g}"
+    return line + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print one job's status for people."""
+    console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
+    console.print(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
+    for problem in found["problems"]:
+        console.print(f"not deployed: {problem}", style="red", markup=False)
+    if "reason" in found:
+        console.print(f"stopped: {found['reason']}", style="red", markup=False)
+    if progress is None:
+        return
+    console.print(place(progress))
+    if progress["sites"]:
+        console.print(_table(progress))
+    for one in progress["refused"]:
+        console.print(f"refused in round {one['round'] + 1}: {one['site']}: {one['reason']}", style="yellow", markup=False)
+
+
+def _table(progress: dict[str, Any]) -> Table:
+    """Return a row per site: the leading score as the site shares it, its loss, and what it has sent and received."""
+    from consilium.view import HEADINGS, LEADING, leading, number
+
+    sites = progress["sites"]
+    score = leading({name for one in sites.values() for name in one["metrics"]}, LEADING[0])
+    table = Table(box=SIMPLE, pad_edge=False)
+    scores = (f"{HEADINGS[score]} received", f"{HEADINGS[score]} personal")
+    for heading in ("site", "round", "loss", *scores, "KiB up", "KiB down"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    for name, one in sorted(sites.items()):
+        metrics = {key.removeprefix("test/").removeprefix("validation/"): value for key, value in one["metrics"].items()}
+        numbers = [number(metrics.get(key)) for key in ("train/loss", f"received/{score}", f"personal/{score}")]
+        sizes = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down")]
+        table.add_row(name, str(min(one["round"] + 1, progress["rounds"])), *numbers, *sizes)
+    return table
+
+
+def _list(jobs: list[dict[str, Any]]) -> None:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("experiment", "status", "submitted", "took", "by", "job"):
+        table.add_column(heading, overflow="fold")
+    for one in jobs:
+        submitted = str(one["submit_time_iso"])[:19].replace("T", " ")
+        row = (one["experiment"], one["status"], submitted, one["duration"], one["submitter_name"], one["job_id"])
+        table.add_row(*(str(cell or "").split(".")[0] if cell == one["duration"] else str(cell or "") for cell in row))
+    Console().print(table)

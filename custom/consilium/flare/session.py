@@ -1,0 +1,135 @@
+"""An admin's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.flare_api import api_spec
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.progress import progress
+
+ENDED = "FINISHED"
+LOST = "LOST"
+"""Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
+FLARE_ERRORS = tuple(kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception))
+Job = dict[str, Any]
+
+
+class Admin:
+    """What an admin may do. Jobs are named by FLARE's id, its beginning, or the experiment (then its last submission)."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @property
+    def uploads(self) -> Path:
+        """The kit's folder for job folders."""
+        return Path(self.session.upload_dir)
+
+    def jobs(self) -> list[Job]:
+        """Return FLARE's notes on all jobs, oldest first. FLARE lists a job that ended with its server as running for ever."""
+        running = {job.job_id for job in self.session.get_system_info().job_info}
+        jobs = sorted(self.session.list_jobs(detailed=True), key=lambda job: job["submit_time"])
+        lost = {job["job_id"] for job in jobs if job["status"] == "RUNNING"} - running
+        return [job | {"status": LOST} if job["job_id"] in lost else job for job in jobs]
+
+    def find(self, name: str) -> Job:
+        """Return FLARE's notes on one job. Raises ConfigError if there is none."""
+        found = [job for job in self.jobs() if job["job_id"].startswith(name) or experiment_of(job) == name]
+        if not found:
+            raise ConfigError(f"{name}: no such job or experiment; `consilium status --kit KIT` lists them")
+        return found[-1]
+
+    def submit(self, folder: Path) -> str:
+        """Submit a job folder; return FLARE's job id."""
+        return self.session.submit_job(str(folder.resolve()))
+
+    def sites(self) -> set[str]:
+        """Return the sites that are connected."""
+        return {client.name for client in self.session.get_system_info().client_info}
+
+    def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
+        """Wait until these sites are connected; return those that are not when time is up."""
+        ends = time.monotonic() + seconds
+        while (missing := wanted - self.sites()) and time.monotonic() < ends:
+            time.sleep(1)
+        return missing
+
+    def former_sites(self, experiment: str) -> set[str]:
+        """Return the sites that an experiment's last job had. Raises ConfigError if that still runs, or waits to."""
+        last = next((job for job in reversed(self.jobs()) if experiment_of(job) == experiment), None)
+        if last is None:
+            return set()
+        if last["status"] != LOST and not last["status"].startswith(ENDED):
+            raise ConfigError(f"{experiment}: job {last['job_id']} is at it; wait for its end, or `consilium abort` it first")
+        return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
+
+    def status(self, name: str) -> Job:
+        """Return one job's id, experiment and status with its progress, and why it ended early or could not be deployed."""
+        meta = self.find(name)
+        found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
+        found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
+        if meta["status"] == LOST:
+            return found | {"progress": None}
+        if meta["status"].startswith(ENDED):
+            return found | self._outcome(meta["job_id"])
+        return found | {"progress": self._running(meta["job_id"])}
+
+    def _running(self, job_id: str) -> Job | None:
+        """Return a running job's progress; None before its controller has started and while it ends."""
+        try:
+            return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
+        except FLARE_ERRORS:
+            return None
+
+    def _outcome(self, job_id: str) -> Job:
+        """Return an ended job's progress and reason from its result, where this admin may have it."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = self.download(job_id, Path(folder))
+            except FLARE_ERRORS:
+                return {"progress": None}
+            stopped = result / "stopped.txt"
+            reason = {"reason": stopped.read_text(encoding="utf-8")} if stopped.is_file() else {}
+            return reason | {"progress": progress(result) if (result / "metrics.jsonl").is_file() else None}
+
+    def download(self, job_id: str, destination: Path) -> Path:
+        """Fetch an ended job's result; return the folder of ours in it, see RunLog."""
+        return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
+
+    def abort(self, job_id: str) -> None:
+        """Stop a job; its checkpoint stays."""
+        self.session.abort_job(job_id)
+
+
+def experiment_of(job: Job) -> str:
+    """Return the name a job's files go by at the server; see context.experiment."""
+    return job.get("experiment") or f"{job['name']}-{job['job_id'][:8]}"
+
+
+@contextmanager
+def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
+    """Log in with an admin's startup kit. Raises ConfigError for no such kit, ConsiliumError for all that FLARE refuses."""
+    config = kit / "startup" / "fed_admin.json"
+    if not config.is_file():
+        raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
+    user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
+    try:
+        with redirect_stdout(sys.stderr):  # FLARE's own chatter; ours may be read by programs
+            session = new_secure_session(user, str(kit.resolve()), timeout=seconds)
+        try:
+            yield Admin(session)
+        finally:
+            session.close()
+    except (api_spec.NoConnection, FLCommunicationError) as error:
+        raise ConsiliumError(f"{kit}: no connection to the server ({error}); see that it runs and can be reached") from None
+    except FLARE_ERRORS as error:
+        raise ConsiliumError(f"FLARE: {error}") from None

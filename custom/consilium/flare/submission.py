@@ -1,0 +1,65 @@
+"""A job folder as it is submitted: one run of a job, with a name of its own, in the admin kit's upload folder."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from consilium.config import job_file, load_job
+from consilium.errors import ConfigError
+from consilium.flare.context import federated_job
+from consilium.flare.recipe import export
+from consilium.storage import write_atomic
+
+CONTROLLER = "consilium.flare.controller.RoundController"
+
+
+def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Path:
+    """Return a new job folder UPLOADS/EXPERIMENT: a copy of `job`, or what a bare job.yaml comes to, with `overrides`.
+
+    Raises ConfigError, before anything is submitted, for a job that cannot run or a name that was used from here before.
+    """
+    config = load_job(job, {**overrides, "experiment": experiment})
+    folder = uploads / experiment
+    if folder.exists():
+        raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
+    if (job / "meta.json").is_file():
+        shutil.copytree(job, folder)
+    else:
+        shutil.copytree(export(job_file(job), uploads / f".{experiment}"), folder)
+        shutil.rmtree(uploads / f".{experiment}")
+    try:
+        write_atomic(job_file(folder), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
+        _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
+        federated_job(job_file(folder))
+    except ConfigError:
+        shutil.rmtree(folder)
+        raise
+    return folder
+
+
+def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
+    """Return the folder of an experiment, set to go on from the server's checkpoint.
+
+    `job` is what it was submitted with; not needed where that was from this kit. Raises ConfigError if it is not known.
+    """
+    folder = uploads / experiment
+    if job is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        prepare(job, {}, experiment, uploads)
+    if not folder.is_dir():
+        raise ConfigError(f"{experiment}: not submitted from this kit; give the job folder too: consilium resume NAME JOB")
+    path = folder / "app/config/config_fed_server.json"
+    server = json.loads(path.read_text(encoding="utf-8"))
+    for workflow in (w for w in server["workflows"] if w["path"] == CONTROLLER):
+        workflow["args"] = workflow.get("args", {}) | {"resume": True}
+    write_atomic(path, json.dumps(server, indent=2).encode())
+    return folder
+
+
+def _edit(path: Path, values: dict[str, Any]) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    write_atomic(path, json.dumps(found | values, indent=2).encode())

@@ -1,0 +1,83 @@
+"""Real startup kits from provisioning to shutdown: what runs, what is refused by whom, and what is left."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import peft
+import pytest
+
+from consilium.config import JobConfig
+from consilium.flare.recipe import export
+from consilium.models.sam import build_sam
+from consilium.privacy.ledger import Ledger
+from tests.conftest import small_config
+from tests.deployment.federation import ADMIN, Federation
+
+
+def ward(epsilon: float) -> dict:
+    """Return a site.yaml with a budget."""
+    return {"privacy": {"dataset": "ward", "noise_seed": 1, "budgets": {"site": {"epsilon": epsilon}}}}
+
+
+def private_job() -> JobConfig:
+    return JobConfig.model_validate(
+        small_config("fedit", rounds=1).model_dump() | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}}
+    )
+
+
+def console(federation: Federation, *commands: str) -> str:
+    """Return what FLARE's admin console shows when a person types these commands into it."""
+    words = "\n".join([ADMIN, *commands, "bye", ""])
+    shell = ["bash", str(federation.kit(ADMIN) / "startup" / "fl_admin.sh")]
+    found = subprocess.run(shell, input=words, env=federation.environment(), capture_output=True, text=True, timeout=60)
+    return found.stdout
+
+
+def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)}) as federation:
+        federation.start()
+        config_only = federation.export(private_job())
+        bundle = export(config_only / "app/config/job.yaml", tmp_path / "bundle", bundle=True)
+        refused = federation.submit(bundle)
+        assert federation.wait(refused) == "FINISHED:FAILED_TO_RUN"
+        assert federation.meta(refused)["job_deploy_detail"] == ["server: BYOC not permitted"]
+
+        shown = console(federation, f"submit_job {config_only}")
+        assert "Submitted job: " in shown
+        job = shown.split("Submitted job: ")[1].split()[0]
+        assert federation.wait(job) == "FINISHED:COMPLETED"
+        _check_run(federation)
+        result = federation.download(job)
+        assert json.loads((result / "meta.json").read_text())["job_id"] == job
+        assert (result / "job/small/app/config/job.yaml").is_file()
+        federation.shutdown()
+
+
+def _check_run(federation: Federation) -> None:
+    """Sites 1 and 2 took part, each spent its budget once, and plain PEFT loads their adapters; site 3 said why not."""
+    (round,) = federation.events("concluded")
+    assert round["sites"] == ["site-1", "site-2"]
+    reasons = [e["reason"] for e in federation.events("refused") if (e["site"], e["round"]) == ("site-3", 0)]
+    assert "'ward' (unit site) has spent epsilon 0 of 1 at delta 1e-05; with this it would be 8" in reasons[0]
+    for site, rows in {"site-1": [(0, 0)], "site-2": [(0, 0)], "site-3": []}.items():
+        assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / "consilium/ledger.sqlite").entries()] == rows
+    (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}
+    peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
+    assert not list(federation.kit("site-3").rglob("adapter_config.json"))
+
+
+@pytest.mark.parametrize(("name", "file"), [("site-1", "startup/fed_client.json"), ("server", "startup/fed_server.json")])
+def test_an_altered_kit_does_not_start(name: str, file: str, tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}}) as federation:
+        path = federation.kit(name) / file
+        path.write_text(path.read_text().replace("mtls", "clear"))
+        with pytest.raises(AssertionError, match=f"(?s){name} has ended:.*not secure content.*{path.name}"):
+            federation.start(name)
+
+
+def test_an_altered_admin_kit_does_not_log_in(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}}) as federation:
+        path = federation.kit(ADMIN) / "startup/fed_admin.json"
+        path.write_text(path.read_text().replace("localhost", "elsewhere"))
+        assert "invalid fed_admin.json: tampered" in console(federation)
