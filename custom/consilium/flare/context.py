@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.assemble import Job, assemble_job
@@ -48,6 +50,17 @@ def server_folder(fl_ctx: FLContext, job: Job) -> Path:
 def experiment(fl_ctx: FLContext, job: Job) -> str:
     """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
     return job.config.experiment or f"{job.config.name}-{fl_ctx.get_job_id()[:8]}"
+
+
+def leave_to_quorum(fl_ctx: FLContext) -> None:
+    """Have this site's process counted as ended, not failed, should it be killed, so that the quorum decides what follows.
+
+    FLARE 2.9 fails the whole job for one site's dead process, whatever `min_clients` says. It believes the exit code that a
+    process leaves in its run folder; FLARE itself writes another there for errors it catches.
+    """
+    if not simulated():
+        folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+        write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:

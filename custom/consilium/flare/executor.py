@@ -24,9 +24,10 @@ class SiteExecutor(Executor):
         self._site: Site | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Prepare serialization when the run starts."""
+        """Prepare serialization, and for this process' sudden end, when the run starts."""
         if event_type == EventType.START_RUN:
             wire.register()
+            context.leave_to_quorum(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Do one task; see wire.py for messages."""
