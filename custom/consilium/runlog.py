@@ -11,7 +11,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config import JobConfig
-from consilium.figures import heat, plot_matrices
+from consilium.figures import heat, plot_curves, plot_matrices
 from consilium.privacy.plan import Plan
 from consilium.storage import write_atomic
 from consilium.strategy import Payload, ServerState, Tensors
@@ -29,7 +29,12 @@ class RunLog:
         self._writers: dict[str, SummaryWriter] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
-        self._figures = _figures_of(folder / "metrics.jsonl") if resume else {}
+        past = _events(folder / "metrics.jsonl") if resume else []
+        self._figures: dict[str, list[dict[str, Any]]] = {}
+        for event in past:
+            if event["event"] == "figure":
+                self._figures.setdefault(event["title"], []).append(event)
+        self._curves = [event["values"] for event in past if event["event"] == "diagnostics"]
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
 
@@ -55,6 +60,13 @@ class RunLog:
         if epsilon is not None:
             self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
 
+    def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
+        """Record what a strategy says about a phase; the curves are drawn at the end."""
+        if values:
+            self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self._scalars("server", values, state.round)
+            self._curves.append(values)
+
     def figures(self, state: ServerState, matrices: Tensors) -> None:
         """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
         for title, matrix in matrices.items():
@@ -70,6 +82,10 @@ class RunLog:
             self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
             self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
 
+    def held_out(self, site: str, result: Payload) -> None:
+        """Record the evaluation of a site that did not train in this round, before the round."""
+        self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
+
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self._results[site] = result.metrics
@@ -82,6 +98,8 @@ class RunLog:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
         for title, rounds in self._figures.items():
             plot_matrices(self.folder / f"{title}.png", rounds)
+        if self._curves:
+            plot_curves(self.folder / "diagnostics.png", self._curves)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
 
     def close(self) -> None:
@@ -104,13 +122,9 @@ class RunLog:
         return self._writers[site]
 
 
-def _figures_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures an interrupted run has kept so far."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if (event := json.loads(line))["event"] == "figure":
-            found.setdefault(event["title"], []).append(event)
-    return found
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Return what an interrupted run has recorded so far."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def payload_bytes(tensors: Tensors) -> int:

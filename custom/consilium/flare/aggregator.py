@@ -46,9 +46,11 @@ class StrategyAggregator(ModelAggregator):
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
         try:
             check_result(self._job, update)
-            check_shapes(self._job.strategy, update, self._sent(update))
+            sent = self._sent(update)
+            check_shapes(self._job.strategy, update, sent)
             count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
-            self._aggregate.add(str(model.meta.get("client_name")), update, count, update)
+            site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
+            self._aggregate.add(site, update, count, sent)
         except RefusedError as error:
             self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
 
