@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consilium.allocation import Training, download_costs, download_ranks, energies, gate, train_ranks
+from consilium.allocation import NOTHING, Training, download_costs, download_ranks, energies, gate, train_ranks
 from consilium.errors import ConfigError
 
 INF = math.inf
@@ -86,9 +86,22 @@ def test_energies_are_normalised_by_layer_and_uniform_for_nothing() -> None:
     assert energies(values, 10.0) == pytest.approx([0.9, 0.1])
     assert energies(100 * values, 1e5) == pytest.approx([0.9, 0.1])
     assert energies(1e-12 * values, 1e-23) == pytest.approx([0.9, 0.1])
-    assert energies(torch.zeros(4), 0.0) == pytest.approx([0.25] * 4)
+    assert [e / NOTHING for e in energies(torch.zeros(4), 0.0)] == pytest.approx([1.0] * 4)
     assert download_ranks([energies(torch.zeros(4), 0.0)] * 3, [2] * 3, 15) == [3, 2, 2]  # in turn, the lower index first
     assert download_costs([(3, 5), (2, 2)], 4) == [32, 16]
+
+
+def test_without_energy_layers_of_unequal_cost_get_the_same_rank() -> None:
+    costs = [4, 1, 2]
+    rows = [energies(torch.zeros(5), 0.0, cost / 4) for cost in costs]
+    assert download_ranks(rows, costs, 3 * 7) == [3, 3, 3]
+    assert train_ranks(rows, [5, 5, 5], Training(costs, costs, 14, math.inf)) == [2, 2, 2]
+
+
+def test_ranks_without_energy_come_after_all_that_have_some() -> None:
+    rows = [energies(torch.tensor([2.0, 1e-6, 0.0]), 4.0), energies(torch.tensor([1.0, 0.0, 0.0]), 1.0)]
+    assert download_ranks(rows, [1, 1], 3) == [2, 1]
+    assert download_ranks(rows, [1, 1], 5) == [3, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,26 +10,30 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from consilium.errors import ConfigError
 
 EPSILON = 1e-12
-"""Added to energy sums, and the least share of a budget that counts as left (Eq. 4, Algorithm 2 line 4)."""
+"""The least share of a budget that counts as left (Algorithm 2, line 4)."""
+NOTHING = 1e-30
+"""The energy of a rank that has none: it comes after all that have (Eq. 4's epsilon, and the uniform start)."""
 
 Energies = Sequence[Sequence[float]]
 """Per layer the energies of its ranks 1, 2, ..., not increasing; their number is the layer's cap R_l."""
 
 
-def energies(values: Tensor, total: float) -> list[float]:
-    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2; uniform 1 / r if W = 0.
+def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
+    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2.
 
-    Uniform but for a billionth less at each rank, so that layers of the same cost take ranks in turn: with exact ties, which go
-    to the lower index, the first layers would take all.
+    Ranks without energy (all, while W = 0) count as uniform, far below any real one: `cost` (a rank's, as a share of the
+    dearest layer's) times a hair less at each rank, so that layers take them in turn at the same rank. With
+    exact ties, which go to the lower index, the first layers would take all; without the cost, the cheapest would.
     """
-    if not total > 0:
-        return [(1 - 1e-9 * rank) / len(values) for rank in range(len(values))]
-    return (values.double().square() / (total + EPSILON * total)).tolist()
+    found = values.double().square() / total if total > 0 else torch.zeros(len(values), dtype=torch.float64)
+    blank = NOTHING * cost * (1 - 1e-9 * torch.arange(len(values), dtype=torch.float64))
+    return torch.where(found > NOTHING, found, blank).tolist()
 
 
 def download_costs(shapes: Sequence[tuple[int, int]], bytes_each: int) -> list[int]:

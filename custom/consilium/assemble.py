@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from consilium.adapters import adapter, bottleneck, lora
+from consilium.adapters import adapter, bottleneck, dual_rank, lora
 from consilium.config import CausalLmConfig, ClipConfig, JobConfig, SamConfig, SiteConfig
 from consilium.data.datalist import DataList, pool, read_datalist
 from consilium.data.phantoms import make_phantoms
@@ -44,6 +44,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         model = _bare_model(config, checkpoint=None, weights=False)
         _inject(model, config)
     job = Job(config, build_strategy(config.strategy, source), adapter.initial(model, config.training.seed))
+    _check_adapter(config, job.strategy, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
     if shared := [name for name in adapter.native(model) if job.strategy.role(name, 0, 0) is not Role.LOCAL]:
@@ -55,6 +56,16 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         raise ConfigError(f"{source}: privacy: strategy {job.strategy.name!r} pools all sites' data; remove the section")
     make_plan(config, job.strategy)
     return job
+
+
+def _check_adapter(config: JobConfig, strategy: Strategy, source: Path | str) -> None:
+    """Raise ConfigError where the adapter cannot do what strategy or privacy ask of it."""
+    dual = config.adapter.kind == "dual_rank"
+    if strategy.ranks_differ and not dual:
+        what = f"strategy {strategy.name!r} gives sites unequal ranks"
+        raise ConfigError(f"{source}: adapter.kind: {config.adapter.kind!r}: {what}; use dual_rank")
+    if dual and config.privacy is not None and config.privacy.unit == "record":
+        raise ConfigError(f"{source}: adapter.kind: 'dual_rank': has no per-sample gradients for privacy.unit record; use lora")
 
 
 def _refuse_central(trust: str, strategy: str, source: Path | str) -> None:
@@ -196,7 +207,9 @@ def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn
 
 def _inject(model: nn.Module, config: JobConfig) -> None:
     wanted = config.adapter
-    if wanted.kind == "bottleneck":
+    if wanted.kind == "dual_rank":
+        dual_rank.inject(model, wanted.rank, wanted.scaling, wanted.targets, wanted.dropout)
+    elif wanted.kind == "bottleneck":
         bottleneck.inject(model, wanted.width, wanted.decoder)
     else:
         lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from consilium.config_adapter import BottleneckConfig, DualRankConfig, LoraConfig
+from consilium.config_capacity import CapacityConfig
 from consilium.config_data import PHANTOMS, DataConfig
 from consilium.config_errors import all_fields, describe
 from consilium.config_errors import nearest as nearest
@@ -42,27 +44,6 @@ class ClipConfig(Section):
     image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
 
 
-class LoraConfig(Section):
-    """Low-rank updates of linear layers. `targets`: paper, qv, qkv, attention, all-linear, or a regex on module names."""
-
-    kind: Literal["lora"] = "lora"
-    rank: Annotated[int, Field(ge=1)] = 8
-    alpha: Annotated[float, Field(gt=0)] = 8.0
-    targets: str = "paper"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-
-class BottleneckConfig(Section):
-    """Three bottleneck adapters in every block of SAM's image encoder. `decoder`: the mask decoder trains too, at its site.
-
-    `width`: hidden features, a quarter of the block's by default.
-    """
-
-    kind: Literal["bottleneck"]
-    width: Annotated[int, Field(ge=1)] | None = None
-    decoder: bool = False
-
-
 class SegmentationConfig(Section):
     """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
@@ -93,7 +74,10 @@ class ClassificationConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it."""
+    """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it.
+
+    `schedule` cosine lets the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
+    """
 
     rounds: Annotated[int, Field(ge=1)]
     local_epochs: Annotated[int, Field(ge=1)] = 1
@@ -102,6 +86,7 @@ class TrainingConfig(Section):
     accumulate: Annotated[int, Field(ge=1, description="batches per optimizer step")] = 1
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["constant", "cosine"] = "constant"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -113,10 +98,12 @@ class FederationConfig(Section):
     """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
 
     `max_norm_ratio`: an update whose norm is over this many times that of the adapter it changes is refused.
+    `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
     """
 
     min_sites: Annotated[int, Field(ge=1)] = 1
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
+    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
     weighting: Literal["samples", "uniform"] | None = None
     round_timeout: Annotated[float, Field(gt=0)] = 3600.0
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
@@ -137,7 +124,7 @@ class JobConfig(Section):
     experiment: Annotated[str, Field(pattern=NAME)] | None = None
     strategy: dict[str, Any]
     model: Annotated[SamConfig | ClipConfig | CausalLmConfig, Field(discriminator="name")]
-    adapter: Annotated[LoraConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
+    adapter: Annotated[LoraConfig | DualRankConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
     task: Annotated[SegmentationConfig | ClassificationConfig | LanguageConfig, Field(discriminator="name")]
     data: DataConfig = DataConfig()
     training: TrainingConfig
@@ -189,7 +176,7 @@ class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
-    because no noise protects them.
+    because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
     """
 
     datalist: Path | None = None
@@ -198,6 +185,7 @@ class SiteConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
     share_metrics: bool | None = None
+    capacity: CapacityConfig = CapacityConfig()
     privacy: PolicyConfig = PolicyConfig()
 
 

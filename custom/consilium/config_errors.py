@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 KINDS = {
     "model": ("sam", "clip", "causal_lm"),
-    "adapter": ("lora", "bottleneck"),
+    "adapter": ("lora", "dual_rank", "bottleneck"),
     "task": ("segmentation", "classification", "language"),
     "privacy": ("site", "record"),
 }

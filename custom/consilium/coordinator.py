@@ -6,6 +6,7 @@ import math
 import random
 import secrets
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state
-from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Tensors
+from consilium.strategy import HELD_OUT, Payload, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
 class Coordinator:
@@ -83,7 +84,7 @@ class Coordinator:
         self._check_checkpoint(hello)
         with self._lock:
             self.checkpoint = hello.checkpoint
-            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined)
+            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, hello.capacity)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -116,6 +117,20 @@ class Coordinator:
             self.log.sent(name, payload)
         return payloads
 
+    def held_out(self) -> dict[str, Payload]:
+        """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
+        if self.state.phase:
+            return {}
+        names = sorted(self.sites.keys() - self.asked.keys())
+        count = math.ceil(self.job.config.federation.held_out * len(names))
+        drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
+        return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
+
+    def record_held_out(self, name: str, result: Payload) -> None:
+        """Keep the metrics of a site that was held out of this round."""
+        self.log.held_out(name, result)
+        self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
+
     def _announce(self, plan: Plan) -> None:
         """Tell, before any training, what is promised and what that will do to the result."""
         shapes = upload_shapes(self.job.strategy, self._payload())
@@ -137,11 +152,11 @@ class Coordinator:
             try:
                 sent = self._check(name, result)
                 weight = self.asked[name].num_samples if self.job.config.weighting == "samples" else 1
-                self.aggregate.add(name, result, weight, sent)
+                self.aggregate.add(self.asked[name], result, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
-            self.sites[name] = SiteInfo(name, self.asked[name].num_samples, joined=True)
+            self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
@@ -173,6 +188,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
             mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
+            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
             self.state = self.job.strategy.conclude(self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()

@@ -68,6 +68,7 @@ def compare(job: Job) -> list[Cost]:
     others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in ("fediat", "fedsca", "centralized")}
     others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
     others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
+    others = {name: other for name, other in others.items() if other.ranks_differ is job.strategy.ranks_differ}
     costs = [cost_of(job.strategy, job.initial, label)]
     fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
     return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]

@@ -1,4 +1,4 @@
-"""Pictures of matrices of sites against sites: one for TensorBoard every round, all rounds in a plot at the end."""
+"""Pictures of a run: matrices of sites against sites, and curves over the rounds."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,31 @@ def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
         axis.axis("off")
     figure.suptitle("rows receive, columns give", fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
+    """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range."""
+    groups: dict[str, list[str]] = {}
+    for name in rounds[-1]:
+        groups.setdefault(name.rpartition("/")[0], []).append(name)
+    figure = Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
+    for axis, (group, names) in zip(np.ravel(figure.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
+        values = np.array([[one.get(name, np.nan) for name in names] for one in rounds])
+        _curves(axis, values, [name.rpartition("/")[2] for name in names])
+        axis.set_title(group, fontsize=9)
+        axis.set_xlabel("round", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def _curves(axis: Any, values: np.ndarray, labels: list[str]) -> None:
+    steps = np.arange(1, len(values) + 1)
+    if len(labels) <= 4:
+        for label, column in zip(labels, values.T, strict=True):
+            axis.plot(steps, column, marker=".", label=label)
+    else:
+        axis.plot(steps, np.nanmean(values, 1), marker=".", label=f"mean of {len(labels)} layers")
+        axis.fill_between(steps, np.nanmin(values, 1), np.nanmax(values, 1), alpha=0.25, label="lowest to highest")
+    axis.legend(fontsize=7)
 
 
 def _draw(axis: Any, event: dict[str, Any]) -> None:

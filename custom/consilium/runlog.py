@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config import JobConfig
 from consilium.errors import ConfigError
-from consilium.figures import heat, plot_matrices
+from consilium.figures import heat, plot_curves, plot_matrices
 from consilium.privacy.plan import Plan
 from consilium.storage import write_atomic
 from consilium.strategy import Payload, ServerState, Tensors
@@ -35,14 +35,17 @@ class RunLog:
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
         self._figures: dict[str, list[dict[str, Any]]] = {}
+        self._curves: list[dict[str, float]] = []
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
 
     def resumed(self, state: ServerState) -> None:
         """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
-        lines = [x for x in read_lines(self.folder / "metrics.jsonl") if x["event"] == "figure" and x["round"] < state.round]
-        for line in lines:
-            self._figures.setdefault(line["title"], []).append(line)
+        for event in read_lines(self.folder / "metrics.jsonl"):
+            if event["event"] == "figure" and event["round"] < state.round:
+                self._figures.setdefault(event["title"], []).append(event)
+            if event["event"] == "diagnostics" and (event["round"], event["phase"]) < (state.round, state.phase):
+                self._curves.append(event["values"])
         self._line({"event": "resumed", "round": state.round, "phase": state.phase})
 
     def started(self, state: ServerState, sites: list[str]) -> None:
@@ -71,6 +74,13 @@ class RunLog:
         if epsilon is not None:
             self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
 
+    def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
+        """Record what a strategy says about a phase; the curves are drawn at the end."""
+        if values:
+            self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self._scalars("server", values, state.round)
+            self._curves.append(values)
+
     def figures(self, state: ServerState, matrices: Tensors) -> None:
         """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
         for title, matrix in matrices.items():
@@ -86,6 +96,10 @@ class RunLog:
             self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
             self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
 
+    def held_out(self, site: str, result: Payload) -> None:
+        """Record the evaluation of a site that did not train in this round, before the round."""
+        self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
+
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self._results[site] = result.metrics
@@ -98,6 +112,8 @@ class RunLog:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
         for title, rounds in self._figures.items():
             plot_matrices(self.folder / f"{title}.png", rounds)
+        if self._curves:
+            plot_curves(self.folder / "diagnostics.png", self._curves)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
 
     def close(self) -> None:

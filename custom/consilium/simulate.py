@@ -78,14 +78,17 @@ def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
 
 
 def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:
-    """Run one phase of one round: every site asked answers in turn."""
-    for name, payload in coordinator.start().items():
+    """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
+    payloads = coordinator.start()
+    exchanges = [(n, p, members[n].evaluate, coordinator.record_held_out) for n, p in coordinator.held_out().items()]
+    exchanges += [(n, p, members[n].train, coordinator.accept) for n, p in payloads.items()]
+    for name, payload, do, take in exchanges:
         try:
-            result = members[name].train(coordinator.run, payload)
+            result = do(coordinator.run, payload)
         except ConsiliumError as error:
             coordinator.refuse(name, str(error))
         else:
-            coordinator.accept(name, result)
+            take(name, result)
     coordinator.conclude()
 
 

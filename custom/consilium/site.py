@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from consilium import __version__
-from consilium.adapters import adapter, bottleneck, lora
+from consilium.adapters import adapter, bottleneck, dual_rank, lora
 from consilium.config import JobConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state
-from consilium.strategy import Payload, Role, Strategy, Tensors
+from consilium.strategy import HELD_OUT, Payload, Role, Strategy, Tensors
 from consilium.training import Progress, Task, autocast, train
 
 Observer = Callable[[Mapping[str, Any]], None]
@@ -33,6 +33,7 @@ class Hello:
     joined: bool
     version: str
     checkpoint: str = ""
+    capacity: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -96,9 +97,13 @@ class Site:
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return test metrics (validation where there is no test split) of base, personal and received model.
 
-        Also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run.
+        It also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
+        it only returns validation metrics of the received model.
         """
         own, last, _ = self._restore(run)
+        if payload.phase == HELD_OUT:
+            self._receive(own, payload)
+            return replace(payload, tensors={}, metrics=self._evaluate("validation", "received", payload))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         if last is not None:
@@ -116,7 +121,8 @@ class Site:
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
         start = self.strategy.receive(own, payload)
-        if missing := sorted(adapter.tensors(self.model).keys() - start.keys()):
+        parameters = {name for name, tensor in adapter.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
+        if missing := sorted(parameters - start.keys()):
             raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
         adapter.load(self.model, start)
         self._scale(self.strategy.scaling(payload))
@@ -125,7 +131,7 @@ class Site:
     def _scale(self, factor: float) -> None:
         """Set alpha / rank times `factor` where the adapter has such a scale."""
         if self.config.adapter.kind == "lora":
-            lora.scale(self.model, self.config.adapter.alpha / self.config.adapter.rank * factor)
+            lora.scale(self.model, self.config.adapter.scaling * factor)
 
     def _train(self, payload: Payload) -> dict[str, float]:
         params = adapter.tensors(self.model)
@@ -175,6 +181,8 @@ class Site:
         base = f"{model.name}-{model.variant}"
         if wanted.kind == "bottleneck":
             bottleneck.save(self.folder / "adapter", params, base)
+        elif wanted.kind == "dual_rank":
+            dual_rank.save_peft(self.folder / "adapter", params, wanted.scaling, base)
         else:
             lora.save_peft(self.folder / "adapter", params, wanted.rank, wanted.alpha, wanted.targets, base)
 

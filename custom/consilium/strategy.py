@@ -21,6 +21,10 @@ MEAN_UNIT = 2.0**-36
 """Grid of the exact mean: updates are rounded to multiples of this (7e-12) before they are summed."""
 
 
+HELD_OUT = -1
+"""The phase of an evaluation before a round's first phase, by a site that is not asked to train in it."""
+
+
 class Role(StrEnum):
     """What happens to a tensor at a site in one phase of one round."""
 
@@ -31,11 +35,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors."""
+    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors; `capacity`: see ranks.py."""
 
     name: str
     num_samples: int
     joined: bool = False
+    capacity: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Upload:
     update: Payload
     weight: int
     sent: Payload
+    site: SiteInfo
 
 
 Gathered = Tensors | dict[str, Upload]
@@ -145,6 +151,8 @@ class Strategy:
     name: ClassVar[str]
     upload_scalars: ClassVar[frozenset[str]] = frozenset()
     pools_data: ClassVar[bool] = False
+    ranks_differ: ClassVar[bool] = False
+    """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
     """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
     every site's result."""
@@ -194,6 +202,10 @@ class Strategy:
         """Return matrices (sites x sites, sorted names) worth a picture every round, by title."""
         return {}
 
+    def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
+        """Return numbers about a phase's results worth a curve, given the state before they are merged."""
+        return {}
+
     def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
         """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
@@ -233,10 +245,10 @@ class RoundAggregate:
         self._mean = ExactMean()
         self._uploads: dict[str, Upload] = {}
 
-    def add(self, name: str, update: Payload, weight: int, sent: Payload) -> None:
+    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
         if self.strategy.needs == "sites":
-            self._uploads[name] = Upload(update, weight, sent)
+            self._uploads[site.name] = Upload(update, weight, sent, site)
         else:
             self._mean.add(update.tensors, weight)
 

@@ -1,5 +1,6 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ Regularizer = Callable[[Step], Tensor | None]
 def train(
     model: nn.Module,
     task: Task,
-    params: Mapping[str, nn.Parameter],
+    params: Mapping[str, Tensor],
     trained: set[str],
     config: TrainingConfig,
     seed: int,
@@ -71,21 +72,23 @@ def train(
 ) -> dict[str, float]:
     """Train the tensors named in `trained` in place and return {"loss", "steps"}.
 
-    `params` are the model's adapter parameters by name; all others are frozen. Equal inputs give equal results: `seed` fixes
-    shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps are record-level private, and
-    repeatable only with a seed of its own. Raises ConsiliumError when the loss is not finite.
+    `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
+    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps
+    are record-level private, and repeatable only with a seed of its own. Raises ConsiliumError when the loss is not finite.
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
     active = {name: parameter for name, parameter in params.items() if name in trained}
     optimizer = make_optimizer(list(active.values()), config)
-    anchors = {name: parameter.detach().clone() for name, parameter in params.items()}
+    anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total, running = steps_per_round(task.num_samples, config), 0.0
     model.train()
     with torch.random.fork_rng(devices=_cuda_devices(params)), _steps(model, task, optimizer, config, seed, active, dp) as take:
         torch.manual_seed(seed)
         for step in range(1, total + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step - 1, total)
             running += take(Step(params, anchors, scalars, memory), regularizer)
             watch(Progress(step, total, running / step))
     return {"loss": running / total, "steps": float(total)}
@@ -189,6 +192,11 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> to
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](parameters, **common)
+
+
+def learning_rate(config: TrainingConfig, done: int, total: int) -> float:
+    """Return the learning rate after `done` of a round's `total` steps; `cosine` falls from lr to 0 in every round anew."""
+    return config.lr * (0.5 * (1 + math.cos(math.pi * done / total)) if config.schedule == "cosine" else 1.0)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

@@ -39,7 +39,7 @@ def exchange(strategy: Strategy, state: ServerState, sites: int = 4) -> tuple[Se
         begin = strategy.receive({}, payload)
         trained = strategy.names(begin, Role.SHARED, state.round, state.phase)
         end = begin | {n: begin[n] + torch.randn(begin[n].shape, generator=generator) for n in trained}
-        aggregate.add(str(site), strategy.upload(begin, end, payload), 1, payload)
+        aggregate.add(SiteInfo(str(site), 1), strategy.upload(begin, end, payload), 1, payload)
         products.append(end[B].double() @ end[A].double())
     return strategy.conclude(state, aggregate.mean()), torch.stack(products).mean(0)
 

@@ -37,7 +37,7 @@ def exchange(
         low = [n for n in NAMES if strategy.role(n, 0, 0) is Role.SHARED]
         end = {n: torch.full((2, 3), value) for n in low}
         update = {n: end[n] - sent.tensors[n] for n in low}
-        aggregate.add(name, Payload(state.round, 0, update), (weights or {}).get(name, 1), sent)
+        aggregate.add(SiteInfo(name, 1), Payload(state.round, 0, update), (weights or {}).get(name, 1), sent)
     return strategy.conclude(state, aggregate.take())
 
 

@@ -24,6 +24,13 @@ class Switched(nn.Module):
 
     enabled: bool = True
 
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the module's adapter tensors that are no parameters, by their names in the module."""
+        return {}
+
+    def fit(self, values: Mapping[str, Tensor]) -> None:
+        """Make room for this module's `values`, whose numbers are written next, if its shapes may change."""
+
 
 def claim(model: nn.Module, names: Iterable[str], native: Iterable[str] = ()) -> None:
     """Freeze `model` but for its head and the parameters `names` (as PEFT or we name them) and `native`, and remember which."""
@@ -34,9 +41,16 @@ def claim(model: nn.Module, names: Iterable[str], native: Iterable[str] = ()) ->
     model.native = {n: p.detach().clone() for n, p in model.named_parameters() if n in native}
 
 
-def tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's live adapter parameters by name."""
-    return {_short(name): p for name, p in model.named_parameters() if _short(name) in model.adapter_names}
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail)."""
+    found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in model.adapter_names}
+    for name, module in _switched(model):
+        found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
+    return found
+
+
+def _switched(model: nn.Module) -> list[tuple[str, Switched]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Switched)]
 
 
 def native(model: nn.Module) -> dict[str, Tensor]:
@@ -46,6 +60,12 @@ def native(model: nn.Module) -> dict[str, Tensor]:
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy `values` into the model's adapter. Raises CheckpointError unless names and shapes are exactly the model's."""
+    by_module: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in values.items():
+        module, _, own = name.rpartition(".")
+        by_module.setdefault(module, {})[own] = tensor
+    for name, module in _switched(model):
+        module.fit(by_module.get(name, {}))
     live = tensors(model)
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")

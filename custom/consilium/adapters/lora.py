@@ -40,7 +40,14 @@ _FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_pr
 
 
 def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
-    """Freeze `model` but for its head, and add LoRA in place to the layers that `targets` (in TARGETS, or a regex) matches.
+    """Freeze `model` but for its head, and add LoRA in place to its `linear_layers`."""
+    names = "|".join(map(re.escape, linear_layers(model, targets)))
+    inject_adapter_in_model(_lora_config(rank, alpha, names, dropout), model)
+    adapter.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
+
+
+def linear_layers(model: nn.Module, targets: str) -> list[str]:
+    """Return the names of the linear layers that `targets` (in TARGETS, or a regex) matches.
 
     With "qv" the encoder's fused qkv projection is first split into its three slices. Raises ConfigError if nothing matches.
     """
@@ -51,8 +58,7 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: flo
     if not linear:
         known = ", ".join(TARGETS)
         raise ConfigError(f"adapter.targets: {targets!r} matches no linear layer of the model; use {known}, or a full regex")
-    inject_adapter_in_model(_lora_config(rank, alpha, "|".join(map(re.escape, linear)), dropout), model)
-    adapter.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
+    return linear
 
 
 def scale(model: nn.Module, value: float) -> None:
@@ -68,7 +74,7 @@ def save_peft(folder: Path, values: Mapping[str, Tensor], rank: int, alpha: floa
     encoder block becomes one adapter of rank 2r on the fused projection, block-placed and so exactly equal.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fused = _fuse_qv(values) if targets == "qv" else dict(values)
+    fused = _fuse_qv(values) if any(".attn.qkv.q." in name for name in values) else dict(values)
     ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
     known = TARGETS | {"qv": _FUSED_QV}
@@ -106,7 +112,7 @@ def _fuse_qv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fused = {n: t for n, t in values.items() if ".attn.qkv." not in n}
     for layer in {_layer(_layer(n)) for n in values if ".attn.qkv." in n}:
         a_q, a_v, b_q, b_v = (values[f"{layer}.{s}.lora_{f}"] for f in "AB" for s in "qv")
-        zero = torch.zeros_like(b_q)
-        fused[f"{layer}.lora_A"] = torch.cat([a_q, a_v])
-        fused[f"{layer}.lora_B"] = torch.cat([torch.cat([b_q, zero], 1), torch.cat([zero, zero], 1), torch.cat([zero, b_v], 1)])
+        over_q, over_v = torch.zeros_like(b_q), torch.zeros_like(b_v)
+        rows = (torch.cat(pair, 1) for pair in ((b_q, over_v), (over_q, over_v), (over_q, b_v)))
+        fused[f"{layer}.lora_A"], fused[f"{layer}.lora_B"] = torch.cat([a_q, a_v]), torch.cat([*rows])
     return fused

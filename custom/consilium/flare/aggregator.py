@@ -52,7 +52,8 @@ class StrategyAggregator(ModelAggregator):
             check_shapes(self._job.strategy, update, sent)
             check_norm(self._job, self._plan, update, sent)
             count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
-            self._aggregate.add(str(model.meta.get("client_name")), update, count, update)
+            site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
+            self._aggregate.add(site, update, count, sent)
         except RefusedError as error:
             self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
 

@@ -101,6 +101,7 @@ class RoundController(Controller):
     def _round(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         coordinator = self.coordinator
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
+        asides = self._evaluate_held_out(fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
             try:
@@ -111,9 +112,22 @@ class RoundController(Controller):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
         self._exchange(wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
+        self._wait(asides, lambda: True, abort_signal)
+        for task in asides.values():
+            self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
             self._invite(fl_ctx)  # a site that came late takes part as soon as it has answered
+
+    def _evaluate_held_out(self, fl_ctx: FLContext) -> dict[str, Task]:
+        """Let sites that do not train in this round evaluate, while the others train."""
+        coordinator = self.coordinator
+        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
+
+        def record(name: str, result: Shareable) -> None:
+            coordinator.record_held_out(name, wire.decode(result)[0])
+
+        return self._send(wire.EVALUATE, payloads, record, set(), fl_ctx)
 
     def _final(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         coordinator = self.coordinator

@@ -14,11 +14,12 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.assemble import Job, build_guard
 from consilium.checks import check_result
+from consilium.config import JobConfig
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.flare import context, wire
 from consilium.privacy.guard import Guard
 from consilium.site import Hello
-from consilium.strategy import Payload
+from consilium.strategy import HELD_OUT, Payload
 
 _PATH = re.compile(
     r"(?<![\w.])(?:[A-Za-z]:|~|\.\.?)?[/\\][^\s'\",:;]+|[^\s'\",:;]+[/\\][^\s'\",:;]*\.\w+"
@@ -75,7 +76,7 @@ class GuardTaskFilter(ClosedFilter):
             guard.admit(str(shareable[wire.HELLO]["run"]))
         else:
             payload, run = wire.decode(shareable)
-            if payload.round < guard.config.training.rounds:  # later ones ask for an evaluation
+            if not _evaluation(payload, guard.config):
                 guard.receive(run, payload)
         return shareable
 
@@ -101,9 +102,9 @@ class GuardResultFilter(ClosedFilter):
             guard.note("hello", values=values)
             return wire.encode_dict(wire.HELLO, values)
         payload, run = wire.take(shareable)
-        if payload.round < guard.config.training.rounds:
-            return wire.encode(guard.release(run, payload), run, update=True, num_samples=guard.shown_samples)
-        return wire.encode(guard.report(payload), run, update=True)
+        if _evaluation(payload, guard.config):
+            return wire.encode(guard.report(payload), run, update=True)
+        return wire.encode(guard.release(run, payload), run, update=True, num_samples=guard.shown_samples)
 
 
 class ResultCheckFilter(ClosedFilter):
@@ -114,13 +115,13 @@ class ResultCheckFilter(ClosedFilter):
         self._job: Job | None = None
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself if coordinator.check_result accepts it; a closing evaluation carries no tensors."""
+        """Return the result itself if coordinator.check_result accepts it; an evaluation's is checked where it is recorded."""
         self._job = self._job or context.load(fl_ctx)
         if wire.HELLO in shareable:
             _check_hello(shareable)
             return shareable
         payload: Payload = wire.decode(shareable)[0]
-        if payload.round < self._job.config.training.rounds:
+        if not _evaluation(payload, self._job.config):
             check_result(self._job, payload)
         return shareable
 
@@ -129,6 +130,11 @@ def without_paths(reason: str) -> str:
     """Return an error's text without the file it begins with or names."""
     head, colon, rest = reason.partition(": ")
     return _PATH.sub("[path]", f"[path]: {rest}" if colon and "/" in head else reason)
+
+
+def _evaluation(payload: Payload, config: JobConfig) -> bool:
+    """Tell whether a message asks for, or answers, an evaluation: after the last round, or of a site held out of a round."""
+    return payload.phase == HELD_OUT or payload.round >= config.training.rounds
 
 
 def _refused(shareable: Shareable, reason: str, code: str = ReturnCode.TASK_RESULT_FILTER_ERROR) -> Shareable:
@@ -143,5 +149,6 @@ def _check_hello(shareable: Shareable) -> None:
     values, content = shareable[wire.HELLO], set(shareable) - {wire.HELLO}
     if not isinstance(values, dict) or values.keys() != Hello.__dataclass_fields__.keys() or "DXO" in content:
         raise RefusedError("hello holds something that is not declared; nothing was sent")
-    if not all(isinstance(value, str | int | bool) for value in values.values()):
+    plain = [*(values | {"capacity": ""}).values(), *dict(values["capacity"]).values()]
+    if not all(isinstance(value, str | int | bool | float) for value in plain):
         raise RefusedError("hello holds a value that is not plain; nothing was sent")

@@ -251,5 +251,5 @@ def geometries(
         if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is not Role.FROZEN:
             raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
         side = "right" if factor(name) == "B" else "left"
-        maps[name] = mechanism.geometry(public[peer], side, config.adapter.alpha / config.adapter.rank)
+        maps[name] = mechanism.geometry(public[peer], side, config.adapter.scaling)
     return maps

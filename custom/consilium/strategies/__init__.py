@@ -11,18 +11,25 @@ from consilium.errors import ConfigError
 from consilium.strategies.centralized import Centralized
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
+from consilium.strategies.fedhello import FedHeLLo
+from consilium.strategies.fedhera import FedHera
+from consilium.strategies.fedhl import FedHL
+from consilium.strategies.fedhomolora import FedHomoLoRA
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedprox import FedProx
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.fedsca import FedSCA
 from consilium.strategies.ffa_lora import FFALoRA
+from consilium.strategies.flexlora import FlexLoRA
+from consilium.strategies.flora import FLoRA
+from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.local_only import LocalOnly
 from consilium.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LocalOnly, Centralized)
-}
+_EQUAL = (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LocalOnly, Centralized)
+_UNEQUAL = (FedHera, FedHomoLoRA, FlexLoRA, FedHL, FLoRA, HetLoRA, FedHeLLo)
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _EQUAL + _UNEQUAL}
 
 
 def build_strategy(options: Mapping[str, Any], source: Path | str = "job.yaml") -> Strategy:

@@ -1,0 +1,140 @@
+"""The dual-rank adapter of FedHera: a prefix of ranks that trains, a frozen tail that only takes part in the forward pass.
+
+    y = W0 x + s (B_tr A_tr x + gate * B_tail A_tail x)            (FedHera, Section 4.3)
+
+Prefix and tail lie side by side in one pair of matrices, so that both parts cost one pair of products. lora_A and lora_B are
+parameters that are views of its first ranks; the tail has no gradient and no optimizer state. Ranks differ by layer and change
+with what is loaded; a layer without a tail is plain LoRA at a rank of its own. s is one constant of the job at all ranks.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from consilium.adapters import adapter, lora
+from consilium.errors import CheckpointError
+from consilium.strategy import factor
+
+TAIL = ("tail_A", "tail_B")
+GATE = "gate"
+
+
+class Products(torch.autograd.Function):
+    """x down' diag(weights) up, with gradients of x and of the prefix (lora_A, lora_B) that `down` and `up` begin with."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Return (..., out) of x (..., in), down (R, in), up (R, out) and weights (R,)."""
+        hidden = F.linear(x, down) * weights
+        ctx.save_for_backward(x, hidden[..., : len(lora_A)].contiguous(), down, up, weights)  # not the tail's part
+        return hidden @ up
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, lora_A (r, in) and lora_B (out, r); None for the rest, which is frozen."""
+        x, hidden, down, up, weights = ctx.saved_tensors
+        rank, flat = hidden.shape[-1], gradient.flatten(0, -2)
+        inner = (gradient @ up.T) * weights
+        found: list[Tensor | None] = [None] * 6
+        if ctx.needs_input_grad[0]:
+            found[0] = inner @ down
+        if ctx.needs_input_grad[1]:
+            found[1] = (inner[..., :rank].flatten(0, -2).T @ x.flatten(0, -2)).float()
+        if ctx.needs_input_grad[2]:
+            found[2] = (flat.T @ hidden.flatten(0, -2)).float()
+        return tuple(found)
+
+
+class DualRank(adapter.Switched):
+    """A frozen linear layer with a dual-rank adapter beside it; starts with `rank` trained ranks and no tail."""
+
+    def __init__(self, base: nn.Linear, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.base, self.scaling, self.dropout = base, scaling, nn.Dropout(dropout)
+        self._allocate(rank, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., out)."""
+        y = self.base(x)
+        if not self.enabled or not len(self.down):
+            return y
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        weights = torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
+        dropped, parts = self.dropout(x).to(dtype), (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
+        return y + Products.apply(dropped, self.lora_A, self.lora_B, *parts).to(y.dtype)
+
+    @property
+    def _tail(self) -> int:
+        return len(self.down) - len(self.lora_A)
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Return tail_A (k, in), tail_B (out, k) and gate (1,), which are views; {} without a tail."""
+        if not self._tail:
+            return {}
+        rank = len(self.lora_A)
+        return {"tail_A": self.down[rank:], "tail_B": self.up[rank:].T, GATE: self.gate}
+
+    def fit(self, values: Mapping[str, Tensor]) -> None:
+        """Take on the ranks of `values` (this layer's tensors), not yet their numbers. Raises CheckpointError."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
+        rank, tail = (shapes.get(name, (0,))[0] for name in ("lora_A", "tail_A"))
+        if {n: s for n, s in shapes.items() if n != GATE} != self._shapes(rank, tail):
+            wanted = f"lora_A (r, {self.base.in_features}) and lora_B ({self.base.out_features}, r)"
+            raise CheckpointError(f"adapter tensors {shapes}: do not fit a layer that takes {wanted}; same model for both?")
+        self._allocate(rank, tail)
+
+    def _shapes(self, rank: int, tail: int) -> dict[str, tuple[int, int]]:
+        out, into = self.base.out_features, self.base.in_features
+        names = zip(("lora_A", "lora_B"), TAIL, strict=True)
+        (a, tail_a), (b, tail_b) = names
+        return {a: (rank, into), b: (out, rank)} | ({tail_a: (tail, into), tail_b: (out, tail)} if tail else {})
+
+    def _allocate(self, rank: int, tail: int) -> None:
+        make = {"dtype": torch.float32, "device": self.base.weight.device}
+        self.register_buffer("down", torch.zeros(rank + tail, self.base.in_features, **make), persistent=False)
+        self.register_buffer("up", torch.zeros(rank + tail, self.base.out_features, **make), persistent=False)
+        self.register_buffer(GATE, torch.ones(1, **make), persistent=False)
+        self.lora_A, self.lora_B = nn.Parameter(self.down[:rank]), nn.Parameter(self.up[:rank].T)
+
+    def _apply(self, *args: object, **options: object) -> "DualRank":
+        """Move like any module, and make the parameters views of the moved matrices again."""
+        super()._apply(*args, **options)
+        rank = len(self.lora_A)
+        self.lora_A.data, self.lora_B.data = self.down[:rank], self.up[:rank].T
+        return self
+
+
+def inject(model: nn.Module, rank: int, scaling: float, targets: str, dropout: float = 0.0) -> None:
+    """Freeze `model` but for its head, and put a DualRank around every layer that `targets` (as for LoRA) matches."""
+    for name in lora.linear_layers(model, targets):
+        parent, _, own = name.rpartition(".")
+        layer = model.get_submodule(name)
+        largest = min(rank, layer.in_features, layer.out_features)
+        setattr(model.get_submodule(parent), own, DualRank(layer, largest, scaling, dropout))
+    adapter.claim(model, [n for n, _ in model.named_parameters() if factor(n)])
+
+
+def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `values` as plain LoRA: every tail, times its gate, behind its prefix."""
+    plain = {name: tensor for name, tensor in values.items() if name.rpartition(".")[2] not in (*TAIL, GATE)}
+    for name in [n for n in values if n.endswith(".tail_A")]:
+        layer = name.removesuffix(".tail_A")
+        plain[f"{layer}.lora_A"] = torch.cat([values[f"{layer}.lora_A"], values[name]])
+        tail = values[f"{layer}.tail_B"] * values[f"{layer}.{GATE}"]
+        plain[f"{layer}.lora_B"] = torch.cat([values[f"{layer}.lora_B"], tail], 1)
+    return plain
+
+
+def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str) -> None:
+    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out."""
+    plain = merged(values)
+    empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
+    kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
+    lora.save_peft(folder, kept, 1, scaling, "", base)

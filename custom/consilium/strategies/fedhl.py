@@ -1,0 +1,53 @@
+"""FedHL: residuals on the full-rank global update, sites weighted by how much truncation cost them (Peng et al. 2025,
+arXiv 2505.18494).
+
+W <- W + sum p_i s (B_i A_i - trunc_ri(W)): every site's product against what it was sent. The paper derives p_i by minimizing
+the drift term of its bound; minimizing sum p_i^2 e_i over the simplex, with e_i the energy share that site i's truncation lost,
+gives p_i ~ 1 / e_i. That formula is our reading (the abstract's, not the printed one); `floor` keeps a site that lost nothing
+from taking all, and the sites' own weights stay as factors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from consilium import lowrank
+from consilium.exact import ExactServer, spectra, start
+from consilium.lowrank import Change, Update
+from consilium.ranks import others, pair, weights
+from consilium.strategy import Payload, ServerState, SiteInfo, Upload
+
+
+@dataclass(frozen=True)
+class FedHL(ExactServer):
+    """Merge residuals, weighted by 1 / (floor + lost energy); one rank a site."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fedhl"
+
+    floor: Annotated[float, Field(gt=0)] = 0.1
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return W truncated to the site's rank, all of it to train."""
+        ranks, tensors = self.download_ranks(state, site), dict(others(state.shared))
+        for layer, found in spectra(state).items():
+            tensors |= pair(layer, start(state, layer, found, ranks[layer]))
+        return Payload(state.round, state.phase, tensors)
+
+    def share(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, float]:
+        """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""
+        own = weights(uploads)
+        raw = {name: own[name] / (self.floor + self._lost(state, upload.site)) for name, upload in uploads.items()}
+        return {name: value / sum(raw.values()) for name, value in raw.items()}
+
+    def _lost(self, state: ServerState, site: SiteInfo) -> float:
+        """Return the share of the whole update's energy outside the site's ranks; 0 before there is an update."""
+        ranks, found = self.download_ranks(state, site), spectra(state)
+        total = sum(one.energy for one in found.values())
+        return sum(one.rest(ranks[layer]) for layer, one in found.items()) / total if total > 0 else 0.0
+
+    def merge(self, update: Update, layer: list[Change]) -> Update:
+        """Return W plus the weighted residuals."""
+        return lowrank.add(update, lowrank.residuals(layer, 1.0))

@@ -1,0 +1,36 @@
+"""FedHomoLoRA: the homogeneous baseline of FedHera (Appendix D.2): all sites train the rank that the weakest can.
+
+A and B are averaged each, as in FedIT, whose result it equals at that rank.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from consilium.ranks import UnequalRanks, factors, others, pair, shapes
+from consilium.strategy import Gathered, ServerState, Strategy, Tensors
+
+
+@dataclass(frozen=True)
+class FedHomoLoRA(UnequalRanks):
+    """Average both factors at one rank: `rank`, or what the lowest tier trains."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "fedhomolora"
+    needs: ClassVar[Literal["sums", "sites"]] = "sums"
+
+    rank: Annotated[int, Field(ge=1)] | None = None
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0: the common factors cut to the rank."""
+        rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))
+        shared = dict(others(initial))
+        for layer in shapes(initial):
+            b, a = factors(initial, layer)
+            shared |= pair(layer, (b[:, :rank].clone(), a[:rank].clone()))
+        return ServerState(0, 0, shared, {})
+
+    def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
+        """Return nothing: the server sees the sum only."""
+        return Strategy.diagnostics(self, state, gathered)

@@ -1,0 +1,68 @@
+"""FLoRA: stacking (Wang et al. 2024, arXiv 2409.05976).
+
+dW = [B_1 .. B_K] [p_1 A_1; ..; p_K A_K] is sum p_i B_i A_i exactly, whatever the ranks. Every site folds dW into its frozen
+weights and starts anew: A random, B = 0. Here the stacks of all rounds travel as a frozen tail beside the weights, which never
+change: late sites, sites that missed rounds and quantized weights need nothing special, and the result stays an adapter. The
+price is the paper's own, more download every round, up to the layer's size, and the bytes reported show it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import ConfigDict
+
+from consilium import lowrank
+from consilium.exact import ExactServer, global_updates
+from consilium.lowrank import Change, Product, Update
+from consilium.ranks import UnequalRanks, others, split
+from consilium.seeding import seed_for
+from consilium.strategy import Payload, ServerState, SiteInfo, Upload
+
+
+@dataclass(frozen=True)
+class FLoRA(ExactServer):
+    """Stack factors, send the stack to all, train fresh factors of the site's rank."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "flora"
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
+        return self._payload(state, self.train_rank(site))
+
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the whole update."""
+        return self._payload(state, 0)
+
+    def _payload(self, state: ServerState, wanted: int) -> Payload:
+        tensors = dict(others(state.shared))
+        for layer, update in global_updates(state).items():
+            out, into = update.shape
+            rank = min(wanted, out, into)
+            b, a = _stack(update)
+            fresh = self._fresh(state.round, layer, rank, into)
+            tensors |= split(layer, (torch.cat([b.new_zeros(out, rank), b], 1), torch.cat([fresh, a])), rank, 1.0)
+        return Payload(state.round, state.phase, tensors)
+
+    def _fresh(self, round: int, layer: str, rank: int, into: int) -> torch.Tensor:
+        """Return A (rank, in), Kaiming-uniform; of two ranks the smaller is the prefix of the larger."""
+        generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
+        return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
+
+    def merge(self, update: Update, layer: list[Change]) -> Update:
+        """Return W plus the stack."""
+        return lowrank.add(update, lowrank.products(layer, 1.0))
+
+    def diagnostics(self, state: ServerState, gathered: dict[str, Upload]) -> dict[str, float]:
+        """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
+        return UnequalRanks.diagnostics(self, state, gathered)
+
+
+def _stack(update: Update) -> Product:
+    """Return W as (left, right), exactly, no wider than the layer's smaller side."""
+    if update.dense is None and update.left.shape[1] <= min(update.shape):
+        return update.left, update.right
+    dense = update.left @ update.right if update.dense is None else update.dense
+    out, into = update.shape
+    return (dense, torch.eye(into)) if into <= out else (torch.eye(out), dense)

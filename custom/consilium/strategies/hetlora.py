@@ -1,0 +1,101 @@
+"""HetLoRA: zero padding, sparsity-weighted aggregation and self-pruning of ranks (Cho et al. 2024, arXiv 2401.06432).
+
+The server pads every site's factors with zeros to the largest rank and averages each factor with weights
+w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F over all layers together. A site receives the first r_i ranks. Its loss carries
+prune_weight * sum ||B[:, g r:]||_F ||A[g r:, :]||_F; where that has shrunk over the round, the site goes on at rank g r.
+The weights multiply both factors, so that a product carries their square: that is the paper's rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from consilium import lowrank
+from consilium.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, trained, weights
+from consilium.strategy import Payload, ServerState, SiteInfo, Step, Tensors, Upload, next_phase
+
+
+@dataclass(frozen=True)
+class HetLoRA(UnequalRanks):
+    """Zero-padded averages weighted by norms. `prune` is g, the share of ranks that may remain; prune_weight 0 never prunes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "hetlora"
+
+    prune: Annotated[float, Field(gt=0, le=1)] = 0.99
+    prune_weight: Annotated[float, Field(ge=0)] = 0.0
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0: the common factors at the largest rank."""
+        return ServerState(0, 0, dict(initial), {})
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the first ranks of the global factors, as many as the site trains."""
+        tensors, rank = dict(others(state.shared)), self.rank_of(state, site)
+        for layer in shapes(state.shared):
+            b, a = factors(state.shared, layer)
+            tensors |= pair(layer, (b[:, :rank], a[:rank]))
+        return Payload(state.round, state.phase, tensors)
+
+    def rank_of(self, state: ServerState, site: SiteInfo) -> int:
+        """Return the site's rank: its capacity's, or what is left of it after pruning."""
+        kept = state.sites.get(site.name)
+        return self.train_rank(site) if kept is None else int(kept["rank"])
+
+    def conclude(self, state: ServerState, mean: dict[str, Upload]) -> ServerState:
+        """Return the next state: padded factors averaged by norm, heads by the sites' weights, ranks pruned."""
+        ends = {name: trained(upload) for name, upload in sorted(mean.items())}
+        norms = {name: _norm(end) for name, end in ends.items()}
+        total = sum(norms.values())
+        share = {name: norm / total for name, norm in norms.items()} if total > 0 else weights(mean)
+        shared = mean_others(state, mean, weights(mean)) | self._averages(state, ends, share)
+        sites = state.sites | {name: {"rank": self._pruned(mean[name], end)} for name, end in ends.items()}
+        reported = state.reported | dict.fromkeys(mean, state.round)
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
+
+    def _averages(self, state: ServerState, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
+        found: Tensors = {}
+        for layer in shapes(state.shared):
+            b, a = (torch.zeros_like(one, dtype=torch.float64) for one in factors(state.shared, layer))
+            for name, end in ends.items():
+                own_b, own_a = factors(end, layer)
+                b[:, : own_b.shape[1]] += share[name] * own_b.double()
+                a[: len(own_a)] += share[name] * own_a.double()
+            found |= pair(layer, (b.float(), a.float()))
+        return found
+
+    def _pruned(self, upload: Upload, end: Tensors) -> Tensor:
+        """Return the site's next rank: g times its last one if the norms beyond it have shrunk."""
+        rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
+        kept = max(1, int(self.prune * rank))
+        shrunk = self.prune_weight > 0 and float(_beyond(end, kept)) < float(_beyond(upload.sent.tensors, kept))
+        return torch.tensor([kept if shrunk else rank])
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return prune_weight times the norms of what would be pruned."""
+        if not self.prune_weight:
+            return None
+        rank = max(len(t) for n, t in step.params.items() if n.endswith(".lora_A"))
+        return self.prune_weight * _beyond(step.params, max(1, int(self.prune * rank)))
+
+
+def _beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
+    """Return sum over layers of ||B[:, rank:]||_F ||A[rank:]||_F; its gradient at 0 is 0."""
+    pairs = [factors(tensors, layer) for layer in shapes(tensors)]
+    return sum(_length(b[:, rank:]) * _length(a[rank:]) for b, a in pairs)
+
+
+def _length(tensor: Tensor) -> Tensor:
+    return (tensor.square().sum() + 1e-24).sqrt()
+
+
+def _norm(tensors: Tensors) -> float:
+    """Return ||B A||_F of all layers together."""
+    return sum(lowrank.norm(factors(tensors, layer)) ** 2 for layer in shapes(tensors)) ** 0.5
