@@ -43,15 +43,19 @@ class Ear(Filter):
 
 
 class Corrupter(Filter):
-    """A site whose results are damaged after its own check: NaN in round 0, a tensor too many in round 1."""
+    """A site whose results are damaged after its own check, in another way every round."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        if fl_ctx.get_identity_name() == "site-3" and "DXO" in shareable:
-            data = from_shareable(shareable).data
-            if data and shareable.get_header("current_round") == 0:
-                data[next(iter(data))].fill_(float("nan"))
-            elif data:
-                data["extra"] = torch.zeros(1)
+        if fl_ctx.get_identity_name() == "site-3" and "DXO" in shareable and (data := from_shareable(shareable).data):
+            name, round = next(iter(data)), shareable.get_header("current_round")
+            damage = (
+                lambda: data[name].fill_(float("nan")),
+                lambda: data.update(extra=torch.zeros(1)),
+                lambda: data.update({name: torch.zeros(1)}),
+                lambda: [tensor.mul_(1e6) for tensor in data.values()],
+                lambda: shareable.set_header("current_round", round - 1),
+            )
+            damage[round]()
         return shareable
 
 

@@ -11,6 +11,7 @@ import torch
 
 from consilium.assemble import assemble_job
 from consilium.config import JobConfig, SiteConfig
+from consilium.data.phantoms import make_phantoms
 from consilium.flare.simulator import export_job, run_simulator
 from consilium.simulate import simulate
 from consilium.storage import load_state
@@ -96,20 +97,40 @@ def _check_bytes(initial: dict, private: list[str], kept: dict, workspace: Path,
             assert secret[0].numpy().tobytes() not in sent
 
 
+@pytest.mark.parametrize(
+    ("rounds", "threads"), [(2, 2), pytest.param(5, 3, marks=pytest.mark.slow)], ids=["two-of-them", "every-kind"]
+)
 def test_a_damaged_site_is_left_out_and_state_survives_threads_fewer_than_sites(
-    flare: Callable[..., Path], tmp_path: Path
+    rounds: int, threads: int, flare: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = small_config("fediat")
-    workspace = flare(config, add_filter("Corrupter"), threads=2)
+    config = small_config("fediat", rounds=rounds, local_steps=1)
+    workspace = flare(config, add_filter("Corrupter"), threads=threads)
     reference = tmp_path / "two"
     simulate(assemble_job(config), {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
     ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
     reasons = [(x["site"], x["round"], x["reason"]) for x in lines if x["event"] == "refused"]
-    assert [(site, round) for site, round, _ in reasons] == [("site-3", 0), ("site-3", 1)]
-    assert "NaN or Inf" in reasons[0][2]
-    assert "'extra' is not expected" in reasons[1][2]
+    assert [(site, round) for site, round, _ in reasons] == [("site-3", round) for round in range(rounds)]
+    damage = ("NaN or Inf", "'extra' is not expected", "has shape (1,)", "over 100 times the adapter's", "stale: answers")
+    assert all(kind in reason for kind, (_, _, reason) in zip(damage, reasons, strict=False))
+
+
+def test_a_site_with_broken_data_says_why_without_a_file_name_and_the_job_goes_on(
+    flare: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = {name: make_phantoms(tmp_path / "data" / name, "fundus", name, 0, 4, 2, 2, 64, 0.7, 0.7) for name in SITES}
+    broken = lists["site-3"].parent / json.loads(lists["site-3"].read_text())["training"][0]["image"]
+    broken.write_bytes(b"no picture")
+    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path / "data"))
+    workspace = flare(small_config("fedit", local_steps=2), lambda folder: None)
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    assert [x["sites"] for x in lines if x["event"] == "concluded"] == [SITES[:2]] * 2
+    reasons = [x["reason"] for x in lines if x["event"] == "refused"]
+    assert reasons
+    assert all(r.startswith("[path]: ") and "cannot be read" in r and broken.stem not in r for r in reasons)
+    record = (workspace / "sites" / "site-3").rglob("audit.jsonl")
+    assert {json.loads(line)["kind"] for path in record for line in path.read_text().splitlines()} == {"refusal"}
 
 
 def test_flares_own_fedavg_uses_the_aggregator(flare: Callable[..., Path], tmp_path: Path) -> None:
