@@ -1,5 +1,6 @@
 """A site across rounds: replay, staleness, private factors on disk, what it reports."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
     assert any(not torch.equal(kept[f"params/{n}"], job.initial[n]) for n in private)
     assert {"validation/received/dice", "validation/personal/dice", "train/loss"} <= reply.metrics.keys()
+
+
+def test_the_handshake_has_the_checkpoints_hash(small_job: MakeJob, tmp_path: Path) -> None:
+    site = make_site(small_job(), tmp_path)
+    assert site.hello("run").checkpoint == ""  # the tiny model's weights are the package's
+    site.checkpoint = tmp_path / "base.pth"
+    site.checkpoint.write_bytes(b"weights")
+    assert site.hello("run").checkpoint == hashlib.sha256(b"weights").hexdigest()
 
 
 def test_a_replayed_payload_trains_once_and_gets_the_same_bytes(small_job: MakeJob, tmp_path: Path) -> None:

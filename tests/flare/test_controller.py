@@ -1,5 +1,6 @@
 """The controller's patience: quorum and grace, late and missing sites, without a running federation."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,32 @@ def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
     name, start = next(iter(federation.coordinator.job.initial.items()))
     assert torch.allclose(federation.coordinator.state.shared[name], start + 2.0)
     assert '"c", "round": 0, "reason": "no answer in time' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
+    fl_ctx = context(["a", "b", "c"])
+    federation._invite(fl_ctx)
+    federation.dead["c"] = 1.0
+    federation.sent.clear()
+    federation._round(Signal(), fl_ctx)
+    assert {name for name, _ in federation.sent} == {"a", "b"}
+    assert "its process has ended" in (tmp_path / "metrics.jsonl").read_text()
+    federation.dead.clear()
+    federation._round(Signal(), fl_ctx)
+    assert '"round": 1, "phase": 0, "sites": ["a", "b", "c"]}' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
+    fl_ctx = context(["a", "b", "c"])
+    federation._invite(fl_ctx)
+    scored = lambda message: wire.encode(Payload(2, 0, {}, {}, {"test/base/dice": 0.5}), "run", True)  # noqa: E731
+    federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
+    began = time.monotonic()
+    federation._final(Signal(), fl_ctx)
+    assert time.monotonic() - began < 2
+    assert json.loads((tmp_path / "results.json").read_text()).keys() == {"a", "b"}
 
 
 def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -332,3 +333,23 @@ def test_events_of_a_release_are_plain_values(make: Make) -> None:
     guard.receive("r", broadcast(job))
     guard.release("r", result(job))
     assert json.loads(json.dumps(make.events))[0]["event"] == "release"
+
+
+def test_a_server_names_no_folder_of_the_site(make: Make) -> None:
+    guard = make(private_job())
+    with pytest.raises(RefusedError, match="is no name of a run"):
+        guard.admit("../../elsewhere")
+    with pytest.raises(RefusedError, match="is no name of a run"):
+        guard.receive("/tmp/run", broadcast(private_job()))
+
+
+def test_two_processes_release_a_phase_once(make: Make) -> None:
+    """A job process FLARE has given up beside its successor: one noise, one row, the same bytes from both."""
+    job = private_job()
+    guards = [make(job), make(job)]
+    for guard in guards:
+        guard.receive("r", broadcast(job))
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda guard: guard.release("r", result(job)), guards)
+    assert all(torch.equal(one.tensors[n], t) for n, t in other.tensors.items())
+    assert len(guards[0].ledger.entries()) == 1

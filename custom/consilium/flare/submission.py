@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
     folder = uploads / experiment
     if folder.exists():
         raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     if (job / "meta.json").is_file():
         shutil.copytree(job, folder)
     else:
-        shutil.copytree(export(job_file(job), uploads / f".{experiment}"), folder)
-        shutil.rmtree(uploads / f".{experiment}")
+        with tempfile.TemporaryDirectory() as place:
+            write_atomic(Path(place) / "job.yaml", text)
+            shutil.copytree(export(Path(place) / "job.yaml", Path(place) / "export"), folder)
     try:
-        write_atomic(job_file(folder), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
+        write_atomic(job_file(folder), text)
         _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
         federated_job(job_file(folder))
     except ConfigError:
