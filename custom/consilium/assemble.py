@@ -174,7 +174,8 @@ def build_pooled_site(
 def _site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None, task: Task) -> Site:
     model = model if model is not None else build_model(job.config, site)
     plan = make_plan(job.config, job.strategy, task.num_samples)
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, site.privacy.noise_seed)
+    seed = site.privacy.noise_seed
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

@@ -239,7 +239,9 @@ def _parse(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    return key, yaml.safe_load(value)
+    from consilium.config import Loader
+
+    return key, yaml.load(value, Loader)
 
 
 def _site_names(sites: str, data: Path | None) -> list[str]:
