@@ -1,5 +1,6 @@
 """job.yaml and site.yaml: what is accepted, and one line that names file, field, value and remedy for the rest."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,12 @@ def test_several_problems_are_one_line_each(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_job(written(tmp_path, training__lr=0, training__batch_size=0))
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_numbers_as_json_writes_them_are_numbers(tmp_path: Path) -> None:
+    text = (JOBS / "quickstart/app/config/job.yaml").read_text()
+    (tmp_path / "job.yaml").write_text(re.sub(r"strategy:.*", "strategy: {name: fediat, sor_weight: 1e-05, ema: 9E-1}", text))
+    assert load_job(tmp_path / "job.yaml").strategy == {"name": "fediat", "sor_weight": 1e-5, "ema": 0.9}
 
 
 def test_files_that_are_no_jobs(tmp_path: Path) -> None:

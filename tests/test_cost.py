@@ -5,6 +5,7 @@ import pytest
 from consilium.assemble import assemble_job
 from consilium.config import JobConfig, load_job
 from consilium.cost import Cost, adapters, compare
+from consilium.ranks import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
 
@@ -63,3 +64,15 @@ def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[
     assert {c.start for name, c in costs.items() if name != "dp_dylora"} == {389_120}
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
     assert next(iter(costs)) == "fediat M4"
+
+
+def test_unequal_ranks_cost_by_tier_and_on_average() -> None:
+    job = assemble_job(load_job(JOBS / "quickstart_hera"))
+    costs = {cost.strategy: cost for cost in compare(job)}
+    each = sum(map(sum, shapes(job.initial).values()))  # numbers of one rank in all layers
+    assert [costs[f"fedhera {tier}"].up / each for tier in ("low", "medium", "high")] == [1, 2, 4]
+    assert [costs[f"fedhera {tier}"].down / each for tier in ("low", "medium", "high")] == [4, 8, 16]
+    assert costs["fedhera mean"].down == round(each * (4 + 8 + 16) / 3)
+    assert costs["flexlora mean"].down == costs["flexlora mean"].up == round(each * (1 + 2 + 4) / 3)
+    assert costs["fedhomolora mean"].total == 2 * each
+    assert "fedit" not in costs

@@ -184,7 +184,8 @@ def _site(
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
     plan = make_plan(job.config, job.strategy, task.num_samples)
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, site.privacy.noise_seed, checkpoint)
+    seed = site.privacy.noise_seed
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

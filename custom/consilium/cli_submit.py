@@ -125,7 +125,9 @@ def parse_override(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    return key, yaml.safe_load(value)
+    from consilium.config import Loader
+
+    return key, yaml.load(value, Loader)
 
 
 def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:

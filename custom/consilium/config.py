@@ -1,6 +1,7 @@
 """job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -21,6 +22,13 @@ from consilium.data.text import has_texts
 from consilium.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, and numbers as JSON writes them: a pasted config.json has 1e-05, which would be text."""
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 class SamConfig(Section):
@@ -270,7 +278,7 @@ def read_site_folder(folder: Path) -> SiteConfig | None:
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds. Raises ConfigError."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
     except yaml.YAMLError as error:

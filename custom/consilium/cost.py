@@ -7,10 +7,14 @@ from typing import Any
 from consilium.adapters.bottleneck import count, position
 from consilium.assemble import Job
 from consilium.errors import ConfigError
+from consilium.ranks import Tier, UnequalRanks
 from consilium.runlog import payload_bytes
 from consilium.strategies import STRATEGIES
 from consilium.strategies.fediat import SPLITS
 from consilium.strategy import Role, SiteInfo, Strategy, Tensors
+
+_APART = ("fediat", "fedsca", "centralized")
+_NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,37 @@ def compare(job: Job) -> list[Cost]:
 
     A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
     """
+    if isinstance(job.strategy, UnequalRanks):
+        return compare_unequal(job.strategy, job.initial)
     own = job.config.strategy
     label = " ".join([own["name"], *(str(own[k]) for k in ("split", "low") if k in own)])
-    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in ("fediat", "fedsca", "centralized")}
+    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in _APART and not cls.ranks_differ}
     others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
     others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
-    others = {name: other for name, other in others.items() if other.ranks_differ is job.strategy.ranks_differ}
     costs = [cost_of(job.strategy, job.initial, label)]
     fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
     return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]
+
+
+def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
+    """Return the costs of the job's strategy at each tier, then the mean over its tiers of every strategy for unequal ranks."""
+    tiers = list(own.profile_tiers().items())
+    rows = [tier_cost(own, initial, tier, f"{own.name} {name}") for name, (tier, _) in tiers]
+    others = [cls(tiers=own.tiers, profile=own.profile) for cls in STRATEGIES.values() if issubclass(cls, UnequalRanks)]
+    for strategy in [own, *(other for other in others if other.name != own.name)]:
+        costs = [(tier_cost(strategy, initial, tier, ""), share) for _, (tier, share) in tiers]
+        numbers = (round(sum(getattr(cost, field) * share for cost, share in costs)) for field in _NUMBERS)
+        rows.append(Cost(f"{strategy.name} mean", *numbers))
+    return rows
+
+
+def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
+    """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their start."""
+    site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
+    sent = strategy.broadcast(strategy.init_state(initial), site)
+    up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))
+    down = strategy.download_numbers(sent, site)
+    return Cost(label, up, up, down, 4 * up, 4 * down, down)
 
 
 def _fits(strategy: Strategy, initial: Tensors) -> bool:

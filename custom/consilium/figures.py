@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 SHOWN = 12
@@ -44,11 +45,13 @@ def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
         _curves(axis, values, [name.rpartition("/")[2] for name in names])
         axis.set_title(group, fontsize=9)
         axis.set_xlabel("round", fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
 
 
 def _curves(axis: Any, values: np.ndarray, labels: list[str]) -> None:
-    steps = np.arange(1, len(values) + 1)
+    known = ~np.isnan(values).all(1)
+    steps, values = np.arange(1, len(values) + 1)[known], values[known]
     if len(labels) <= 4:
         for label, column in zip(labels, values.T, strict=True):
             axis.plot(steps, column, marker=".", label=label)

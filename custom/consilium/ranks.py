@@ -68,6 +68,14 @@ class UnequalRanks(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
+    def profile_tiers(self) -> dict[str, tuple[Tier, float]]:
+        """Return the tiers that the profile names, each with its share of the sites."""
+        return {name: (self.tiers[name], share) for name, share in self._shares().items()}
+
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return how many numbers a site downloads in a round, once there is an update."""
+        return sum(tensor.numel() for tensor in sent.tensors.values())
+
     def tier(self, name: str) -> Tier:
         """Return the tier of a site that says nothing of itself, drawn by the profile."""
         shares = self._shares()

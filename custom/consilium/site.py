@@ -1,5 +1,6 @@
 """A site's life: keep its own tensors, receive, evaluate, train, remember what it handed to its guard."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from consilium import __version__
+from consilium import __version__, probe
 from consilium.adapters import adapter, bottleneck, dual_rank, lora
 from consilium.config import JobConfig
+from consilium.config_capacity import CapacityConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
-from consilium.storage import file_hash, load_state, save_state
+from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategy import HELD_OUT, Payload, Role, Strategy, Tensors
 from consilium.training import Progress, Task, autocast, train
 
@@ -44,8 +46,9 @@ class Site:
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
-    `checkpoint` is where the base weights came from, None for those of the package. Under a record-level `plan` training is
-    DP-SGD; `noise_seed` makes it repeatable and so not private.
+    `checkpoint` is where the base weights came from, None for those of the package. `limits` say how much the site can carry,
+    for algorithms with unequal ranks. Under a record-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so
+    not private.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class Site:
         observer: Observer,
         plan: Plan | None = None,
         noise_seed: int | None = None,
+        limits: CapacityConfig = CapacityConfig(),  # noqa: B008
         checkpoint: Path | None = None,
     ) -> None:
-        self.name, self.config, self.strategy = name, config, strategy
+        self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
         self.should_stop: Callable[[], None] = lambda: None
@@ -69,7 +73,21 @@ class Site:
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
-        return Hello(self.name, self.task.num_samples, self._file(run).exists(), __version__, checkpoint)
+        joined = self._file(run).exists()
+        return Hello(self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run))
+
+    def _capacity(self, run: str) -> dict[str, float]:
+        """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
+        if not (self.limits.given and self.strategy.ranks_differ):
+            return {}
+        path = self.folder / run / "capacity.json"
+        if not path.exists():
+            config = self.config.training
+            batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
+            found = probe.capacity(self.limits, self.model, self.config.adapter, lambda: self.task.loss(self.model, batch))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(found).encode())
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.

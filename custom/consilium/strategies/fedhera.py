@@ -76,6 +76,10 @@ class FedHera(ExactServer):
         """Return what the site downloads by layer."""
         return self.ranks(state, site)[0]
 
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return the site's whole download budget, which the first round, without an update, does not use."""
+        return int(self.capacity(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
+
     def gate_of(self, state: ServerState, name: str) -> float:
         """Return lambda of a site in this round."""
         if self.gate == "open":

@@ -1,0 +1,183 @@
+"""The dual-rank adapter: the products it computes, what trains and what does not, ranks that change, a plain LoRA export."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import adapter, dual_rank
+from consilium.errors import CheckpointError
+from consilium.models.causal_lm import build_causal_lm
+
+LAYER = "model.layers.0.self_attn.q_proj"
+SCALING = 2.0
+
+
+class Net(nn.Module):
+    """One linear layer under a name that the target sets know."""
+
+    def __init__(self, into: int = 7, out: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = nn.Linear(into, out)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": nn.ModuleDict({"q_proj": linear})})])})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model["layers"][0]["self_attn"]["q_proj"](x)
+
+
+def net(rank: int = 4, **options: int) -> Net:
+    model = Net(**options)
+    dual_rank.inject(model, rank, SCALING, "paper")
+    return model
+
+
+def values(rank: int, tail: int, gate: float = 0.3, into: int = 7, out: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank + 10 * tail)
+    shapes = {"lora_A": (rank, into), "lora_B": (out, rank)} | ({"tail_A": (tail, into), "tail_B": (out, tail)} if tail else {})
+    found = {f"{LAYER}.{n}": torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    return found | ({f"{LAYER}.gate": torch.tensor([gate])} if tail else {})
+
+
+def dense(model: Net, given: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Return W0 x + s (B A x + gate B_tail A_tail x), written out."""
+    part = {name.rpartition(".")[2]: tensor for name, tensor in given.items()}
+    update = part["lora_B"] @ part["lora_A"]
+    if "tail_A" in part:
+        update = update + part["gate"] * part["tail_B"] @ part["tail_A"]
+    return model.get_submodule(LAYER).base(x) + SCALING * x @ update.T
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in adapter.tensors(model).items() if isinstance(p, nn.Parameter)}
+
+
+@pytest.mark.parametrize(("rank", "tail"), [(4, 0), (2, 3), (0, 4), (3, 0), (4, 9)])
+def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) -> None:
+    model, given = net(), values(rank, tail)
+    adapter.load(model, given)
+    x = torch.randn(3, 2, 7, requires_grad=True)
+    y = model(x)
+    leaves = {n: t.clone().requires_grad_(n.rpartition(".")[2].startswith("lora_")) for n, t in given.items()}
+    again = x.detach().clone().requires_grad_()
+    expected = dense(model, leaves, again)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, again.grad, rtol=1e-4, atol=1e-4)
+    for name, parameter in trained(model).items():
+        torch.testing.assert_close(parameter.grad, leaves[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> None:
+    model, given = net(), values(2, 6)
+    adapter.load(model, given)
+    parameters = trained(model)
+    assert sorted(parameters) == [f"{LAYER}.lora_A", f"{LAYER}.lora_B"]
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.dim())
+    assert state == 2 * 4 * 2 * (7 + 5)  # two moments of 4 bytes for each of r_train (in + out) numbers
+    live = adapter.tensors(model)
+    assert all(torch.equal(live[n], t) for n, t in given.items() if "tail" in n or "gate" in n)
+    assert not torch.equal(live[f"{LAYER}.lora_A"], given[f"{LAYER}.lora_A"])
+    torch.testing.assert_close(model(torch.ones(1, 7)), dense(model, dict(live), torch.ones(1, 7)))
+
+
+def test_what_the_backward_pass_keeps_does_not_grow_with_the_tail() -> None:
+    def kept(tail: int) -> int:
+        model, sizes = net(into=64, out=64), {}
+        adapter.load(model, values(2, tail, into=64, out=64))
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own and tensor.dim() > 1:  # the weights of the ranks are one short vector
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.randn(50, 64))
+        return sum(sizes.values())
+
+    assert kept(30) == kept(0)
+
+
+def test_ranks_change_with_what_is_loaded_and_one_site_leaves_nothing_to_the_next() -> None:
+    model, x = net(), torch.randn(2, 7)
+    for rank, tail in ((4, 0), (1, 3), (0, 2), (3, 0)):
+        given = values(rank, tail)
+        adapter.load(model, given)
+        fresh = net()
+        adapter.load(fresh, given)
+        assert adapter.tensors(model).keys() == given.keys()
+        assert torch.equal(model(x), fresh(x))
+    with adapter.disabled(model):
+        assert torch.equal(model(x), model.get_submodule(LAYER).base(x))
+
+
+def test_moving_the_model_keeps_prefix_and_tail_in_one_piece() -> None:
+    model = net()
+    adapter.load(model, values(2, 3))
+    before = model(torch.ones(1, 7))
+    model.double().float()
+    with torch.no_grad():
+        trained(model)[f"{LAYER}.lora_B"].zero_()
+    given = values(2, 3) | {f"{LAYER}.lora_B": torch.zeros(5, 2)}
+    torch.testing.assert_close(model(torch.ones(1, 7)), dense(model, given, torch.ones(1, 7)))
+    assert not torch.allclose(model(torch.ones(1, 7)), before)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {f"{LAYER}.lora_A": torch.zeros(2, 8)},
+        {f"{LAYER}.lora_B": torch.zeros(5, 3)},
+        {f"{LAYER}.tail_A": torch.zeros(3, 7)},
+        {f"{LAYER}.else": torch.zeros(1)},
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
+    with pytest.raises(CheckpointError, match="do not fit a layer that takes lora_A \\(r, 7\\) and lora_B \\(5, r\\)"):
+        adapter.load(net(), values(2, 0) | wrong)
+
+
+def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
+    model, given = net(), values(2, 3)
+    adapter.load(model, given)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(torch.ones(3, 7))
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.float(), dense(model, given, torch.ones(3, 7)), rtol=0.05, atol=0.2)
+    y.float().sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in trained(model).values())
+
+
+def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
+    model, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
+    dual_rank.inject(model, 8, SCALING, "paper")
+    generator, state = torch.Generator().manual_seed(0), {}
+    for index, (name, tensor) in enumerate(adapter.tensors(model).items()):
+        layer = name.rpartition(".")[0]
+        rank, tail = divmod(hash_of(layer), 3)
+        out, into = (len(tensor), None) if name.endswith("B") else (None, tensor.shape[1])
+        for part, count in (("lora", rank), ("tail", tail)):
+            if part == "lora" or tail:
+                shape = (out, count) if out else (count, into)
+                state[f"{layer}.{part}_{name[-1]}"] = 0.1 * torch.randn(shape, generator=generator)
+        if tail:
+            state[f"{layer}.gate"] = torch.tensor([0.5 + index / 100])
+    adapter.load(model, state)
+    dual_rank.save_peft(tmp_path, {n: t.detach() for n, t in adapter.tensors(model).items()}, SCALING, "tiny")
+    loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def hash_of(layer: str) -> int:
+    """Return 0 to 7 by layer, so that ranks and tails of 0 occur."""
+    return sum(map(ord, layer)) % 8

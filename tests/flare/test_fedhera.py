@@ -1,0 +1,66 @@
+"""FedHera through FLARE's simulator: three sites of three tiers exchange payloads of different shapes, as in one process."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, SiteConfig
+from consilium.ranks import shapes
+from consilium.simulate import simulate
+from consilium.strategy import SiteInfo
+from tests.conftest import small_text
+from tests.flare.test_simulator import SITES, state_of
+from tests.flare.test_simulator import flare as flare
+
+TIERS = {"low": {"train": 1, "download": 3}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 12}}
+
+
+def config() -> JobConfig:
+    raw = small_text("fedit", rounds=3, local_steps=2, lr=3e-3, batch_size=2).model_dump()
+    raw["strategy"] = {"name": "fedhera", "tiers": TIERS, "seed": 1}
+    raw["adapter"] = {"kind": "dual_rank", "rank": 12}
+    raw["federation"] = {"min_sites": 2, "sample": 0.6, "held_out": 1.0}
+    return JobConfig.model_validate(raw)
+
+
+def held_out(workspace: Path) -> list[tuple[int, str, dict[str, float]]]:
+    """Return (round, site, metrics) of every evaluation by a site that did not train."""
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    return [(line["round"], line["site"], line["metrics"]) for line in lines if line["event"] == "held_out"]
+
+
+def edit(folder: Path) -> None:
+    path = folder / "config_fed_client.json"
+    client = json.loads(path.read_text())
+    client["task_data_filters"][0]["filters"].insert(0, {"path": "tests.flare.components.Ear", "args": {}})
+    client["task_result_filters"][0]["filters"].append({"path": "tests.flare.components.Listener", "args": {}})
+    path.write_text(json.dumps(client))
+
+
+def test_three_tiers_exchange_payloads_of_different_shapes(flare, tmp_path: Path) -> None:  # noqa: ANN001
+    job = assemble_job(config())
+    workspace = flare(config(), edit)
+    reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, tmp_path / "inprocess"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+
+    assert sorted(job.strategy.tier(name).train for name in SITES) == [1, 2, 4]
+    trained, received = {}, {}
+    for name in SITES:
+        sent = job.strategy.broadcast(reference.state, SiteInfo(name, 1, joined=True)).tensors
+        layers = shapes(sent)
+        trained[name] = sum(len(sent[f"{layer}.lora_A"]) for layer in layers)
+        received[name] = trained[name] + sum(len(sent.get(f"{layer}.tail_A", ())) for layer in layers)
+        heard = b"".join(p.read_bytes() for p in (workspace / "heard" / name).iterdir())
+        assert b"lora_A" in heard
+        assert b"tail_A" not in heard
+        assert b"tail_A" in b"".join(p.read_bytes() for p in (workspace / "received" / name).iterdir())
+    order = sorted(SITES, key=lambda name: job.strategy.tier(name).train)
+    assert trained[order[0]] < trained[order[1]] < trained[order[2]]
+    assert received[order[0]] < received[order[1]] < received[order[2]]
+    assert (workspace / "diagnostics.png").is_file()
+    assert [round for round, _, _ in held_out(workspace)] == [0, 1, 2]  # the one site that was not asked, before each round
+    assert held_out(workspace) == held_out(tmp_path / "inprocess")

@@ -1,0 +1,220 @@
+"""FedHera: the server's exactness, ranks within budgets, what travels, the gate, whole runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from consilium.allocation import gate
+from consilium.exact import global_updates, spectra
+from consilium.ranks import factors, shapes
+from consilium.strategies.fedhera import FedHera
+from consilium.strategies.flexlora import FlexLoRA
+from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Upload
+from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
+
+SITES = [f"site-{i}" for i in range(10)]
+
+
+def hera(**options: object) -> FedHera:
+    return FedHera(tiers={n: tier_of(t) for n, t in TIERS.items()}, **options)
+
+
+def tier_of(values: dict[str, float]) -> object:
+    return type(FedHera().tiers["low"])(**values)
+
+
+def whole(state: ServerState, layer: str) -> Tensor:
+    """Return W / s, float64."""
+    update = global_updates(state)[layer]
+    low_rank = update.left.double() @ update.right.double()
+    return low_rank if update.dense is None else low_rank + update.dense.double()
+
+
+def sizes(payload: Payload) -> dict[str, tuple[int, int]]:
+    """Return (trained, tail) ranks by layer."""
+    tails = {layer: len(payload.tensors.get(f"{layer}.tail_A", ())) for layer in shapes(payload.tensors)}
+    return {layer: (len(payload.tensors[f"{layer}.lora_A"]), tail) for layer, tail in tails.items()}
+
+
+LARGE = {"model.layers.0.q_proj": (120, 90), "model.layers.1.q_proj": (100, 140)}
+
+
+@pytest.mark.parametrize("aggregation", ["residual", "standard"])
+def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregation: str) -> None:
+    strategy = FedHera(aggregation=aggregation, profile="skewed")
+    state = strategy.init_state(initial(layers=LARGE, rank=64))
+    dense = {layer: torch.zeros(shape, dtype=torch.float64) for layer, shape in LARGE.items()}
+    for round in range(10):
+        uploads = {}
+        for index, name in enumerate(SITES):
+            site = SiteInfo(name, 1 + index)
+            sent = strategy.broadcast(state, site)
+            update = answer(strategy, sent, 100 * round + index)
+            uploads[name] = Upload(update, site.num_samples, sent, site)
+        total = sum(upload.weight for upload in uploads.values())
+        for layer in LARGE:
+            for upload in uploads.values():
+                (b0, a0), (db, da) = (factors(p.tensors, layer) for p in (upload.sent, upload.update))
+                b, a = b0.double() + db.double(), a0.double() + da.double()
+                start = b0.double() @ a0.double() if aggregation == "residual" else 0.0
+                dense[layer] += upload.weight / total * (b @ a - start)
+        state = strategy.conclude(state, uploads)
+        for layer, reference in dense.items():
+            assert torch.linalg.norm(whole(state, layer) - reference) < 1e-5 * torch.linalg.norm(reference)
+            true = torch.linalg.svdvals(reference)[:64]
+            assert float((spectra(state)[layer].values - true).abs().max() / true[0]) < 1e-5
+
+
+def test_the_round_starts_alike_and_smaller_ranks_are_prefixes() -> None:
+    strategy, start = hera(), initial()
+    state = strategy.init_state(start)
+    for name in SITES:
+        sent = strategy.broadcast(state, SiteInfo(name, 1))
+        tier = strategy.tier(name)
+        assert sizes(sent) == {layer: (tier.train, 0) for layer in LAYERS}  # no tail while there is no update
+        for layer in LAYERS:
+            b, a = factors(sent.tensors, layer)
+            assert torch.equal(a, start[f"{layer}.lora_A"][: len(a)])
+            assert not b.any()
+
+
+@pytest.mark.parametrize("allocation", ["water_filling", "literal", "even"])
+def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation: str) -> None:
+    strategy = hera(allocation=allocation, gate="open")
+    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES[:5])
+    total = sum(map(sum, LAYERS.values()))
+    for name in SITES:
+        site, tier = SiteInfo(name, 1), strategy.tier(name)
+        sent = strategy.broadcast(state, site)
+        ranks = sizes(sent)
+        assert sum((r + k) * sum(LAYERS[layer]) for layer, (r, k) in ranks.items()) <= tier.download * total
+        assert sum(r * sum(LAYERS[layer]) for layer, (r, _) in ranks.items()) <= tier.train * total
+        for layer, (rank, tail) in ranks.items():
+            u, values, v = torch.linalg.svd(whole(state, layer), full_matrices=False)
+            kept = rank + tail
+            expected = u[:, :kept] * values[:kept] @ v[:kept]
+            torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_site_that_changes_nothing_changes_nothing_whatever_the_gate() -> None:
+    for options in ({"gate": "open"}, {"gate": "paper"}, {"gate": "neutral"}):
+        strategy = hera(**options)
+        state = play(strategy, strategy.init_state(initial()), SITES)
+        after = play(strategy, state, SITES[:3], size=0.0)
+        assert all(torch.equal(whole(state, layer), whole(after, layer)) for layer in LAYERS)
+
+
+def test_one_round_at_full_rank_equals_flexlora() -> None:
+    layers, sites = {"model.layers.0.q_proj": (5, 5)}, ["a", "b", "c"]
+    tiers = {"all": {"train": 5, "download": 5}}
+    ours, theirs = (cls(tiers={n: tier_of(t) for n, t in tiers.items()}, profile={"all": 1.0}) for cls in (FedHera, FlexLoRA))
+    start = initial(layers=layers, rank=5)
+    first, second = (play(strategy, strategy.init_state(start), sites) for strategy in (ours, theirs))
+    layer = next(iter(layers))
+    torch.testing.assert_close(whole(first, layer), whole(second, layer))
+    sent = (strategy.broadcast(state, SiteInfo("a", 1)) for strategy, state in ((ours, first), (theirs, second)))
+    torch.testing.assert_close(*(product(payload.tensors, layer) for payload in sent), rtol=1e-4, atol=1e-6)
+
+
+def test_a_direction_without_an_update_can_learn() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.init_state(initial()), ["site-0"])  # rank 1 to 4 of it
+    for layer, (rank, _) in sizes(
+        sent := strategy.broadcast(state, SiteInfo("big", 1, capacity={"time": 6, "memory": 6}))
+    ).items():
+        b, a = factors(sent.tensors, layer)
+        blank = ~b.any(0)
+        assert rank > len(spectra(state)[layer].values.nonzero())
+        assert blank.any()
+        assert bool(a[blank].any(1).all())
+
+
+def test_only_the_trained_prefix_leaves() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    sent = strategy.broadcast(state, SiteInfo("site-1", 1))
+    assert any(name.endswith("tail_A") for name in sent.tensors)
+    update = answer(strategy, sent, 0)
+    assert update.tensors.keys() == set(strategy.names(sent.tensors, Role.SHARED, 1, 0))
+    assert all(name.rpartition(".")[2].startswith("lora_") for name in update.tensors)
+
+
+def test_the_order_of_answers_changes_nothing() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
+    assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
+    assert {n: s["alignment"] for n, s in one.sites.items()} == {n: s["alignment"] for n, s in other.sites.items()}
+
+
+def test_opposite_sites_are_scored_by_what_they_changed() -> None:
+    strategy = hera(score="residual", profile={"medium": 1.0})
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    aggregate = RoundAggregate(strategy)
+    for name, weight, sign in (("many", 3, 1.0), ("few", 1, -1.0)):
+        site = SiteInfo(name, weight)
+        sent = strategy.broadcast(state, site)
+        moved = {n: sign * 1e-3 * torch.ones_like(t) for n, t in sent.tensors.items() if ".lora_" in n}
+        aggregate.add(site, Payload(state.round, 0, moved), weight, sent)
+    after = strategy.conclude(state, aggregate.take())
+    scores = {name: float(after.sites[name]["alignment"]) for name in ("many", "few")}
+    assert scores == {"many": pytest.approx(1, abs=0.01), "few": pytest.approx(-1, abs=0.01)}
+
+
+def test_the_gate_opens_with_rounds_and_closes_for_absent_sites() -> None:
+    strategy, neutral = hera(gate="paper"), hera(gate="neutral")
+    state = strategy.init_state(initial())
+    assert strategy.gate_of(state, "site-0") == 0
+    state = play(strategy, state, SITES)
+    score = float(state.sites["site-0"]["alignment"])
+    assert strategy.gate_of(state, "site-0") == pytest.approx(gate(1, score, 0))
+    for _ in range(2):
+        state = play(strategy, state, SITES[1:])
+    assert strategy.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2))
+    assert neutral.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2, "neutral"))
+    assert strategy.gate_of(state, "never") == pytest.approx(gate(3, None, 3))
+    sent = strategy.broadcast(state, SiteInfo("site-0", 1))
+    gates = {float(t) for n, t in sent.tensors.items() if n.endswith(".gate")}
+    assert list(gates) == pytest.approx([gate(3, score, 2)], rel=1e-6)
+
+
+def test_final_is_the_whole_download_to_use_without_a_gate() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    site = SiteInfo("site-2", 1)
+    final, sent = strategy.final(state, site), hera(gate="open").broadcast(state, site)
+    assert not any("tail" in name for name in final.tensors)
+    for layer, expected in products(sent.tensors).items():
+        torch.testing.assert_close(product(final.tensors, layer), expected)
+
+
+def test_diagnostics_are_what_they_say() -> None:
+    strategy = hera()
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    sent = {name: strategy.broadcast(state, SiteInfo(name, 1)) for name in SITES[:3]}
+    uploads = {n: Upload(answer(strategy, p, i), 1, p, SiteInfo(n, 1)) for i, (n, p) in enumerate(sent.items())}
+    found = strategy.diagnostics(state, uploads)
+    assert 0 < found["drift/cross"] < 2
+    assert found["ranks/information_gain"] > 1
+    assert 0 < found["memory/saturation"] <= 1
+    for layer in LAYERS:
+        values = torch.linalg.svdvals(whole(state, layer)).square()
+        kept = [sum(sizes(p)[layer]) for p in sent.values()]
+        expected = sum(float(values[:k].sum() / values.sum()) for k in kept) / 3
+        assert found[f"retained energy/{layer}"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_head_is_averaged() -> None:
+    strategy = hera()
+    state = strategy.init_state(initial() | {"head.weight": torch.zeros(2, 3)})
+    aggregate = RoundAggregate(strategy)
+    for name, weight, value in (("a", 1, 1.0), ("b", 3, 2.0)):
+        site = SiteInfo(name, weight)
+        sent = strategy.broadcast(state, site)
+        update = replace(answer(strategy, sent, 1, 0.0))
+        update.tensors["head.weight"] = torch.full((2, 3), value)
+        aggregate.add(site, update, weight, sent)
+    after = strategy.conclude(state, aggregate.take())
+    torch.testing.assert_close(after.shared["head.weight"], torch.full((2, 3), 1.75))

@@ -1,0 +1,217 @@
+"""The baselines for unequal ranks: each one's rule against its definition, on a made-up federation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from consilium.exact import global_updates, spectra
+from consilium.ranks import Tier, UnequalRanks, factors, shapes, trained
+from consilium.strategies.fedhello import FedHeLLo
+from consilium.strategies.fedhl import FedHL
+from consilium.strategies.fedhomolora import FedHomoLoRA
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.flexlora import FlexLoRA
+from consilium.strategies.flora import FLoRA
+from consilium.strategies.hetlora import HetLoRA
+from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Step, Upload
+from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
+
+SITES = [f"site-{i}" for i in range(6)]
+ALL = (FedHomoLoRA, FlexLoRA, FedHL, FLoRA, HetLoRA, FedHeLLo)
+
+
+def make(cls: type[UnequalRanks], **options: object) -> UnequalRanks:
+    return cls(tiers={name: Tier(**values) for name, values in TIERS.items()}, **options)
+
+
+def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITES) -> dict[str, Upload]:
+    """Return what sites answer to this round, site i with weight i + 1."""
+    found = {}
+    for index, name in enumerate(names):
+        site = SiteInfo(name, index + 1)
+        sent = strategy.broadcast(state, site)
+        found[name] = Upload(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
+    return found
+
+
+def mean_product(uploads: dict[str, Upload], layer: str) -> Tensor:
+    """Return sum p_i B_i A_i of what sites trained, float64."""
+    total = sum(upload.weight for upload in uploads.values())
+    return sum(upload.weight / total * product(trained(upload), layer) for upload in uploads.values())
+
+
+def whole(state: ServerState, layer: str) -> Tensor:
+    update = global_updates(state)[layer]
+    low_rank = update.left.double() @ update.right.double()
+    return low_rank if update.dense is None else low_rank + update.dense.double()
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.name)
+def test_the_order_of_answers_changes_nothing_and_the_state_is_its_tensors(cls: Callable[..., UnequalRanks]) -> None:
+    strategy = make(cls)
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
+    assert one.shared.keys() == other.shared.keys()
+    assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
+    again = ServerState(state.round, state.phase, *(dict(reversed(g.items())) for g in (state.shared, state.initial)))
+    again = type(state)(**(vars(state) | {"shared": again.shared, "initial": again.initial}))  # as a checkpoint may order it
+    sent, resumed = (strategy.broadcast(s, SiteInfo("site-1", 1)).tensors for s in (state, again))
+    assert sent.keys() == resumed.keys()
+    assert all(torch.equal(sent[n], resumed[n]) for n in sent)
+
+
+def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
+    strategy = make(FLoRA)
+    state, total = strategy.init_state(initial()), {layer: 0.0 for layer in LAYERS}
+    for _ in range(4):
+        uploads = exchange(strategy, state)
+        fresh = [{layer: factors(u.sent.tensors, layer) for layer in LAYERS} for u in uploads.values()]
+        assert not any(one[layer][0].any() for one in fresh for layer in LAYERS)  # B starts at 0
+        total = {layer: total[layer] + mean_product(_trained_only(uploads), layer) for layer in LAYERS}
+        state = strategy.conclude(state, uploads)
+        for layer in LAYERS:
+            torch.testing.assert_close(whole(state, layer), total[layer], rtol=1e-4, atol=1e-6)
+            for payload in (strategy.broadcast(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
+                torch.testing.assert_close(product(payload.tensors, layer), total[layer], rtol=1e-4, atol=1e-6)
+    widths = [len(strategy.broadcast(state, SiteInfo("late", 1)).tensors[f"{layer}.tail_A"]) for layer in LAYERS]
+    assert widths == [min(shape) for shape in LAYERS.values()]  # never wider than the layer
+
+
+def _trained_only(uploads: dict[str, Upload]) -> dict[str, Upload]:
+    def cut(payload: Payload) -> Payload:
+        return Payload(payload.round, 0, {n: t for n, t in payload.tensors.items() if ".lora_" in n})
+
+    return {name: Upload(u.update, u.weight, cut(u.sent), u.site) for name, u in uploads.items()}
+
+
+def test_flora_draws_new_factors_every_round() -> None:
+    strategy = make(FLoRA)
+    state = strategy.init_state(initial())
+    first = strategy.broadcast(state, SiteInfo("a", 1)).tensors
+    second = strategy.broadcast(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
+    layer = next(iter(LAYERS))
+    assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])
+
+
+@pytest.mark.parametrize("split", ["left", "both"])
+def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(split: str) -> None:
+    strategy = make(FlexLoRA, split=split)
+    state = play(strategy, strategy.init_state(initial()), SITES)  # so that the round starts from something
+    uploads = exchange(strategy, state)
+    state = strategy.conclude(state, uploads)
+    for layer, shape in LAYERS.items():
+        mean = mean_product(uploads, layer)
+        torch.testing.assert_close(whole(state, layer), mean, rtol=1e-4, atol=1e-6)
+        u, values, v = torch.linalg.svd(mean, full_matrices=False)
+        for rank in (1, 3, min(shape)):
+            site = SiteInfo("a", 1, capacity={"time": rank, "memory": rank, "download": rank})
+            sent = strategy.broadcast(state, site)
+            rank = min(rank, 6)
+            expected = u[:, :rank] * values[:rank] @ v[:rank]
+            torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-6)
+            b, a = factors(sent.tensors, layer)
+            if split == "left":  # rows of A are singular vectors, or the common start where there is no direction
+                torch.testing.assert_close(a[b.any(0)].norm(dim=1), torch.ones(int(b.any(0).sum())))
+
+
+def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
+    strategy = make(FedHL)
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    uploads = exchange(strategy, state)
+    share = strategy.share(state, uploads)
+    assert sum(share.values()) == pytest.approx(1)
+    lost = {}
+    for name, upload in uploads.items():
+        energy = {
+            layer: (one.energy, one.rest(len(upload.sent.tensors[f"{layer}.lora_A"]))) for layer, one in spectra(state).items()
+        }
+        lost[name] = sum(rest for _, rest in energy.values()) / sum(whole for whole, _ in energy.values())
+    raw = {name: uploads[name].weight / (0.1 + lost[name]) for name in uploads}
+    assert share == pytest.approx({name: value / sum(raw.values()) for name, value in raw.items()})
+    after = strategy.conclude(state, uploads)
+    for layer in LAYERS:
+        moved = sum(share[n] * (product(trained(u), layer) - product(u.sent.tensors, layer)) for n, u in uploads.items())
+        torch.testing.assert_close(whole(after, layer), whole(state, layer) + moved, rtol=1e-4, atol=1e-6)
+
+
+def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
+    strategy = make(HetLoRA)
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    uploads = exchange(strategy, state)
+    ends = {name: trained(upload) for name, upload in uploads.items()}
+    norms = {n: sum(float(product(end, layer).square().sum()) for layer in LAYERS) ** 0.5 for n, end in ends.items()}
+    after = strategy.conclude(state, uploads)
+    for layer in LAYERS:
+        b, a = (torch.zeros_like(t, dtype=torch.float64) for t in factors(state.shared, layer))
+        for name, end in ends.items():
+            own_b, own_a = factors(end, layer)
+            b[:, : own_b.shape[1]] += norms[name] / sum(norms.values()) * own_b
+            a[: len(own_a)] += norms[name] / sum(norms.values()) * own_a
+        torch.testing.assert_close(factors(after.shared, layer), (b.float(), a.float()))
+        sent = strategy.broadcast(after, SiteInfo("site-1", 1)).tensors
+        assert torch.equal(sent[f"{layer}.lora_A"], after.shared[f"{layer}.lora_A"][: int(strategy.tier("site-1").train)])
+
+
+def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
+    strategy = HetLoRA(tiers={"all": Tier(4, 4)}, profile={"all": 1.0}, prune=0.5, prune_weight=0.1)
+    state = strategy.init_state({n: t + 1 for n, t in initial().items()})
+    aggregate = RoundAggregate(strategy)
+    for name, factor in (("fades", -0.5), ("grows", 0.5)):
+        site = SiteInfo(name, 1)
+        sent = strategy.broadcast(state, site)
+        aggregate.add(site, Payload(0, 0, {n: factor * t for n, t in sent.tensors.items()}), 1, sent)
+    state = strategy.conclude(state, aggregate.take())
+    ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "new")}
+    assert ranks == {"fades": 2, "grows": 4, "new": 4}
+    params = {n: t.clone().requires_grad_() for n, t in strategy.broadcast(state, SiteInfo("grows", 1)).tensors.items()}
+    penalty = strategy.regularizer(Step(params, params, {}, {}))
+    pairs = [factors(params, layer) for layer in shapes(params)]
+    expected = 0.1 * sum(b[:, 2:].norm() * a[2:].norm() for b, a in pairs)
+    torch.testing.assert_close(penalty, expected)
+
+
+def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
+    params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
+    HetLoRA(prune_weight=1.0).regularizer(Step(params, params, {}, {})).backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
+
+
+@pytest.mark.parametrize("layers", ["top", "bottom", "random"])
+def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
+    strategy = make(FedHeLLo, rank=4, layers=layers)
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    uploads = exchange(strategy, state)
+    after = strategy.conclude(state, uploads)
+    for layer in LAYERS:
+        trainers = {n: u for n, u in uploads.items() if len(u.sent.tensors[f"{layer}.lora_A"])}
+        assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.chosen(state, u.site)}
+        total = sum(u.weight for u in trainers.values())
+        for index, mine in enumerate(factors(after.shared, layer)):
+            parts = [u.weight / total * factors(trained(u), layer)[index] for u in trainers.values()]
+            torch.testing.assert_close(mine, sum(parts) if parts else factors(state.shared, layer)[index])
+        for upload in uploads.values():  # what a site does not train is in its forward pass all the same
+            expected = factors(state.shared, layer)
+            torch.testing.assert_close(product(upload.sent.tensors, layer), expected[0].double() @ expected[1].double())
+
+
+def test_fedhello_trains_as_many_layers_as_a_site_can_pay_for() -> None:
+    names = {f"model.layers.{i}.q_proj": (6, 6) for i in range(8)}
+    strategy = FedHeLLo(rank=8, layers="top", profile={"low": 1.0})
+    state = strategy.init_state(initial(layers=names, rank=6))
+    assert strategy.chosen(state, SiteInfo("a", 1)) == {f"model.layers.{i}.q_proj" for i in (4, 5, 6, 7)}  # 4 of 8 ranks
+    rich = SiteInfo("a", 1, capacity={"time": 99, "memory": 99})
+    assert len(strategy.chosen(state, rich)) == 8
+    final = strategy.final(state, SiteInfo("a", 1)).tensors
+    assert products(final).keys() == names.keys()
+
+
+def test_fedhomolora_is_fedit_at_the_lowest_rank() -> None:
+    strategy, plain = make(FedHomoLoRA), FedIT()
+    state = strategy.init_state(initial())
+    same = plain.init_state({n: t[:1] if n.endswith("A") else t[:, :1] for n, t in initial().items()})
+    for _ in range(2):
+        state, same = play(strategy, state, SITES), play(plain, same, SITES)
+        assert state.shared.keys() == same.shared.keys()
+        assert all(torch.equal(t, same.shared[n]) for n, t in state.shared.items())
