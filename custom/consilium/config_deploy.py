@@ -58,8 +58,8 @@ class DeploymentConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")]
     server: ServerEntry
-    sites: Annotated[tuple[SiteEntry, ...], Field(min_length=1)]
-    admins: Annotated[tuple[AdminEntry, ...], Field(min_length=1)]
+    sites: Annotated[list[SiteEntry], Field(min_length=1)]
+    admins: Annotated[list[AdminEntry], Field(min_length=1)]
     scheme: Literal["grpc", "http", "tcp"] = "http"
     valid_days: Annotated[int, Field(ge=1)] = 360
 
