@@ -8,6 +8,7 @@ import peft
 import pytest
 
 from consilium.config import JobConfig
+from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
 from consilium.models.sam import build_sam
 from consilium.privacy.ledger import Ledger
@@ -37,6 +38,7 @@ def console(federation: Federation, *commands: str) -> str:
 def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)}) as federation:
         federation.start()
+        assert [f.check for f in examine(federation.kit("site-1")) if not f.ok] == ["data list"]  # generated ones will do here
         config_only = federation.export(private_job())
         bundle = export(config_only / "app/config/job.yaml", tmp_path / "bundle", bundle=True)
         refused = federation.submit(bundle)

@@ -137,6 +137,7 @@ def edited(tmp_path: Path, **changes: Any) -> Path:
         ({"admins": [{"name": "joe", "org": "x", "role": "lead"}]}, "admins.0.name: 'joe'"),
         ({"admins": [{"name": "a@b.de", "org": "x", "role": "boss"}]}, "admins.0.role: 'boss'"),
         ({"sites": [{"name": "a", "org": "x"}, {"name": "a", "org": "y"}]}, "every name once; 'a' is there twice"),
+        ({"scheme": "http", "sites": [{"name": "a", "org": "x", "bundles": True}]}, "scheme: 'http' cannot carry bundled jobs"),
         ({"sites": [{"name": "a", "org": "x", "site": {"device": "gpu"}}]}, "sites.0.site.device: 'gpu'"),
     ],
 )

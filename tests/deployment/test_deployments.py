@@ -1,0 +1,133 @@
+"""Other ways to deploy, each a whole federation of minutes: bundles, kits with the hospitals' own keys, altered jobs."""
+
+import json
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import yaml
+
+from consilium.flare.kits import apply_local
+from consilium.flare.recipe import export
+from consilium.models.sam import build_sam
+from tests.conftest import JOBS, small_config
+from tests.deployment.federation import LEAD, Federation
+
+pytestmark = pytest.mark.slow
+SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
+
+
+def test_a_bundle_runs_without_the_package_where_it_is_allowed_and_only_there(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, bundles=["server", "site-1", "site-2"], installed=False) as federation:
+        federation.start()
+        job = tmp_path / "job.yaml"
+        job.write_text(yaml.safe_dump(small_config("fedit", rounds=1).model_dump()))
+        bundle = export(job, tmp_path / "bundle", bundle=True)
+        with open(bundle / "app/custom/consilium/__init__.py", "a") as file:
+            file.write(SAYS_WHERE)
+        submitted = federation.submit(bundle, LEAD)
+        assert federation.wait(submitted, 240) == "FINISHED:COMPLETED"
+        assert "site-3: NVFLARE_ERROR: BYOC not permitted" in federation.meta(submitted)["job_deploy_detail"]
+        (round,) = federation.events("concluded")
+        assert round["sites"] == ["site-1", "site-2"]
+        for name in ("server", "site-1", "site-2"):
+            assert f"bundled package in use: {federation.kit(name)}/{submitted}/" in federation.log(name)
+        assert "bundled package in use" not in federation.log("site-3")
+        federation.shutdown()
+
+
+def altered(data: Path) -> None:
+    """Change one byte of the configuration in a stored job."""
+    _rewrite(data, lambda name, body: body.replace(b"fedit", b"fedIt") if name.endswith("job.yaml") else body)
+
+
+def unsigned(data: Path) -> None:
+    """Take all signatures out of a stored job."""
+    _rewrite(data, lambda name, body: None if Path(name).name.startswith(".__nvfl_") else body)
+
+
+def _rewrite(data: Path, edit: Callable[[str, bytes], bytes | None]) -> None:
+    with zipfile.ZipFile(data) as old:
+        files = {name: edit(name, old.read(name)) for name in old.namelist()}
+    with zipfile.ZipFile(data, "w") as new:
+        for name, body in files.items():
+            if body is not None:
+                new.writestr(name, body)
+
+
+def careless(server: Path) -> None:
+    """Make a server of the federation take unsigned jobs: it can change its own kit."""
+    (server / "startup/signature.json").unlink()
+    path = server / "startup/fed_server.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"require_signed_jobs": False}))
+
+
+@pytest.mark.parametrize(
+    ("change", "prepare", "refusal"),
+    [
+        (altered, lambda server: None, "server: app app does not pass signature verification"),
+        (unsigned, lambda server: None, "server: unsigned job rejected"),
+        (unsigned, careless, "site-1: unsigned job rejected"),
+    ],
+)
+def test_a_job_altered_after_signing_is_refused(
+    change: Callable[[Path], None], prepare: Callable[[Path], None], refusal: str, tmp_path: Path
+) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        prepare(federation.kit("server"))
+        federation.start("server", "site-1")
+        job = federation.submit(federation.export(small_config("fedit")))  # waits in the store for a second site
+        change(tmp_path / "server-state/jobs" / job / "data")
+        federation.start("site-2")
+        assert federation.wait(job, 60) == "FINISHED:FAILED_TO_RUN"
+        assert refusal in "\n".join(federation.meta(job)["job_deploy_detail"])
+        assert not federation.processes(jobs_only=True)
+
+
+def hospitals_own_keys(sites: Path, folder: Path) -> Path:
+    """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
+    raw = yaml.safe_load(sites.read_text())
+    folder.mkdir()
+    server = {"host": raw["server"]["name"], "fed_learn_port": raw["server"]["port"], "admin_port": raw["server"]["port"]}
+    profile = {"name": raw["name"], "scheme": "grpc", "connection_security": "mtls", "server": server}
+    (folder / "profile.yml").write_text(yaml.safe_dump(profile))
+
+    def nvflare(*words: object) -> dict:
+        command = ["nvflare", "--format", "json", *map(str, words)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return json.loads(done.stdout[done.stdout.index('{"schema_version"') :])["data"]
+
+    environment = Federation.scratch_environment(folder)
+    fingerprint = nvflare("cert", "init", "--profile", "profile.yml", "-o", "ca")["rootca_fingerprint_sha256"]
+    people = [p | {"type": "admin"} for p in raw["admins"] if p["role"] == "lead"]
+    clients = [{"name": s["name"], "org": s["org"], "type": "client"} for s in raw["sites"]]
+    for participant in [{"name": raw["server"]["name"], "org": "hub", "type": "server"}, *clients, *people]:
+        name = participant["name"]
+        (folder / f"{name}.yml").write_text(yaml.safe_dump({"name": raw["name"], "participants": [participant]}))
+        nvflare("cert", "request", "-p", f"{name}.yml")
+        nvflare("cert", "approve", f"{name}/{name}.request.zip", "-c", "ca", "--profile", "profile.yml")
+        nvflare("package", f"{name}/{name}.signed.zip", "--fingerprint", fingerprint, "-w", ".")
+    kits = folder / raw["name"] / "prod_00"
+    for name in [raw["server"]["name"], *(s["name"] for s in raw["sites"])]:
+        apply_local(sites, kits / name)
+    return kits
+
+
+def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
+        federation.start()
+        kit = str(federation.kit(LEAD))
+        command = ["nvflare", "--format", "json", "job", "submit", "-j", str(JOBS / "quickstart"), "--startup-kit", kit]
+        done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
+        job = json.loads(done.stdout)["data"]["job_id"]
+        assert federation.wait(job, 400) == "FINISHED:COMPLETED"
+        results = json.loads((federation.server_files() / "results.json").read_text())
+        for site in sites:
+            assert results[site]["test/personal/dice"] > results[site]["test/base/dice"] + 0.1
+            (folder,) = {path.parent for path in federation.kit(site).rglob("adapter_config.json")}
+            peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))
