@@ -1,6 +1,7 @@
 """Other ways to deploy, each a whole federation of minutes: bundles, kits with the hospitals' own keys, altered jobs."""
 
 import json
+import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -91,30 +92,36 @@ def test_a_job_altered_after_signing_is_refused(
 def hospitals_own_keys(sites: Path, folder: Path) -> Path:
     """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
     raw = yaml.safe_load(sites.read_text())
-    folder.mkdir()
-    server = {"host": raw["server"]["name"], "fed_learn_port": raw["server"]["port"], "admin_port": raw["server"]["port"]}
-    profile = {"name": raw["name"], "scheme": "grpc", "connection_security": "mtls", "server": server}
-    (folder / "profile.yml").write_text(yaml.safe_dump(profile))
-
-    def nvflare(*words: object) -> dict:
-        command = ["nvflare", "--format", "json", *map(str, words)]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        return json.loads(done.stdout[done.stdout.index('{"schema_version"') :])["data"]
-
-    environment = Federation.scratch_environment(folder)
-    fingerprint = nvflare("cert", "init", "--profile", "profile.yml", "-o", "ca")["rootca_fingerprint_sha256"]
-    people = [p | {"type": "admin"} for p in raw["admins"] if p["role"] == "lead"]
+    port, name = raw["server"]["port"], raw["name"]
+    server = {"host": raw["server"]["name"], "fed_learn_port": port, "admin_port": port}
+    hub = folder / "hub"
+    hub.mkdir(parents=True)
+    profile = {"name": name, "scheme": "grpc", "connection_security": "mtls", "server": server}
+    (hub / "profile.yml").write_text(yaml.safe_dump(profile))
+    fingerprint = _nvflare(hub, "cert", "init", "--profile", "profile.yml", "-o", "ca")["rootca_fingerprint_sha256"]
     clients = [{"name": s["name"], "org": s["org"], "type": "client"} for s in raw["sites"]]
+    people = [p | {"type": "admin"} for p in raw["admins"] if p["role"] == "lead"]
     for participant in [{"name": raw["server"]["name"], "org": "hub", "type": "server"}, *clients, *people]:
-        name = participant["name"]
-        (folder / f"{name}.yml").write_text(yaml.safe_dump({"name": raw["name"], "participants": [participant]}))
-        nvflare("cert", "request", "-p", f"{name}.yml")
-        nvflare("cert", "approve", f"{name}/{name}.request.zip", "-c", "ca", "--profile", "profile.yml")
-        nvflare("package", f"{name}/{name}.signed.zip", "--fingerprint", fingerprint, "-w", ".")
-    kits = folder / raw["name"] / "prod_00"
-    for name in [raw["server"]["name"], *(s["name"] for s in raw["sites"])]:
-        apply_local(sites, kits / name)
+        own, who = folder / f"at-{participant['name']}", participant["name"]
+        own.mkdir()
+        (own / "me.yml").write_text(yaml.safe_dump({"name": name, "participants": [participant]}))
+        _nvflare(own, "cert", "request", "-p", "me.yml")
+        shutil.copy(own / who / f"{who}.request.zip", hub)
+        _nvflare(hub, "cert", "approve", f"{who}.request.zip", "-c", "ca", "--profile", "profile.yml")
+        shutil.copy(hub / f"{who}.signed.zip", own)
+        request = ["--request-dir", who, "--fingerprint", fingerprint, "-w", folder / "kits"]
+        _nvflare(own, "package", f"{who}.signed.zip", *request)
+    kits = folder / "kits" / name / "prod_00"
+    for who in [raw["server"]["name"], *(client["name"] for client in clients)]:
+        apply_local(sites, kits / who)
     return kits
+
+
+def _nvflare(folder: Path, *words: object) -> dict:
+    """Run one of FLARE's commands in a folder, which is also its home, and return what it answers."""
+    command, environment = ["nvflare", "--format", "json", *map(str, words)], Federation.scratch_environment(folder)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout[done.stdout.index('{"schema_version"') :])["data"]
 
 
 def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:

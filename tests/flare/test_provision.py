@@ -149,10 +149,13 @@ def test_a_wrong_sites_yml_is_told_in_one_line(changes: dict[str, Any], message:
     assert not (tmp_path / "kits").exists()
 
 
-def test_a_changed_lifetime_of_an_old_authority_is_refused_with_flares_reason(tmp_path: Path) -> None:
+def test_a_changed_lifetime_of_an_old_authority_is_refused_with_flares_reason_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     provision(EXAMPLE, tmp_path / "kits")
     with pytest.raises(ConsiliumError, match=r"no kits were made: .*root_valid_days=100"):
         provision(edited(tmp_path, valid_days=100), tmp_path / "kits")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_path: Path) -> None:
