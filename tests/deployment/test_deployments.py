@@ -89,6 +89,18 @@ def test_a_job_altered_after_signing_is_refused(
         assert not federation.processes(jobs_only=True)
 
 
+def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        federation.start()
+        job, proof = federation.export(small_config("fedit", rounds=1)), tmp_path / "proof"
+        path = job / "app/config/config_fed_client.json"
+        command = {"id": "x", "path": "subprocess.Popen", "args": {"args": ["touch", str(proof)]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"components": [command]}))
+        assert federation.wait(federation.submit(job)) == "FINISHED:ABNORMAL"
+        assert "Component 'subprocess.Popen' at config path 'components.#1' is not in allow_list" in federation.log("site-1")
+        assert not proof.exists()
+
+
 def hospitals_own_keys(sites: Path, folder: Path) -> Path:
     """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
     raw = yaml.safe_load(sites.read_text())
