@@ -54,13 +54,16 @@ class AdminEntry(Section):
 
 
 class DeploymentConfig(Section):
-    """A whole deployment. `scheme` is FLARE's transport, always under mutual TLS; certificates last `valid_days`."""
+    """A whole deployment. `scheme` is FLARE's transport, always under mutual TLS; certificates last `valid_days`.
+
+    FLARE 2.9's http transport carries no message over 4 MiB to a site, and a bundled job is one.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")]
     server: ServerEntry
-    sites: Annotated[tuple[SiteEntry, ...], Field(min_length=1)]
-    admins: Annotated[tuple[AdminEntry, ...], Field(min_length=1)]
-    scheme: Literal["grpc", "http", "tcp"] = "http"
+    sites: Annotated[list[SiteEntry], Field(min_length=1)]
+    admins: Annotated[list[AdminEntry], Field(min_length=1)]
+    scheme: Literal["grpc", "http", "tcp"] = "grpc"
     valid_days: Annotated[int, Field(ge=1)] = 360
 
     @model_validator(mode="after")
@@ -68,6 +71,12 @@ class DeploymentConfig(Section):
         names = [entry.name for entry in self.entries()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"every name once; {twice[0]!r} is there twice")
+        return self
+
+    @model_validator(mode="after")
+    def _carries_bundles(self) -> Self:
+        if self.scheme == "http" and any(entry.bundles for entry in (self.server, *self.sites)):
+            raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
         return self
 
     def entries(self) -> Iterator[ServerEntry | SiteEntry | AdminEntry]:

@@ -11,7 +11,8 @@
         federation.shutdown()                                # by the admin; fails if any process is left
 
 `sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
-`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package.
+`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package; `admin` is who
+logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is).
 Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
@@ -55,8 +56,10 @@ class Federation:
         bundles: Collection[str] = (),
         make: Callable[[Path, Path], Path] = provision,
         installed: bool = True,
+        admin: str = ADMIN,
     ) -> None:
-        self.folder, self.sites, self.port, self.installed = folder.resolve(), list(sites), free_port(), installed
+        self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
+        self.installed, self.admin = installed, admin
         self.file = self.folder / "sites.yml"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
@@ -94,17 +97,25 @@ class Federation:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process, and of commands a test runs in a participant's place."""
+        environment = self.scratch_environment(self.folder)
+        if self.installed:
+            return environment
+        path = f"{_python_without_us(self.folder / 'python')}{os.pathsep}{environment['PATH']}"
+        return environment | {"PATH": path, "PYTHONPATH": ""}
+
+    @staticmethod
+    def scratch_environment(folder: Path) -> dict[str, str]:
+        """Return an environment with this checkout's package, one thread and a home under `folder`."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("CONSILIUM_")}
-        home = self.folder / "home"
-        home.mkdir(exist_ok=True)
-        python = Path(sys.executable).parent if self.installed else _python_without_us(self.folder / "python")
-        code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)]) if self.installed else ""
-        path = f"{python}{os.pathsep}{kept.get('PATH', '')}"
-        return kept | {"HOME": str(home), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
+        (folder / "home").mkdir(exist_ok=True)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+        code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)])
+        return kept | {"HOME": str(folder / "home"), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
 
     @contextmanager
-    def session(self, user: str = ADMIN) -> Iterator[Session]:
-        """Log in as an admin. Raises FLARE's NoConnection if the server is not there."""
+    def session(self, user: str = "") -> Iterator[Session]:
+        """Log in as a person, by default the federation's `admin`. Raises FLARE's NoConnection if the server is not there."""
+        user = user or self.admin
         session = new_secure_session(user, str(self.kit(user)), timeout=10)
         try:
             yield session
@@ -115,7 +126,7 @@ class Federation:
         """Return a config-only job folder."""
         return export_job(config, self.folder / "jobs" / f"{config.name}-{time.monotonic_ns()}")
 
-    def submit(self, job: Path, user: str = ADMIN) -> str:
+    def submit(self, job: Path, user: str = "") -> str:
         """Submit a job folder through FLARE's own API and return its id."""
         with self.session(user) as session:
             return session.submit_job(str(job))

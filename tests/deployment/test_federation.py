@@ -6,8 +6,11 @@ from pathlib import Path
 
 import peft
 import pytest
+import yaml
+from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
 from consilium.config import JobConfig
+from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
 from consilium.models.sam import build_sam
 from consilium.privacy.ledger import Ledger
@@ -26,6 +29,26 @@ def private_job() -> JobConfig:
     )
 
 
+def job_yaml(folder: Path) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(private_job().model_dump()))
+    return path
+
+
+def without_guard(job: Path) -> Path:
+    """Take the filters out of a job's client configuration, as an author who wants no guard would."""
+    path = job / "app/config/config_fed_client.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_data_filters": [], "task_result_filters": []}))
+    return job
+
+
+def with_scope(job: Path) -> Path:
+    """Let a job choose a privacy scope, which decides what filters a site applies."""
+    path = job / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scope": "open"}))
+    return job
+
+
 def console(federation: Federation, *commands: str) -> str:
     """Return what FLARE's admin console shows when a person types these commands into it."""
     words = "\n".join([ADMIN, *commands, "bye", ""])
@@ -37,12 +60,20 @@ def console(federation: Federation, *commands: str) -> str:
 def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)}) as federation:
         federation.start()
-        config_only = federation.export(private_job())
-        bundle = export(config_only / "app/config/job.yaml", tmp_path / "bundle", bundle=True)
+        assert [f.check for f in examine(federation.kit("site-1")) if not f.ok] == ["data list"]  # generated ones will do here
+        for name in ("server", "site-1"):
+            with federation.session() as session, pytest.raises(AuthorizationError):
+                session.ls_target(name)
+
+        bundle = export(job_yaml(tmp_path), tmp_path / "bundle", bundle=True)
         refused = federation.submit(bundle)
         assert federation.wait(refused) == "FINISHED:FAILED_TO_RUN"
         assert federation.meta(refused)["job_deploy_detail"] == ["server: BYOC not permitted"]
+        elsewhere = federation.submit(with_scope(federation.export(private_job())))
+        assert federation.wait(elsewhere) == "FINISHED:FAILED_TO_RUN"
+        assert "site-1: NVFLARE_ERROR: privacy scope 'open' is not allowed" in federation.meta(elsewhere)["job_deploy_detail"]
 
+        config_only = without_guard(federation.export(private_job()))
         shown = console(federation, f"submit_job {config_only}")
         assert "Submitted job: " in shown
         job = shown.split("Submitted job: ")[1].split()[0]
@@ -55,7 +86,10 @@ def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
 
 
 def _check_run(federation: Federation) -> None:
-    """Sites 1 and 2 took part, each spent its budget once, and plain PEFT loads their adapters; site 3 said why not."""
+    """Sites 1 and 2 took part, each spent its budget once, and plain PEFT loads their adapters; site 3 said why not.
+
+    The guard that did this is the sites' own: the job came without one.
+    """
     (round,) = federation.events("concluded")
     assert round["sites"] == ["site-1", "site-2"]
     reasons = [e["reason"] for e in federation.events("refused") if (e["site"], e["round"]) == ("site-3", 0)]

@@ -1,5 +1,7 @@
 """Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def provision(sites: Path, folder: Path) -> Path:
         project = prepare_project(raw)
     except ValueError as error:
         raise ConfigError(f"{sites}: {error}") from None
-    context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
+    with redirect_stderr(io.StringIO()):  # FLARE prints a traceback of what it also logs
+        context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
     if context.get(CtxKey.BUILD_ERROR):
         raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
     Path(context.get_state_dir()).chmod(0o700)
