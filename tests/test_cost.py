@@ -70,9 +70,9 @@ def test_unequal_ranks_cost_by_tier_and_on_average() -> None:
     job = assemble_job(load_job(JOBS / "quickstart_hera"))
     costs = {cost.strategy: cost for cost in compare(job)}
     each = sum(map(sum, shapes(job.initial).values()))  # numbers of one rank in all layers
-    assert [costs[f"fedhera {tier}"].up / each for tier in ("low", "medium", "high")] == [1, 2, 4]
-    assert [costs[f"fedhera {tier}"].down / each for tier in ("low", "medium", "high")] == [4, 8, 16]
-    assert costs["fedhera mean"].down == round(each * (4 + 8 + 16) / 3)
-    assert costs["flexlora mean"].down == costs["flexlora mean"].up == round(each * (1 + 2 + 4) / 3)
-    assert costs["fedhomolora mean"].total == 2 * each
+    assert [costs[f"fedhera {tier}"].up / each for tier in ("low", "medium", "high")] == [2, 4, 8]
+    assert [costs[f"fedhera {tier}"].down / each for tier in ("low", "medium", "high")] == [8, 12, 16]
+    assert costs["fedhera mean"].down == round(each * (8 + 12 + 16) / 3)
+    assert costs["flexlora mean"].down == costs["flexlora mean"].up == round(each * (2 + 4 + 8) / 3)
+    assert costs["fedhomolora mean"].total == 4 * each
     assert "fedit" not in costs

@@ -7,8 +7,10 @@ lowrank.py; a head as it is. In `matrices`: `<layer>.u`, `.values`, `.v` and `.e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from consilium import lowrank
@@ -19,7 +21,12 @@ from consilium.strategy import Payload, ServerState, SiteInfo, Tensors, Upload, 
 
 @dataclass(frozen=True)
 class ExactServer(UnequalRanks):
-    """Base of algorithms that merge products; `merge` says what the sites' training does to a layer's update."""
+    """Base of algorithms that merge products; `merge` says what the sites' training does to a layer's update.
+
+    `device`: where the server decomposes, a GPU such as cuda:0 for large layers; by default its CPU's threads, a layer each.
+    """
+
+    device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
     def merge(self, update: Update, layer: list[Change]) -> Update:
         """Return a layer's next global update from its last and the sites' training of it."""
@@ -37,7 +44,7 @@ class ExactServer(UnequalRanks):
         """Return the state before round 0: W = 0."""
         zero = {layer: lowrank.zero(*shape) for layer, shape in shapes(initial).items()}
         state = ServerState(0, 0, others(initial), {n: t for n, t in initial.items() if n not in others(initial)})
-        return decomposed(state, zero)
+        return self._decomposed(state, zero)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the global update truncated to what the site can download, all of it as one part."""
@@ -60,7 +67,19 @@ class ExactServer(UnequalRanks):
         round, phase = next_phase(state, self.phases(state.round))
         reported = state.reported | dict.fromkeys(mean, state.round)
         after = replace(state, round=round, phase=phase, shared=mean_others(state, mean, share), reported=reported)
-        return decomposed(replace(after, sites=self.sites_after(state, mean)), updates)
+        return self._decomposed(replace(after, sites=self.sites_after(state, mean)), updates)
+
+    def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
+        """Return the state with these updates of W / s and their spectra."""
+        top = max(len(tensor) for name, tensor in state.initial.items() if name.endswith(".lora_A"))
+        shared, matrices = dict(state.shared), {}
+        for layer, update in updates.items():
+            parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
+            shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+        for layer, found in lowrank.spectra(updates, top, self.device).items():
+            matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
+            matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
+        return replace(state, shared=shared, matrices=matrices)
 
     def diagnostics(self, state: ServerState, gathered: dict[str, Upload]) -> dict[str, float]:
         """Add the energy that sites' downloads retain of the global update, per layer."""
@@ -100,16 +119,3 @@ def spectra(state: ServerState) -> dict[str, Spectrum]:
 def _spectrum(kept: Mapping[str, Tensor], layer: str) -> Spectrum:
     energy, error = kept[f"{layer}.energy"].tolist()
     return Spectrum(kept[f"{layer}.u"], kept[f"{layer}.values"], kept[f"{layer}.v"], energy, error)
-
-
-def decomposed(state: ServerState, updates: Mapping[str, Update]) -> ServerState:
-    """Return the state with these updates of W / s and their spectra."""
-    top = max(len(tensor) for name, tensor in state.initial.items() if name.endswith(".lora_A"))
-    shared, matrices = dict(state.shared), {}
-    for layer, update in updates.items():
-        parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
-        shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
-    for layer, found in lowrank.spectra(updates, top).items():
-        matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
-        matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
-    return replace(state, shared=shared, matrices=matrices)
