@@ -29,9 +29,10 @@ def _records(where: Path) -> list[Path]:
     from consilium.config import load_site
     from consilium.privacy.audit import FILE
 
-    folder = where
-    if where.suffix in (".yaml", ".yml"):
-        folder = load_site(where).state or where.parent.parent / "consilium"  # a kit's local/site.yaml without `state:`
+    settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
+    folder = settings
+    if settings.suffix in (".yaml", ".yml"):
+        folder = load_site(settings).state or settings.parent.parent / "consilium"  # beside FLARE's run folders
     found = sorted(folder.rglob(FILE), key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
     if not found or not all(path.is_file() for path in found):
         raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")

@@ -97,6 +97,7 @@ def status(
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
+    format: FormatOption = "txt",
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
     from consilium.flare.session import connect
@@ -104,7 +105,7 @@ def abort(
     with connect(kit) as admin:
         found = admin.find(job)
         admin.abort(found["job_id"])
-    typer.echo(f"{found['job_id']}: aborted")
+    print(json.dumps({"aborted": found["job_id"]}) if format == "json" else f"{found['job_id']}: aborted")
 
 
 @app.command()
@@ -112,12 +113,14 @@ def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
     kit: KitOption,
+    format: FormatOption = "txt",
 ) -> None:
     """Fetch what a job left at the server: metrics.jsonl, tb_events, results.json. Adapters of sites stay at the sites."""
     from consilium.flare.session import connect
 
     with connect(kit) as admin:
-        typer.echo(str(admin.download(admin.find(job)["job_id"], folder)))
+        found = admin.download(admin.find(job)["job_id"], folder)
+    print(json.dumps({"folder": str(found)}) if format == "json" else found)
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -100,13 +100,14 @@ def test_the_command_prints_a_page_and_json_and_tells_a_change(tmp_path: Path) -
     site = tmp_path / "local" / "site.yaml"
     site.parent.mkdir()
     site.write_text(f"state: {tmp_path / 'sites' / 'site-1'}\n")
-    page = CliRunner().invoke(app, ["audit", str(site)])
+    assert CliRunner().invoke(app, ["audit", str(tmp_path / "local/site.yaml")]).output
+    page = CliRunner().invoke(app, ["audit", str(tmp_path)])  # as a startup kit
     assert page.exit_code == 0
     assert "# What left site-1: small, run " in page.output
     assert "site level, zero-out, trust local; clip 0.5, noise multiplier 3)" in page.output
     assert page.output.count("| update |") == 2
     assert "image_encoder.blocks.0.attn.qkv.lora_A | 4x128 | float32 | 2 |" in page.output
-    found = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path), "--format", "json"]).output)
+    found = json.loads(CliRunner().invoke(app, ["audit", str(tmp_path / "sites"), "--format", "json"]).output)
     assert len(found) == 2
     assert all(one["broken_line"] is None for one in found)
     path.write_text(path.read_text().replace('"round": 0', '"round": 1'))
