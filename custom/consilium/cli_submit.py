@@ -152,7 +152,7 @@ def _watch(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
     said = ""
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         now = place(found["progress"]) if found["progress"] else found["status"]
-        if now.split("; ETA")[0] != said:
+        if now.split("; ETA")[0] != said and now != "LOST":  # between a job's end and its final status
             console.print(now)
             said = now.split("; ETA")[0]
         time.sleep(1)
