@@ -14,9 +14,9 @@ JOBS = Path(__file__).parent.parent / "jobs"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep FLARE's simulations in one worker: two at a time would have more site processes than cores."""
+    """Keep FLARE's simulations and federations in one worker: two at a time would have more site processes than cores."""
     for item in items:
-        if "flare" in Path(item.fspath).parts:
+        if {"flare", "deployment"} & set(Path(item.fspath).parts):
             item.add_marker(pytest.mark.xdist_group("flare"))
 
 

@@ -1,12 +1,13 @@
-"""State files: exact, checksummed, atomic."""
+"""State files: exact, checksummed, atomic; hashes of checkpoints."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from consilium.errors import CheckpointError
-from consilium.storage import load_state, save_state
+from consilium.storage import file_hash, load_state, save_state
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -31,3 +32,25 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         load_state(path)
     with pytest.raises(CheckpointError, match="not a readable state file"):
         load_state(tmp_path / "none")
+
+
+def test_a_hash_is_of_contents_and_of_names_within_a_folder(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "b.bin").write_bytes(b"b" * 3_000_000)
+        (tmp_path / folder / "sub" / "a.bin").write_bytes(b"a")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert file_hash(one / "b.bin") == hashlib.sha256(b"b" * 3_000_000).hexdigest()
+    assert file_hash(one) == file_hash(two)
+    (two / "sub" / "a.bin").rename(two / "sub" / "c.bin")
+    assert file_hash(one) != file_hash(two)
+    (two / "sub" / "c.bin").rename(two / "sub" / "a.bin")
+    (two / "sub" / "a.bin").write_bytes(b"A")
+    assert file_hash(one) != file_hash(two)
+
+
+def test_a_hash_of_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "none"):
+        with pytest.raises(CheckpointError, match="no such file, or a folder without files"):
+            file_hash(tmp_path / name)

@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli_deploy import app as deploy_app
 from consilium.cli_import import data_import
 from consilium.cli_privacy import app as privacy_app
 from consilium.cli_privacy import claim_of
@@ -25,6 +26,7 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data")
 data_app.command("import")(data_import)
 app.add_typer(privacy_app, name="privacy")
+app.add_typer(deploy_app)
 
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."

@@ -197,10 +197,10 @@ def load_job(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfi
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation.
     """
     path = job_file(path)
-    raw = _read_yaml(path)
+    raw = read_yaml(path)
     for field, value in (overrides or {}).items():
         _override(raw, field, value, path)
-    return _validate(JobConfig, raw, path)
+    return validate(JobConfig, raw, path)
 
 
 def _override(raw: Any, field: str, value: Any, path: Path) -> None:
@@ -225,7 +225,7 @@ def job_file(path: Path) -> Path:
 
 def load_site(path: Path) -> SiteConfig:
     """Read and validate a site.yaml; relative paths are resolved against its folder. Raises ConfigError."""
-    site = _validate(SiteConfig, _read_yaml(path) or {}, path)
+    site = validate(SiteConfig, read_yaml(path) or {}, path)
     paths = {k: path.parent / v for k in ("datalist", "checkpoints", "state") if (v := getattr(site, k)) is not None}
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
@@ -269,7 +269,8 @@ def read_site_folder(folder: Path) -> SiteConfig | None:
     return SiteConfig(datalist=folder) if has_texts(folder) or has_classes(folder) else None
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds. Raises ConfigError."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
@@ -278,7 +279,8 @@ def _read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())}); fix the line named") from None
 
 
-def _validate(model: type[T], raw: Any, path: Path) -> T:
+def validate(model: type[T], raw: Any, path: Path) -> T:
+    """Return `raw`, what the file `path` holds, as a section. Raises ConfigError with one line per problem."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: is not a map of sections; start with `name:`, `strategy:`, `model:` ...")
     try:

@@ -47,6 +47,24 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file, or of a folder: over its files' names and contents, wherever the folder lies.
+
+    Raises CheckpointError if there is nothing readable at `path`.
+    """
+    try:
+        if path.is_file():
+            with open(path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+        if not names:
+            raise CheckpointError(f"{path}: no such file, or a folder without files; give the checkpoint's path")
+        parts = "".join(f"{file_hash(path / name)}  {name}\n" for name in names)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a readable checkpoint") from None
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -21,8 +21,8 @@ OUTPUT = "CONSILIUM_OUTPUT"
 
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
-    folder = Path(_workspace(fl_ctx).get_app_config_dir(fl_ctx.get_job_id()))
-    return federated_job(job_file(folder))
+    folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
+    return federated_job(job_file(folder / "config"))
 
 
 def federated_job(path: Path) -> Job:

@@ -1,5 +1,7 @@
-"""A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a config-only job folder."""
+"""A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a job folder, with or without code."""
 
+import shutil
+from importlib.resources import files
 from pathlib import Path
 
 from nvflare.job_config.api import FedJob
@@ -8,6 +10,7 @@ from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
 from consilium.config import job_file
+from consilium.errors import ConfigError
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
 from consilium.flare.context import federated_job
@@ -41,3 +44,20 @@ class ConsiliumRecipe(Recipe):
         """Let a simulation's workspace run our classes; a real site decides for itself."""
         if isinstance(env, SimEnv):
             allow_classes(Path(env.workspace_root) / self.name)
+
+
+def export(job: Path, folder: Path, bundle: bool = False) -> Path:
+    """Write a job as a FLARE job folder FOLDER/NAME and return it: configuration only, or with this package in app/custom.
+
+    FLARE calls a job with code BYOC: sites run it only where their authorization.json allows that. Raises ConfigError
+    before anything is written.
+    """
+    recipe = ConsiliumRecipe(job)
+    target = folder / recipe.name
+    if target.exists():
+        raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
+    recipe.export(str(folder))
+    if bundle:
+        package = str(files("consilium"))
+        shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
+    return target

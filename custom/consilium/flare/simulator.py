@@ -14,7 +14,7 @@ from consilium.config import JobConfig
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import allow_classes
 from consilium.flare.context import OUTPUT
-from consilium.flare.recipe import ConsiliumRecipe
+from consilium.flare.recipe import export
 from consilium.site import Observer
 
 
@@ -23,8 +23,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     source = workspace / "flare" / "source" / "job.yaml"
     source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-    ConsiliumRecipe(source).export(str(workspace / "flare" / "job"))
-    return workspace / "flare" / "job" / config.name
+    return export(source, workspace / "flare" / "job")
 
 
 def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observer, threads: int | None = None) -> None:

@@ -1,0 +1,177 @@
+"""Is this startup kit fit to join? Its signature, policies, certificate and server, after doctor.py's look at the machine."""
+
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nvflare.lighter.constants import ProvFileName
+from nvflare.lighter.utils import load_crt, verify_folder_signature
+
+from consilium.config import SiteConfig, load_site
+from consilium.doctor import (
+    Finding,
+    checked,
+    examine_checkpoints,
+    examine_data,
+    examine_device,
+    examine_disk,
+    examine_versions,
+)
+from consilium.errors import ConfigError
+from consilium.flare.allow import KEY, PREFIX
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
+from consilium.flare.kits import certificate, kit_name
+
+EXPIRES_SOON = 30
+"""Days."""
+GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
+
+
+def examine(kit: Path) -> list[Finding]:
+    """Return all findings about this machine and the site's startup kit `kit`."""
+    return [*examine_versions(), *_examine_kit(kit)]
+
+
+def _examine_kit(kit: Path) -> Iterator[Finding]:
+    named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
+    yield named
+    if not named.ok:
+        return
+    if certificate(kit).name != "client.crt":
+        yield Finding("startup kit", "is the server's", "run this command at a site, with the site's kit")
+        return
+    yield _signature(kit)
+    yield from _policies(kit)
+    yield from _site(kit)
+    yield _clock(kit)
+    yield checked("server", lambda: _server(kit))
+
+
+def _signature(kit: Path) -> Finding:
+    startup = kit / "startup"
+    if not (startup / ProvFileName.SIGNATURE_JSON).is_file():
+        return Finding(
+            "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
+        )
+    whole = verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, ProvFileName.SIGNATURE_JSON)
+    return Finding(
+        "signature", "startup/ is as it was made" if whole else "startup/ was altered", "" if whole else "restore it"
+    )
+
+
+def _policies(kit: Path) -> Iterator[Finding]:
+    """Yield what the three policy files allow. A file that is missing is FLARE's default, which allows too much."""
+    local = kit / "local"
+    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json")))
+    yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
+    yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
+    yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
+
+
+def _allow_list(resources: dict[str, Any]) -> Finding | str:
+    listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
+    if PREFIX not in listed:
+        return Finding("allow-list", f"{KEY} is without {PREFIX!r}", "run `consilium allow KIT`, or no job of ours runs here")
+    if "*" in listed or mode != "enforce":
+        return Finding("allow-list", f"lets every class run (mode {mode})", "remove '*' and set the mode to enforce")
+    return f"{', '.join(listed)}, enforced"
+
+
+def _log_streaming(resources: dict[str, Any]) -> Finding | str:
+    if resources.get("allow_log_streaming", True):
+        remedy = "set allow_log_streaming to false: error logs may name patients' files"
+        return Finding("log streaming", "on: error logs go to the server", remedy)
+    return "off"
+
+
+def _scope(privacy: dict[str, Any]) -> Finding | str:
+    scopes = privacy.get("scopes", [])
+    if [scope.get("name") for scope in scopes] != [privacy.get("default_scope")]:
+        remedy = "keep one scope and name it in default_scope: a job's author may choose among several"
+        return Finding("privacy scope", f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}", remedy)
+    for chain, wanted in GUARD.items():
+        path = f"{wanted.__module__}.{wanted.__name__}"
+        if path not in [one.get("path") for one in scopes[0].get(chain, [])]:
+            return Finding(
+                "privacy scope", f"{chain} is without {wanted.__name__}", f"add {path}: without it no guard is forced"
+            )
+    return f"{privacy['default_scope']}: the only one, with the guard"
+
+
+def _rights(authorization: dict[str, Any]) -> Finding | str:
+    for role, rights in authorization.get("permissions", {}).items():
+        for right in ("byoc", "shell_commands"):
+            if (given := rights if isinstance(rights, str) else rights.get(right, "none")) != "none":
+                remedy = f"set {right} to none, or that person's code runs here and can go round the guard"
+                return Finding("rights", f"{role} has {right}: {given}", remedy)
+    return "no job brings code (BYOC), nobody has a shell"
+
+
+def _site(kit: Path) -> Iterator[Finding]:
+    file, site = kit / "local" / "site.yaml", SiteConfig()
+    found = checked("site.yaml", lambda: _describe(load_site(file)))
+    yield found
+    if found.ok:
+        site = load_site(file)
+        yield examine_data(site)
+        yield from examine_checkpoints(site)
+    yield examine_device(site, _promised_gpus(kit))
+    yield examine_disk(site.state or kit)
+
+
+def _describe(site: SiteConfig) -> str:
+    budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
+    return "budget " + ", ".join(f"{u} {b}" for u, b in budgets.items()) if budgets else "no budget: jobs without privacy run"
+
+
+def _promised_gpus(kit: Path) -> int:
+    try:
+        components = _json(kit / "local" / "resources.json").get("components", [])
+    except ConfigError:  # reported with the policies
+        return 0
+    return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
+
+
+def _clock(kit: Path) -> Finding:
+    """Return whether now lies in the certificate's time: it does not where the clock is wrong or the kit old."""
+    found, now = load_crt(certificate(kit)), datetime.now(UTC)
+    start, end = found.not_valid_before_utc, found.not_valid_after_utc
+    span = f"now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d} to {end:%Y-%m-%d}"
+    if not start <= now <= end:
+        return Finding("clock", span, "set the clock, or ask the hub for a new kit")
+    if (days := (end - now).days) < EXPIRES_SOON:
+        return Finding("clock", span, f"ask the hub for a new kit: {days} days are left")
+    return Finding("clock", span)
+
+
+def _server(kit: Path) -> Finding | str:
+    """Connect with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here."""
+    target = _json(kit / "startup" / "fed_client.json")["servers"][0]["service"]["target"]
+    host, _, port = target.rpartition(":")
+    startup = kit / "startup"
+    try:
+        context = ssl.create_default_context(cafile=startup / "rootCA.pem")
+        context.load_cert_chain(startup / "client.crt", startup / "client.key")
+        with socket.create_connection((host, int(port)), timeout=5) as plain, context.wrap_socket(plain, server_hostname=host):
+            return f"{target}: answers, and is of this project"
+    except ssl.SSLError as error:
+        return Finding(
+            "server", f"{target}: {error}", "ask the network's people not to open TLS to it, and the hub which server it is"
+        )
+    except OSError as error:
+        return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); mend the place named") from None

@@ -1,0 +1,96 @@
+"""A startup kit's local/ folder: what a site or server allows, from the templates in policies/ and one entry of sites.yml."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.utils import load_crt
+
+from consilium.config_deploy import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
+from consilium.errors import ConfigError
+from consilium.storage import write_atomic
+
+SITE_HEADER = '# This hospital\'s own settings; they win over every job. README, "Data" and "Privacy", lists all fields.\n'
+MAY_BRING_CODE = ("project_admin", "lead")
+"""Who may submit a job with code where sites.yml says `bundles: true`."""
+
+
+def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
+    """Write the policy files of one participant into its kit's local/ folder, replacing those that are there.
+
+    A site gets privacy.json, authorization.json, resources.json and site.yaml; the server has no data, so the middle two.
+    """
+    _write_json(folder / "authorization.json", _authorization(entry.bundles))
+    if isinstance(entry, ServerEntry):
+        _write_json(folder / "resources.json", _server_resources(entry))
+        return
+    _write_json(folder / "privacy.json", _template("privacy.json"))
+    _write_json(folder / "resources.json", _site_resources(entry))
+    values = entry.site.model_dump(mode="json", exclude_unset=True)
+    write_atomic(folder / "site.yaml", (SITE_HEADER + (yaml.safe_dump(values) if values else "{}\n")).encode())
+
+
+def apply_local(sites: Path, kit: Path) -> Path:
+    """Write local/ of one startup kit from its entry in a sites.yml, and return that folder.
+
+    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
+    """
+    folder = kit / "local"
+    write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
+    return folder
+
+
+def kit_name(kit: Path) -> str:
+    """Return the participant a site's or server's kit is for, as its certificate says. Raises ConfigError."""
+    return get_cert_common_name(load_crt(certificate(kit)))
+
+
+def certificate(kit: Path) -> Path:
+    """Return the file of the kit's own certificate. Raises ConfigError if there is none."""
+    for name in ("client.crt", "server.crt"):
+        if (path := kit / "startup" / name).is_file():
+            return path
+    raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
+
+
+def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
+    """Return a site's or the server's entry by its name. Raises ConfigError if there is none."""
+    entries = {entry.name: entry for entry in (deployment.server, *deployment.sites)}
+    if name not in entries:
+        raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
+    return entries[name]
+
+
+def _authorization(bundles: bool) -> dict[str, Any]:
+    policy = _template("authorization.json")
+    for role in MAY_BRING_CODE if bundles else ():
+        policy["permissions"][role]["byoc"] = "any"
+    return policy
+
+
+def _site_resources(entry: SiteEntry) -> dict[str, Any]:
+    resources = _template("resources_site.json")
+    _component(resources, "resource_manager")["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
+    return resources
+
+
+def _server_resources(entry: ServerEntry) -> dict[str, Any]:
+    resources = _template("resources_server.json")
+    _component(resources, "job_manager")["args"]["uri_root"] = str(entry.state / "jobs")
+    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
+    return resources
+
+
+def _component(resources: dict[str, Any], id: str) -> dict[str, Any]:
+    return next(one for one in resources["components"] if one["id"] == id)
+
+
+def _template(name: str) -> dict[str, Any]:
+    return json.loads(files("consilium.flare").joinpath("policies", name).read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(values, indent=2).encode() + b"\n")

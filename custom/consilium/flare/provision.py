@@ -1,0 +1,97 @@
+"""Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nvflare.lighter.constants import CtxKey, ProvFileName
+from nvflare.lighter.entity import Project
+from nvflare.lighter.prov_utils import prepare_builders
+from nvflare.lighter.provision import prepare_project
+from nvflare.lighter.provisioner import Provisioner
+from nvflare.lighter.spec import Builder, ProvisionContext
+from nvflare.lighter.utils import sign_folders
+
+from consilium.config_deploy import DeploymentConfig, load_deployment
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.flare.kits import find_entry, write_local
+from consilium.storage import write_atomic
+
+
+class KitBuilder(Builder):
+    """Put it after FLARE's CertBuilder. `sites`: the sites.yml, from the working directory where its path is relative.
+
+    FLARE 2.9 signs no ordinary kit; with the signatures written here a server or site refuses to start once its
+    certificates or connection settings were altered. local/ is not signed: it belongs to the hospital.
+    """
+
+    def __init__(self, sites: str) -> None:
+        self.sites = Path(sites)
+
+    def build(self, project: Project, ctx: ProvisionContext) -> None:
+        """Write local/ of the server and every site, then sign startup/ of all."""
+        deployment = load_deployment(self.sites)
+        for participant in (project.get_server(), *project.get_clients()):
+            write_local(Path(ctx.get_local_dir(participant)), find_entry(deployment, participant.name, self.sites))
+        for participant in project.get_all_participants():
+            sign_folders(ctx.get_kit_dir(participant), ctx[CtxKey.ROOT_PRI_KEY], signature_file=ProvFileName.SIGNATURE_JSON)
+
+
+def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
+    """Return FLARE's project.yml of a deployment, as a plain map; `sites` is what the builder will read."""
+    server = deployment.server
+    people = [{"name": a.name, "type": "admin", "org": a.org, "role": a.role} for a in deployment.admins]
+    hosts = {"default_host": server.name, "host_names": list(server.hosts)}
+    host = {"name": server.name, "type": "server", "org": server.org, "fed_learn_port": server.port} | hosts
+    builders = [
+        ("nvflare.lighter.impl.workspace.WorkspaceBuilder", {}),
+        ("nvflare.lighter.impl.static_file.StaticFileBuilder", {"config_folder": "config", "scheme": deployment.scheme}),
+        ("nvflare.lighter.impl.cert.CertBuilder", {"root_valid_days": deployment.valid_days}),
+        ("consilium.flare.provision.KitBuilder", {"sites": str(sites)}),
+    ]
+    return {
+        "api_version": 3,
+        "name": deployment.name,
+        "participants": [host, *({"name": s.name, "type": "client", "org": s.org} for s in deployment.sites), *people],
+        "builders": [{"path": path, "args": args} for path, args in builders],
+    }
+
+
+def provision(sites: Path, folder: Path) -> Path:
+    """Make all startup kits of a sites.yml under `folder`; return the folder that holds them, one per participant.
+
+    `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
+    makes new kits beside the old. Raises ConfigError, or ConsiliumError with FLARE's reason.
+    """
+    deployment = load_deployment(sites)
+    raw = project_of(deployment, sites.resolve())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
+    log = _Log()
+    try:
+        project = prepare_project(raw)
+    except ValueError as error:
+        raise ConfigError(f"{sites}: {error}") from None
+    with redirect_stderr(io.StringIO()):  # FLARE prints a traceback of what it also logs
+        context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
+    if context.get(CtxKey.BUILD_ERROR):
+        raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
+    Path(context.get_state_dir()).chmod(0o700)
+    return Path(context.get_result_location())
+
+
+class _Log:
+    """Keeps FLARE's errors instead of printing everything."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def error(self, message: str) -> None:
+        self.errors.append(message)
+
+    def info(self, message: str) -> None:
+        """Drop it."""
+
+    debug = warning = info

@@ -1,0 +1,285 @@
+"""A real federation on loopback for tests: startup kits, processes of their own for every participant, an admin's session.
+
+    with Federation(tmp_path, {"site-1": {}, "site-2": {"share_metrics": True}}) as federation:
+        federation.start()                                   # server and sites; returns when all are connected
+        job = federation.submit(federation.export(small_config()))
+        federation.until(lambda: federation.concluded() >= 1, 60, "round 1")
+        federation.kill("server")                            # SIGKILL: the machine is gone; kill_job("site-1"): its job only
+        federation.start("server")                           # the same kit once more; waits until the sites are back
+        assert federation.wait(job) == "FINISHED:COMPLETED"
+        folder = federation.download(job)
+        federation.shutdown()                                # by the admin; fails if any process is left
+
+`sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
+`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package; `admin` is who
+logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is).
+Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
+A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
+dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
+included, have the kit's path in their command line: by it they are found, and nothing else is ever killed. Leaving the
+context kills what is left.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from consilium.config import JobConfig
+from consilium.flare.provision import provision
+from consilium.flare.simulator import export_job
+
+ROOT = Path(__file__).parents[2]
+ADMIN, LEAD = "admin@hub.example", "lead@hub.example"
+SERVER = "localhost"
+
+
+class Federation:
+    """See the module. `folder` receives everything; times are in seconds."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: Mapping[str, Mapping[str, Any]],
+        bundles: Collection[str] = (),
+        make: Callable[[Path, Path], Path] = provision,
+        installed: bool = True,
+        admin: str = ADMIN,
+    ) -> None:
+        self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
+        self.installed, self.admin = installed, admin
+        self.file = self.folder / "sites.yml"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
+        self.kits = make(self.file, self.folder / "kits")
+        self._started: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in ["server", *self.sites]:
+            self.kill(name)
+
+    def kit(self, name: str) -> Path:
+        """Return the startup kit of the server ("server"), a site or an admin."""
+        return self.kits / (SERVER if name == "server" else name)
+
+    def start(self, *names: str, wait: float = 90) -> None:
+        """Start these participants, all by default, and wait until the server has every site that runs."""
+        for name in names or ["server", *self.sites]:
+            output = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process keeps it
+            command = ["bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
+            self._started[name] = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment(),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            output.close()
+        if wait:
+            self.until(self._connected, wait, "server and sites to be connected")
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of every process, and of commands a test runs in a participant's place."""
+        environment = self.scratch_environment(self.folder)
+        if self.installed:
+            return environment
+        path = f"{_python_without_us(self.folder / 'python')}{os.pathsep}{environment['PATH']}"
+        return environment | {"PATH": path, "PYTHONPATH": ""}
+
+    @staticmethod
+    def scratch_environment(folder: Path) -> dict[str, str]:
+        """Return an environment with this checkout's package, one thread and a home under `folder`."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("CONSILIUM_")}
+        (folder / "home").mkdir(exist_ok=True)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+        code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)])
+        return kept | {"HOME": str(folder / "home"), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
+
+    @contextmanager
+    def session(self, user: str = "") -> Iterator[Session]:
+        """Log in as a person, by default the federation's `admin`. Raises FLARE's NoConnection if the server is not there."""
+        user = user or self.admin
+        session = new_secure_session(user, str(self.kit(user)), timeout=10)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    def export(self, config: JobConfig) -> Path:
+        """Return a config-only job folder."""
+        return export_job(config, self.folder / "jobs" / f"{config.name}-{time.monotonic_ns()}")
+
+    def submit(self, job: Path, user: str = "") -> str:
+        """Submit a job folder through FLARE's own API and return its id."""
+        with self.session(user) as session:
+            return session.submit_job(str(job))
+
+    def wait(self, job: str, timeout: float = 180) -> str:
+        """Return a job's final status, such as FINISHED:COMPLETED."""
+        with self.session() as session:
+            return session.wait_for_job(job, timeout, poll_interval=0.5)["status"]
+
+    def meta(self, job: str) -> dict[str, Any]:
+        """Return what the server knows of a job."""
+        with self.session() as session:
+            return session.get_job_meta(job)
+
+    def abort(self, job: str) -> None:
+        """Abort a job."""
+        with self.session() as session:
+            session.abort_job(job)
+
+    def download(self, job: str) -> Path:
+        """Return the folder of a finished job's result, as the server hands it out."""
+        with self.session() as session:
+            return Path(session.download_job_result(job, str(self.folder / "downloads")))
+
+    def server_files(self) -> Path:
+        """Return the newest run folder of the server: metrics.jsonl, server/state.safetensors, results.json."""
+        return max((self.kit("server") / "consilium").rglob("metrics.jsonl"), key=lambda p: p.stat().st_mtime).parent
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """Return the lines of the newest run's metrics.jsonl, of one kind where given; none before there is a run."""
+        try:
+            lines = (self.server_files() / "metrics.jsonl").read_text().splitlines()
+        except (OSError, ValueError):
+            return []
+        return [event for event in map(json.loads, lines) if kind in ("", event["event"])]
+
+    def concluded(self) -> int:
+        """Return how many phases the newest run has concluded."""
+        return len(self.events("concluded"))
+
+    def log(self, name: str) -> str:
+        """Return all that a participant, its job processes included, has printed or logged."""
+        paths = [self.folder / f"{name}.log", *sorted(self.kit(name).rglob("log.txt"))]
+        return "\n".join(path.read_text(errors="replace") for path in paths if path.is_file())
+
+    def processes(self, name: str = "", jobs_only: bool = False) -> dict[int, str]:
+        """Return pid and command line of the living processes of one participant, or of all."""
+        kit = str(self.kit(name) if name else self.kits)
+        found = {pid: words for pid, words in _commands() if any(w == kit or w.startswith(f"{kit}/") for w in words)}
+        return {pid: " ".join(words) for pid, words in found.items() if not jobs_only or _is_job(words)}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL all processes of a participant and wait until they are gone: its machine has lost power."""
+        self._kill(name, False)
+        if process := self._started.pop(name, None):
+            process.wait()
+        for mark in ("pid.fl", "daemon_pid.fl"):
+            (self.kit(name) / mark).unlink(missing_ok=True)
+
+    def kill_job(self, name: str) -> None:
+        """SIGKILL the job processes of a participant; the participant itself lives on."""
+        assert self.processes(name, jobs_only=True), f"{name} has no job process"
+        self._kill(name, True)
+
+    def shutdown(self) -> None:
+        """Abort what runs, shut all down as an admin does, and fail if a process is left after it."""
+        with self.session() as session:
+            for job in session.get_system_info().job_info:
+                session.abort_job(job.job_id)
+        self.until(lambda: not self.processes(jobs_only=True), 60, "the jobs to end")
+        with self.session() as session:
+            session.shutdown("all", timeout=60)
+        for process in self._started.values():
+            process.wait(60)
+        self._started.clear()
+        self.until(lambda: not self.processes(), 30, "all processes to end")
+
+    def until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        """Return when `condition` holds; fail with the end of every log after `timeout` seconds."""
+        ends = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > ends:
+                logs = "\n".join(f"--- {n}\n{self.log(n)[-3000:]}" for n in ["server", *self.sites])
+                raise AssertionError(f"waited {timeout} s for {what}; living: {self.processes()}\n{logs}")
+            time.sleep(0.2)
+
+    def _deployment(self, sites: Mapping[str, Mapping[str, Any]], bundles: Collection[str]) -> dict[str, Any]:
+        state, opened = str(self.folder / "server-state"), {n: n in bundles for n in ["server", *sites]}
+        server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "state": state}
+        people = {ADMIN: "project_admin", LEAD: "lead"}
+        return {
+            "name": "test",
+            "server": server | {"bundles": opened["server"]},
+            "sites": [{"name": n, "org": n.replace("-", "_"), "bundles": opened[n], "site": dict(v)} for n, v in sites.items()],
+            "admins": [{"name": name, "org": "hub", "role": role} for name, role in people.items()],
+        }
+
+    def _connected(self) -> bool:
+        if dead := [name for name, process in self._started.items() if process.poll() is not None]:
+            raise AssertionError(f"{dead[0]} has ended:\n{self.log(dead[0])[-3000:]}")
+        if not listening(self.port):
+            return False
+        with self.session() as session:
+            known = {client.name for client in session.get_system_info().client_info}
+        return known >= self._started.keys() - {"server"}
+
+    def _kill(self, name: str, jobs_only: bool) -> None:
+        ends = time.monotonic() + 20
+        while found := self.processes(name, jobs_only):
+            for pid in found:
+                _send(pid, signal.SIGKILL)
+            assert time.monotonic() < ends, f"{name}: cannot be killed: {found}"
+            time.sleep(0.1)
+
+
+def _python_without_us(folder: Path) -> Path:
+    """Return the folder of a python3 that has all that this one has, but for the editable installation of consilium."""
+    if not folder.exists():
+        venv.create(folder, symlinks=True)
+        (own,) = folder.glob("lib/*/site-packages")
+        (own / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files found by way of a .pth are not read
+    return folder / "bin"
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def listening(port: int) -> bool:
+    """Tell whether something accepts connections there."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _commands() -> Iterator[tuple[int, list[str]]]:
+    """Yield pid and words of the command of every living process; a zombie has none."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if line := (entry / "cmdline").read_bytes().decode(errors="replace"):
+                    yield int(entry.name), line.rstrip("\0").split("\0")
+            except OSError:  # ended meanwhile
+                continue
+
+
+def _is_job(words: list[str]) -> bool:
+    return any(word.endswith((".worker_process", ".runner_process")) for word in words)
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

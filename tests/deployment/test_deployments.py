@@ -1,0 +1,152 @@
+"""Other ways to deploy, each a whole federation of minutes: bundles, kits with the hospitals' own keys, altered jobs."""
+
+import json
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import yaml
+
+from consilium.flare.kits import apply_local
+from consilium.flare.recipe import export
+from consilium.models.sam import build_sam
+from tests.conftest import JOBS, small_config
+from tests.deployment.federation import LEAD, Federation
+
+pytestmark = pytest.mark.slow
+SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
+
+
+def test_a_bundle_runs_without_the_package_where_it_is_allowed_and_only_there(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, bundles=["server", "site-1", "site-2"], installed=False) as federation:
+        federation.start()
+        job = tmp_path / "job.yaml"
+        job.write_text(yaml.safe_dump(small_config("fedit", rounds=1).model_dump()))
+        bundle = export(job, tmp_path / "bundle", bundle=True)
+        with open(bundle / "app/custom/consilium/__init__.py", "a") as file:
+            file.write(SAYS_WHERE)
+        submitted = federation.submit(bundle, LEAD)
+        assert federation.wait(submitted, 240) == "FINISHED:COMPLETED"
+        assert "site-3: NVFLARE_ERROR: BYOC not permitted" in federation.meta(submitted)["job_deploy_detail"]
+        (round,) = federation.events("concluded")
+        assert round["sites"] == ["site-1", "site-2"]
+        for name in ("server", "site-1", "site-2"):
+            assert f"bundled package in use: {federation.kit(name)}/{submitted}/" in federation.log(name)
+        assert "bundled package in use" not in federation.log("site-3")
+        federation.shutdown()
+
+
+def altered(data: Path) -> None:
+    """Change one byte of the configuration in a stored job."""
+    _rewrite(data, lambda name, body: body.replace(b"fedit", b"fedIt") if name.endswith("job.yaml") else body)
+
+
+def unsigned(data: Path) -> None:
+    """Take all signatures out of a stored job."""
+    _rewrite(data, lambda name, body: None if Path(name).name.startswith(".__nvfl_") else body)
+
+
+def _rewrite(data: Path, edit: Callable[[str, bytes], bytes | None]) -> None:
+    with zipfile.ZipFile(data) as old:
+        files = {name: edit(name, old.read(name)) for name in old.namelist()}
+    with zipfile.ZipFile(data, "w") as new:
+        for name, body in files.items():
+            if body is not None:
+                new.writestr(name, body)
+
+
+def careless(server: Path) -> None:
+    """Make a server of the federation take unsigned jobs: it can change its own kit."""
+    (server / "startup/signature.json").unlink()
+    path = server / "startup/fed_server.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"require_signed_jobs": False}))
+
+
+@pytest.mark.parametrize(
+    ("change", "prepare", "refusal"),
+    [
+        (altered, lambda server: None, "server: app app does not pass signature verification"),
+        (unsigned, lambda server: None, "server: unsigned job rejected"),
+        (unsigned, careless, "site-1: unsigned job rejected"),
+    ],
+)
+def test_a_job_altered_after_signing_is_refused(
+    change: Callable[[Path], None], prepare: Callable[[Path], None], refusal: str, tmp_path: Path
+) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        prepare(federation.kit("server"))
+        federation.start("server", "site-1")
+        job = federation.submit(federation.export(small_config("fedit")))  # waits in the store for a second site
+        change(tmp_path / "server-state/jobs" / job / "data")
+        federation.start("site-2")
+        assert federation.wait(job, 60) == "FINISHED:FAILED_TO_RUN"
+        assert refusal in "\n".join(federation.meta(job)["job_deploy_detail"])
+        assert not federation.processes(jobs_only=True)
+
+
+def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        federation.start()
+        job, proof = federation.export(small_config("fedit", rounds=1)), tmp_path / "proof"
+        path = job / "app/config/config_fed_client.json"
+        command = {"id": "x", "path": "subprocess.Popen", "args": {"args": ["touch", str(proof)]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"components": [command]}))
+        assert federation.wait(federation.submit(job)) == "FINISHED:ABNORMAL"
+        assert "Component 'subprocess.Popen' at config path 'components.#1' is not in allow_list" in federation.log("site-1")
+        assert not proof.exists()
+
+
+def hospitals_own_keys(sites: Path, folder: Path) -> Path:
+    """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
+    raw = yaml.safe_load(sites.read_text())
+    port, name = raw["server"]["port"], raw["name"]
+    server = {"host": raw["server"]["name"], "fed_learn_port": port, "admin_port": port}
+    hub = folder / "hub"
+    hub.mkdir(parents=True)
+    profile = {"name": name, "scheme": "grpc", "connection_security": "mtls", "server": server}
+    (hub / "profile.yml").write_text(yaml.safe_dump(profile))
+    fingerprint = _nvflare(hub, "cert", "init", "--profile", "profile.yml", "-o", "ca")["rootca_fingerprint_sha256"]
+    clients = [{"name": s["name"], "org": s["org"], "type": "client"} for s in raw["sites"]]
+    people = [p | {"type": "admin"} for p in raw["admins"] if p["role"] == "lead"]
+    for participant in [{"name": raw["server"]["name"], "org": "hub", "type": "server"}, *clients, *people]:
+        own, who = folder / f"at-{participant['name']}", participant["name"]
+        own.mkdir()
+        (own / "me.yml").write_text(yaml.safe_dump({"name": name, "participants": [participant]}))
+        _nvflare(own, "cert", "request", "-p", "me.yml")
+        shutil.copy(own / who / f"{who}.request.zip", hub)
+        _nvflare(hub, "cert", "approve", f"{who}.request.zip", "-c", "ca", "--profile", "profile.yml")
+        shutil.copy(hub / f"{who}.signed.zip", own)
+        request = ["--request-dir", who, "--fingerprint", fingerprint, "-w", folder / "kits"]
+        _nvflare(own, "package", f"{who}.signed.zip", *request)
+    kits = folder / "kits" / name / "prod_00"
+    for who in [raw["server"]["name"], *(client["name"] for client in clients)]:
+        apply_local(sites, kits / who)
+    return kits
+
+
+def _nvflare(folder: Path, *words: object) -> dict:
+    """Run one of FLARE's commands in a folder, which is also its home, and return what it answers."""
+    command, environment = ["nvflare", "--format", "json", *map(str, words)], Federation.scratch_environment(folder)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout[done.stdout.index('{"schema_version"') :])["data"]
+
+
+def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
+        federation.start()
+        kit = str(federation.kit(LEAD))
+        command = ["nvflare", "--format", "json", "job", "submit", "-j", str(JOBS / "quickstart"), "--startup-kit", kit]
+        done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
+        job = json.loads(done.stdout)["data"]["job_id"]
+        assert federation.wait(job, 400) == "FINISHED:COMPLETED"
+        results = json.loads((federation.server_files() / "results.json").read_text())
+        for site in sites:
+            assert results[site]["test/personal/dice"] > results[site]["test/base/dice"] + 0.1
+            (folder,) = {path.parent for path in federation.kit(site).rglob("adapter_config.json")}
+            peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))

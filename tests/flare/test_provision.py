@@ -1,0 +1,166 @@
+"""Startup kits: what our builder puts into them, and that project.yml, sites.yml and FLARE's command agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from nvflare.lighter.utils import verify_folder_signature
+
+from consilium.config import load_site
+from consilium.config_deploy import load_deployment
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.flare.kits import apply_local, kit_name
+from consilium.flare.provision import project_of, provision
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "provisioning" / "sites.yml"
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return provision(EXAMPLE, tmp_path_factory.mktemp("kits"))
+
+
+def local(kit: Path, name: str) -> dict[str, Any]:
+    return json.loads((kit / "local" / name).read_text())
+
+
+def test_every_participant_of_the_example_has_a_signed_kit(kits: Path) -> None:
+    assert {p.name for p in kits.iterdir()} == {entry.name for entry in load_deployment(EXAMPLE).entries()}
+    for kit in kits.iterdir():
+        startup = kit / "startup"
+        assert verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, "signature.json")
+        assert all(key.stat().st_mode & 0o077 == 0 for key in startup.glob("*.key"))
+    assert (kits.parent / "state").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["hospital-a", "hospital-b", "hospital-c"])
+def test_a_site_forces_the_guard_and_lets_nobody_bring_code(kits: Path, name: str) -> None:
+    privacy, resources = local(kits / name, "privacy.json"), local(kits / name, "resources.json")
+    (scope,) = privacy["scopes"]
+    assert privacy["default_scope"] == scope["name"]
+    assert [f["path"] for f in scope["task_data_filters"]] == ["consilium.flare.filters.GuardTaskFilter"]
+    assert [f["path"] for f in scope["task_result_filters"]] == ["consilium.flare.filters.GuardResultFilter"]
+    assert resources["class_allow_list"] == ["consilium."]
+    assert resources["class_list_enforcement_mode"] == "enforce"
+    assert resources["allow_log_streaming"] is False
+
+
+def test_no_role_may_bring_code_or_open_a_shell_anywhere(kits: Path) -> None:
+    for name in ("fl.hub.example", "hospital-a", "hospital-b", "hospital-c"):
+        permissions = local(kits / name, "authorization.json")["permissions"]
+        assert permissions.keys() == {"project_admin", "org_admin", "lead", "member"}
+        for rights in permissions.values():
+            assert rights["byoc"] == rights["shell_commands"] == rights["server-predeployed-flwr"] == "none"
+
+
+def test_values_of_each_site_and_of_the_server_arrive(kits: Path) -> None:
+    first, third = load_site(kits / "hospital-a/local/site.yaml"), load_site(kits / "hospital-c/local/site.yaml")
+    assert first == load_deployment(EXAMPLE).sites[0].site
+    assert first.privacy.budgets["site"].epsilon == 5
+    assert not third.privacy.budgets
+    (manager,) = [c for c in local(kits / "hospital-c", "resources.json")["components"] if c["id"] == "resource_manager"]
+    assert manager["args"] == {"num_of_gpus": 2, "mem_per_gpu_in_GiB": 48, "expiration_period": 300}
+    server = (kits / "fl.hub.example/local/resources.json").read_text()
+    assert '"/srv/consilium/jobs"' in server
+    assert '"/srv/consilium/snapshots"' in server
+    assert "/tmp" not in server
+    assert not (kits / "fl.hub.example/local/privacy.json").exists()
+
+
+def test_bundles_are_allowed_where_sites_yml_says_so_and_to_two_roles(tmp_path: Path) -> None:
+    raw = yaml.safe_load(EXAMPLE.read_text())
+    raw["sites"][1]["bundles"] = True
+    path = tmp_path / "sites.yml"
+    path.write_text(yaml.safe_dump(raw))
+    kits = provision(path, tmp_path / "kits")
+    opened = local(kits / "hospital-b", "authorization.json")["permissions"]
+    assert {role for role, rights in opened.items() if rights["byoc"] == "any"} == {"project_admin", "lead"}
+    assert local(kits / "hospital-a", "authorization.json")["permissions"]["lead"]["byoc"] == "none"
+
+
+def test_a_second_run_keeps_the_authority_and_the_old_kits(tmp_path: Path) -> None:
+    first, second = provision(EXAMPLE, tmp_path), provision(EXAMPLE, tmp_path)
+    assert (first.name, second.name) == ("prod_00", "prod_01")
+    roots = [(kits / "hospital-a/startup/rootCA.pem").read_text() for kits in (first, second)]
+    assert roots[0] == roots[1]
+
+
+def test_flares_own_command_makes_the_same_policies(kits: Path, tmp_path: Path) -> None:
+    project = yaml.safe_load((ROOT / "provisioning/project.yml").read_text())
+    assert project == project_of(load_deployment(EXAMPLE), Path("provisioning/sites.yml"))
+    command = [
+        Path(sys.executable).parent / "nvflare",
+        "provision",
+        "-p",
+        "provisioning/project.yml",
+        "-w",
+        str(tmp_path / "ws"),
+    ]
+    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "custom")}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60)
+    (made,) = (tmp_path / "ws").glob("consilium/prod_00")
+    for name in ("privacy.json", "authorization.json", "resources.json", "site.yaml"):
+        assert (made / "hospital-a/local" / name).read_text() == (kits / "hospital-a/local" / name).read_text()
+
+
+def test_policies_go_into_a_kit_by_the_name_in_its_certificate(kits: Path, tmp_path: Path) -> None:
+    (tmp_path / "renamed").mkdir()
+    kit = (kits / "hospital-b").rename(tmp_path / "renamed" / "kit")
+    try:
+        assert kit_name(kit) == "hospital-b"
+        (kit / "local/privacy.json").unlink()
+        apply_local(EXAMPLE, kit)
+        assert local(kit, "privacy.json")["default_scope"] == "hospital"
+        assert load_site(kit / "local/site.yaml").privacy.dataset == "retina-clinic"
+    finally:
+        kit.rename(kits / "hospital-b")
+
+
+def edited(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "sites.yml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(EXAMPLE.read_text()) | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sites": []}, "sites: []: expected List should have at least 1 item"),
+        ({"sties": []}, "sties: unknown field; remove it (did you mean 'sites'?)"),
+        ({"server": {"name": "a", "org": "b", "state": "jobs"}}, "server.state: 'jobs': expected an absolute path"),
+        ({"admins": [{"name": "joe", "org": "x", "role": "lead"}]}, "admins.0.name: 'joe'"),
+        ({"admins": [{"name": "a@b.de", "org": "x", "role": "boss"}]}, "admins.0.role: 'boss'"),
+        ({"sites": [{"name": "a", "org": "x"}, {"name": "a", "org": "y"}]}, "every name once; 'a' is there twice"),
+        ({"scheme": "http", "sites": [{"name": "a", "org": "x", "bundles": True}]}, "scheme: 'http' cannot carry bundled jobs"),
+        ({"sites": [{"name": "a", "org": "x", "site": {"device": "gpu"}}]}, "sites.0.site.device: 'gpu'"),
+    ],
+)
+def test_a_wrong_sites_yml_is_told_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as told:
+        provision(edited(tmp_path, **changes), tmp_path / "kits")
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "kits").exists()
+
+
+def test_a_changed_lifetime_of_an_old_authority_is_refused_with_flares_reason_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provision(EXAMPLE, tmp_path / "kits")
+    with pytest.raises(ConsiliumError, match=r"no kits were made: .*root_valid_days=100"):
+        provision(edited(tmp_path, valid_days=100), tmp_path / "kits")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_path: Path) -> None:
+    others = edited(tmp_path, sites=[{"name": "clinic", "org": "x"}])
+    with pytest.raises(ConfigError, match="none is named 'hospital-a'"):
+        apply_local(others, kits / "hospital-a")
+    with pytest.raises(ConfigError, match=r"no startup kit: startup/client\.crt is missing"):
+        apply_local(EXAMPLE, tmp_path)
