@@ -1,15 +1,20 @@
 """Unequal ranks: who belongs to which tier, the order of layers, and the diagnostics against cases worked by hand."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from consilium.assemble import assemble_job
+from consilium.config import JobConfig, SiteConfig, load_job
 from consilium.errors import ConfigError
 from consilium.ranks import cross_drift, information_gain, shapes, split
+from consilium.simulate import simulate
 from consilium.strategies import STRATEGIES, build_strategy
 from consilium.strategies.fedhera import FedHera
 from consilium.strategy import Payload, Role, SiteInfo
+from tests.conftest import JOBS
 
 UNEQUAL = [cls() for cls in STRATEGIES.values() if cls.ranks_differ]
 
@@ -77,3 +82,31 @@ def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() 
     product = (torch.zeros(5, 8), torch.zeros(8, 3))
     assert information_gain(Payload(0, 0, split("l", product, 2, 0.5))) == pytest.approx(8 / 2)
     assert information_gain(Payload(0, 0, split("l", product, 8, 0.5))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": {"rank": 8}}, "adapter.kind: 'lora': strategy 'fedhera' gives sites unequal ranks; use dual_rank"),
+        ({"privacy": {"unit": "record", "epsilon": 3}}, "adapter.kind: 'dual_rank': has no per-sample gradients"),
+        ({"privacy": {"unit": "site", "epsilon": 3, "clip": 1, "trust": "central"}}, "privacy.trust: 'central': .*; use local"),
+    ],
+)
+def test_what_cannot_hold_is_refused(changes: dict, message: str) -> None:
+    raw = load_job(JOBS / "quickstart_hera").model_dump() | changes
+    with pytest.raises(ConfigError, match=message):
+        assemble_job(JobConfig.model_validate(raw))
+
+
+def test_local_noise_protects_uploads_of_every_shape(tmp_path: Path) -> None:
+    raw = load_job(JOBS / "quickstart_hera").model_dump()
+    raw["training"] |= {"rounds": 2, "local_steps": 1, "batch_size": 2}
+    raw["data"]["phantoms"] |= {"training": 4, "validation": 1, "test": 1}
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 0.5, "clip": 0.1, "delta": 1e-5}
+    events: list = []
+    sites = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
+    simulate(assemble_job(JobConfig.model_validate(raw)), sites, tmp_path, events.append)
+    released = [event for event in events if event["event"] == "release"]
+    assert len({event["dimensions"] for event in released if event["round"] == 0}) == 3  # three tiers
+    assert {event["noise_std"] for event in released} == {0.5 * 0.1}
+    assert all(event["clip_factor"] <= 1 for event in released)

@@ -11,6 +11,7 @@ from consilium.ranks import shapes
 from consilium.simulate import simulate
 from consilium.strategy import SiteInfo
 from tests.conftest import small_text
+from tests.flare.test_fedsca import edit
 from tests.flare.test_simulator import SITES, state_of
 from tests.flare.test_simulator import flare as flare
 
@@ -29,14 +30,6 @@ def held_out(workspace: Path) -> list[tuple[int, str, dict[str, float]]]:
     """Return (round, site, metrics) of every evaluation by a site that did not train."""
     lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
     return [(line["round"], line["site"], line["metrics"]) for line in lines if line["event"] == "held_out"]
-
-
-def edit(folder: Path) -> None:
-    path = folder / "config_fed_client.json"
-    client = json.loads(path.read_text())
-    client["task_data_filters"][0]["filters"].insert(0, {"path": "tests.flare.components.Ear", "args": {}})
-    client["task_result_filters"][0]["filters"].append({"path": "tests.flare.components.Listener", "args": {}})
-    path.write_text(json.dumps(client))
 
 
 def test_three_tiers_exchange_payloads_of_different_shapes(flare, tmp_path: Path) -> None:  # noqa: ANN001
