@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig
@@ -52,6 +53,18 @@ def test_a_workspace_holds_what_the_readme_promises(small_job: MakeJob, tmp_path
     assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in job.initial.values())
     plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapter"))
     assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
+
+
+@pytest.mark.parametrize(("strategy", "whole"), [("fedit", True), ("ffa_lora", True), ("deer", True), ("fediat", False)])
+def test_the_servers_adapter_is_the_sites_where_all_is_shared(
+    strategy: str, whole: bool, small_job: MakeJob, tmp_path: Path
+) -> None:
+    simulate(small_job(strategy, rounds=1, local_steps=1), SITES, tmp_path, quiet)
+    assert (tmp_path / "adapter").exists() == whole
+    if whole:
+        ours, theirs = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("adapter", "sites/site-1/adapter"))
+        assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "adapter"))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from consilium import __version__
+from consilium.adapters.export import export
 from consilium.assemble import Job
 from consilium.checks import check_norm, check_result, check_shapes
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
@@ -22,7 +23,7 @@ from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state
-from consilium.strategy import HELD_OUT, Payload, RoundAggregate, ServerState, SiteInfo, Tensors
+from consilium.strategy import HELD_OUT, Payload, Role, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
 class Coordinator:
@@ -226,8 +227,16 @@ class Coordinator:
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
 
     def finish(self) -> None:
-        """Write the results of a run that came to its end."""
+        """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
         self.log.finish(self.plan)
+        if self.job.strategy.needs == "sums" and not self._keeps_local():
+            shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
+            export(self.folder / "adapter", self.state.initial | shared, self.job.config)
+
+    def _keeps_local(self) -> bool:
+        """Tell whether sites keep parts of the adapter for themselves."""
+        phases = [(r, p) for r in range(self.job.strategy.period) for p in range(self.job.strategy.phases(r))]
+        return any(self.job.strategy.role(name, *place) is Role.LOCAL for name in self.job.initial for place in phases)
 
     def close(self) -> None:
         """Close the run's files."""

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from consilium import __version__, probe
-from consilium.adapters import adapter, bottleneck, dual_rank, lora
+from consilium.adapters import adapter, lora
+from consilium.adapters.export import export
 from consilium.config import JobConfig
 from consilium.config_capacity import CapacityConfig
 from consilium.errors import CheckpointError, RefusedError
@@ -132,7 +133,7 @@ class Site:
         metrics |= self._evaluate(split, "received", payload, distances=True)
         with adapter.disabled(self.model):
             metrics |= self._evaluate(split, "base", payload, distances=True)
-        self._export(final)
+        export(self.folder / "adapter", final, self.config)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -193,16 +194,6 @@ class Site:
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
         reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
         return params, (meta["round"], meta["phase"]), reply
-
-    def _export(self, params: Tensors) -> None:
-        wanted, model = self.config.adapter, self.config.model
-        base = f"{model.name}-{model.variant}"
-        if wanted.kind == "bottleneck":
-            bottleneck.save(self.folder / "adapter", params, base)
-        elif wanted.kind == "dual_rank":
-            dual_rank.save_peft(self.folder / "adapter", params, wanted.scaling, base)
-        else:
-            lora.save_peft(self.folder / "adapter", params, wanted.rank, wanted.alpha, wanted.targets, base)
 
 
 @cache

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from consilium.assemble import assemble_job
 from consilium.cli import app
 from consilium.config import JobConfig, SiteConfig
 from consilium.config_privacy import PolicyConfig
+from consilium.models.sam import build_sam
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger
 from consilium.simulate import simulate
@@ -102,6 +104,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
     found = Path(consilium(federation, "download", "ward-study", str(federation.folder / "got")).strip())
     assert {p.name for p in found.iterdir()} >= {"metrics.jsonl", "results.json", "tb_events", "privacy.json", "job.yaml"}
     assert not (found / "server").exists()  # the sampling secret stays
+    peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(found / "adapter"))
     listed = json.loads(consilium(federation, "status", "--format", "json"))
     assert [(j["experiment"], j["status"]) for j in listed[:2]] == [
         ("ward-study", "LOST"),
