@@ -115,7 +115,7 @@ def download(
     kit: KitOption,
     format: FormatOption = "txt",
 ) -> None:
-    """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays there."""
+    """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
     from consilium.flare.session import connect
 
     with connect(kit) as admin:
