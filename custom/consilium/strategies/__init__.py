@@ -25,9 +25,10 @@ from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.local_only import LocalOnly
+from consilium.strategies.lora_fair import LoraFair
 from consilium.strategy import Strategy
 
-_EQUAL = (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LocalOnly, Centralized)
+_EQUAL = (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LoraFair, LocalOnly, Centralized)
 _UNEQUAL = (FedHera, FedHomoLoRA, FlexLoRA, FedHL, FLoRA, HetLoRA, FedHeLLo)
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _EQUAL + _UNEQUAL}
 

@@ -1,0 +1,81 @@
+"""LoRA-FAIR: the averaged B is refined at the server towards the mean of products (Bian et al. 2024, arXiv 2411.14961).
+
+A and B are averaged each, D = sum p_i B_i A_i is what their product should be, and dB minimizes per layer
+
+    1 - cos(D, (B + dB) A) + penalty ||dB||_F^2       (`loss: cosine`, the paper's)
+    ||D - (B + dB) A||_F^2 + penalty ||dB||_F^2       (`loss: frobenius`, with its closed form)
+
+Sites go on from A and B + dB (the paper's "Avg-Initial"). D is never formed: everything is in products with A, r columns wide.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from consilium import lowrank
+from consilium.lowrank import Change, Product
+from consilium.ranks import factors, pair, shapes, trained, weights
+from consilium.strategy import Gathered, Role, ServerState, Strategy, lora_factor, next_phase
+
+STEPS = 200
+"""L-BFGS iterations at most; it ends before, where the gradient does."""
+
+
+@dataclass(frozen=True)
+class LoraFair(Strategy):
+    """Average both factors, then correct B."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: ClassVar[str] = "lora_fair"
+    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+
+    loss: Literal["cosine", "frobenius"] = "cosine"
+    penalty: Annotated[float, Field(gt=0)] = 0.01
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""
+        lora_factor(name, self.name)
+        return Role.SHARED
+
+    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+        """Return the next state: every shared tensor averaged, in float64 by name, and every B corrected."""
+        share, ends = weights(mean), {name: trained(upload) for name, upload in sorted(mean.items())}
+        shared = {n: sum(share[site] * end[n].double() for site, end in ends.items()) for n in state.shared}
+        for layer in shapes(shared):
+            products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
+            b, a = factors(shared, layer)
+            shared |= pair(layer, (b + self.correction(lowrank.products(products, 1.0), b, a), a))
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
+
+    def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
+        """Return dB (out, r) for D = `wanted`, B (out, r) and A (r, in), float64; 0 where D or B A is 0, which has no angle."""
+        gram = a @ a.T
+        towards = wanted[0].double() @ (wanted[1].double() @ a.T)  # D A'
+        if self.loss == "frobenius":
+            identity = torch.eye(len(gram), dtype=gram.dtype)
+            return torch.linalg.solve(gram + self.penalty * identity, towards - b @ gram, left=False)
+        length = lowrank.norm(wanted)
+        return _refined(towards / length, gram, b, self.penalty) if length > 0 and b.any() else torch.zeros_like(b)
+
+
+def _refined(towards: Tensor, gram: Tensor, b: Tensor, penalty: float) -> Tensor:
+    """Return the dB that L-BFGS finds from 0: <D A' / |D|, B + dB> / |(B + dB) A| is the cosine."""
+    change = torch.zeros_like(b, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [change], max_iter=STEPS, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        whole = b + change
+        cosine = (towards * whole).sum() / ((whole @ gram) * whole).sum().sqrt()
+        value = 1 - cosine + penalty * change.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(objective)
+    return change.detach()
