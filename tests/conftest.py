@@ -9,6 +9,7 @@ import torch
 
 from consilium.assemble import Job, assemble_job
 from consilium.config import JobConfig
+from consilium.strategies import STRATEGIES
 
 JOBS = Path(__file__).parent.parent / "jobs"
 
@@ -35,7 +36,9 @@ def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> 
     """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
     phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
     name = strategy if isinstance(strategy, str) else strategy["name"]
-    adapter = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
+    adapter: dict[str, Any] = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
+    if STRATEGIES[name].ranks_differ:
+        adapter = {"kind": "dual_rank", "rank": 8, "scaling": 1.0}
     return JobConfig.model_validate(
         {
             "name": "small",
@@ -45,7 +48,7 @@ def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> 
             "task": {"classes": {"disc": [1, 2], "cup": [2]}},
             "data": {"phantoms": phantoms},
             "training": {"rounds": 2, "batch_size": 2, "lr": 3e-3, "seed": 0} | training,
-            "federation": {"min_sites": 2, "round_timeout": 120, "grace": 30},
+            "federation": {"min_sites": 2, "round_timeout": 120, "grace": 90},
         }
     )
 

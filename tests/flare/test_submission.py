@@ -9,6 +9,7 @@ import yaml
 
 from consilium.config import load_job
 from consilium.errors import ConfigError
+from consilium.flare.recipe import export
 from consilium.flare.session import connect
 from consilium.flare.submission import prepare, prepare_again
 from tests.conftest import JOBS
@@ -68,3 +69,9 @@ def test_a_resumption_is_the_same_job_told_to_go_on(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_admins_kit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an admin's startup kit"), connect(tmp_path):
         pass
+
+
+def test_a_job_file_of_any_name_is_exported_as_the_one_that_sites_look_for(tmp_path: Path) -> None:
+    (tmp_path / "mine.yml").write_text((JOBS / "quickstart/app/config/job.yaml").read_text())
+    folder = export(tmp_path / "mine.yml", tmp_path / "out")
+    assert (folder / "app/config/job.yaml").read_text() == (tmp_path / "mine.yml").read_text()

@@ -1,6 +1,7 @@
 """A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a job folder, with or without code."""
 
 import shutil
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class ConsiliumRecipe(Recipe):
     def __init__(self, job: Path | str) -> None:
         path = job_file(Path(job))
         config = federated_job(path).config
+        self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
+        path = Path(shutil.copy(path, Path(self._place.name) / "job.yaml"))
         fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
         fed_job.to_server(StrategyAggregator(), id="aggregator")
