@@ -1,4 +1,4 @@
-"""Sites with unequal ranks, few of many sampled, in one process: an interrupted run ends as an uninterrupted one, to the bit."""
+"""Sites with unequal ranks, few of many sampled, in one process: an interrupted run ends as an uninterrupted one does."""
 
 import json
 from collections.abc import Mapping

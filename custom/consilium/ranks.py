@@ -198,8 +198,8 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[float, float]:
     """Return ||W - W*||_F and that over ||W*||_F (FedHera, Eq. 14 and 15) of a site's `moves` against an oracle's, by layer.
 
-    The oracle is the same site, trained at a high rank from the whole global update on the same batches. Over an oracle that did
-    not move the second is 0 for a site that did not either, infinite for one that did.
+    The oracle is the same site, trained at a high rank from the whole global update on the same batches. Where the oracle did
+    not move, the second is 0 for a site that did not either, infinite for one that did.
     """
     total = sum(lowrank.gram(both) for both in zip(site, oracle, strict=True))
     apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5

@@ -1,23 +1,23 @@
-"""FedHera and its peers at sites with unequal machines, on real text, one command: a Markdown table, and a line per run.
+"""FedHera and its peers at sites with unequal machines, on real text, one command: a line of JSON per run and a Markdown table.
 
-    python -m tests.benchmarks.unequal e2e TEXT/e2e --model WEIGHTS --profiles uniform skewed --betas 0.5 -o e2e.jsonl
-    python -m tests.benchmarks.unequal e2e TEXT/e2e --model WEIGHTS --methods gates --seeds 0 1 -o gates.jsonl
-    python -m tests.benchmarks.unequal medquad TEXT/medquad --model WEIGHTS --sample 0.34 -o medquad.jsonl
+    python -m tests.benchmarks.unequal e2e TEXT/e2e --model WEIGHTS --profiles uniform skewed -o e2e.jsonl
+    python -m tests.benchmarks.unequal e2e TEXT/e2e --model WEIGHTS --methods variants --seeds 0 1 -o e2e.jsonl
+    python -m tests.benchmarks.unequal medquad TEXT/medquad --model WEIGHTS --sample 0.33 --held-out 1 -o medquad.jsonl
     python -m tests.benchmarks.unequal --table e2e.jsonl
 
-TEXT: instruction data (JSONL). e2e and gsm8k are shared out over --sites by Dirichlet(beta) over a property of the records, the
-restaurant's name and the number of solution steps; medquad is a folder per source, each a site. --model: a `transformers` folder;
-without it the tiny LM that ships. Tiers are the paper's (train, download) over --shrink. Runs already in the output are not
-repeated.
+TEXT: instruction data (JSONL). e2e and gsm8k are shared out over --sites by Dirichlet(beta) over a property of the records: the
+restaurant's name, the number of solution steps; medquad has a folder per source, each a site. --model: a `transformers` folder;
+without it the tiny LM that ships. Tiers are the paper's (train, download) over --shrink. Runs that the output has already are
+not repeated.
 
-held-out: loss of sites that were not asked, before the round, mean over the last three rounds. received: what each site gets at the
-end, by its own ranks. global: the server's whole update at full rank. Both on all sites' validation data, mean over records. Drift:
-five sites train once more after the last round, as the method would have it and at full rank from the whole update (the oracle).
+held-out: loss of sites that were not asked, before the round, mean over the last three rounds. received: loss of what each site
+gets at the end, at its own ranks. global: loss of the server's whole update, at full rank. These two on all sites' validation
+data, mean over records. Drift: five sites train once more after the last round, as the method would have it and at full rank
+from the whole update (the oracle); absolute and relative are Eq. 14 and 15 of the paper.
 """
 
 import argparse
 import json
-import random
 import re
 import statistics
 import tempfile
@@ -29,17 +29,12 @@ from typing import Any
 
 import torch
 
-from consilium import lowrank
-from consilium.assemble import Job, assemble_job, build_model, build_site
+from consilium.assemble import assemble_job
 from consilium.config import JobConfig, SiteConfig
-from consilium.coordinator import Coordinator
 from consilium.data.partition import share_out
-from consilium.exact import ExactServer, global_updates
-from consilium.ranks import cross_drift, factors, moves, oracle_drift, others, pair, shapes
-from consilium.seeding import seed_for
+from consilium.errors import ConsiliumError
 from consilium.simulate import simulate
-from consilium.site import Site
-from consilium.strategy import HELD_OUT, Payload, ServerState, Upload
+from tests.benchmarks.unequal_scores import FILES, after, closing, costs, diagnostics, held_out
 
 METHODS: dict[str, dict[str, Any]] = {
     "FedHomoLoRA": {"name": "fedhomolora"},
@@ -50,23 +45,34 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedHeLLo": {"name": "fedhello"},
     "FedHera": {"name": "fedhera"},
 }
-GATES: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     f"FedHera, {what}": {"name": "fedhera", **options}
     for what, options in {
-        "gate paper, product": {"gate": "paper", "score": "product"},
-        "gate paper, residual": {"gate": "paper", "score": "residual"},
-        "gate neutral, product": {"gate": "neutral", "score": "product"},
-        "gate neutral, residual": {"gate": "neutral", "score": "residual"},
+        "gate neutral": {"gate": "neutral"},
         "gate open": {"gate": "open"},
+        "residual score": {"score": "residual"},
+        "gate neutral, residual score": {"gate": "neutral", "score": "residual"},
         "standard aggregation": {"aggregation": "standard"},
         "literal allocation": {"allocation": "literal"},
         "even allocation": {"allocation": "even"},
     }.items()
 }
 TIERS = {"low": (4, 32), "medium": (8, 48), "high": (16, 64)}
-LAST = 3
-"""Rounds that the held-out loss is the mean of."""
-COLUMNS = ("held-out", "received", "global", "up", "down", "cross", "gain", "saturation", "energy", "absolute", "relative", "cosine")
+COLUMNS = {
+    "held-out": "held-out",
+    "received": "received",
+    "global": "global",
+    "up": "kB up",
+    "down": "kB down",
+    "cross": "cross drift",
+    "gain": "information gain",
+    "saturation": "memory saturation",
+    "energy": "energy retained",
+    "absolute": "drift, absolute",
+    "relative": "relative",
+    "cosine": "cosine",
+}
+"""What a run measured, and its heading."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ class Record:
 def spread(wanted: argparse.Namespace, row: Row, folder: Path) -> dict[str, SiteConfig]:
     """Write every site's lists below `folder` and return the sites."""
     if wanted.data == "medquad":
-        found = {p.parent.name: {s: lines(p.with_name(f), "") for s, f in FILES.items()} for p in wanted.text.glob("*/train.jsonl")}
+        found = {
+            p.parent.name: {s: lines(p.with_name(f), "") for s, f in FILES.items()} for p in wanted.text.glob("*/train.jsonl")
+        }
     else:
         splits = {split: lines(wanted.text / file, wanted.data) for split, file in FILES.items()}
         names = [f"site-{i:03d}" for i in range(1, wanted.sites + 1)]
@@ -105,9 +113,6 @@ def spread(wanted: argparse.Namespace, row: Row, folder: Path) -> dict[str, Site
             kept = splits[split] if split == "training" else splits[split][: wanted.validation]
             (folder / name / file).write_text("".join(f"{record.line}\n" for record in kept))
     return {name: SiteConfig(datalist=folder / name, checkpoints=wanted.model) for name in sorted(found)}
-
-
-FILES = {"training": "train.jsonl", "validation": "validation.jsonl"}
 
 
 def lines(path: Path, data: str) -> list[Record]:
@@ -128,7 +133,7 @@ def label(data: str, record: Mapping[str, Any]) -> str:
 def config(row: Row, wanted: argparse.Namespace) -> JobConfig:
     """Return the job of a row."""
     tiers = {name: {"train": t / wanted.shrink, "download": d / wanted.shrink} for name, (t, d) in TIERS.items()}
-    strategy = (METHODS | GATES)[row.method] | {"tiers": tiers, "profile": row.profile, "seed": row.seed}
+    strategy = (METHODS | VARIANTS)[row.method] | {"tiers": tiers, "profile": row.profile, "seed": row.seed}
     if strategy["name"] == "fedhello":
         strategy["rank"] = max(1, int(8 / wanted.shrink))  # the paper's default rank, shrunk as all others
     model: dict[str, Any] = {"name": "causal_lm", "variant": "tiny", "max_length": wanted.length}
@@ -158,84 +163,13 @@ def run(row: Row, wanted: argparse.Namespace) -> dict[str, float]:
     return found | {"seconds": time.monotonic() - began}
 
 
-def closing(results: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the losses of the closing evaluation, mean over records."""
-    judged = {name: count for name, count in counts.items() if count and name in results}
-    stages = ("base", "received")
-    return {
-        stage: sum(results[n][f"validation/{stage}/loss"] * c for n, c in judged.items()) / sum(judged.values())
-        for stage in stages
-    }
-
-
-def held_out(events: Sequence[dict], rounds: int) -> dict[str, float]:
-    """Return the loss of sites that were not asked, before the round; mean over the last rounds."""
-    name = "validation/received/loss"
-    judged = [e for e in events if e["event"] == "held_out" and e["round"] >= rounds - LAST and name in e["metrics"]]
-    return {"held-out": statistics.mean(e["metrics"][name] for e in judged)} if judged else {}
-
-
-def costs(events: Sequence[dict]) -> dict[str, float]:
-    """Return kilobytes a site and round, both ways."""
-    results = [e["metrics"] for e in events if e["event"] == "result"]
-    return {way: statistics.mean(m[f"comm/bytes_{way}"] for m in results) / 1000 for way in ("up", "down")}
-
-
-def diagnostics(events: Sequence[dict]) -> dict[str, float]:
-    """Return the server's diagnostics, mean over rounds (and layers); the energy retained counts from the second round."""
-    names = {"drift/cross": "cross", "ranks/information_gain": "gain", "memory/saturation": "saturation"}
-    found: dict[str, list[float]] = {}
-    for event in events:
-        for name, value in event["values"].items() if event["event"] == "diagnostics" else ():
-            found.setdefault("energy" if name.startswith("retained") else names.get(name, name), []).append(value)
-    return {name: statistics.mean(values) for name, values in found.items()}
-
-
-# after the last round -------------------------------------------------------------------------------------------------
-
-
-def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], folder: Path) -> dict[str, float]:
-    """Return the loss of the whole update on everybody's validation data, and five sites' drift against the oracle."""
-    model, state, whole = build_model(job.config, next(iter(sites.values()))), coordinator.state, full(job, coordinator.state)
-
-    def site(name: str, where: SiteConfig) -> Site:
-        return build_site(job, name, where, folder / "after" / name, lambda event: None, model)
-
-    judge = site("everyone", everyone(sites, folder))
-    loss = judge.evaluate("whole", Payload(state.round, HELD_OUT, whole)).metrics["validation/received/loss"]
-    drifts = []
-    for name in random.Random(seed_for(job.config.training.seed, "drift")).sample(sorted(sites), min(5, len(sites))):
-        sent, one = job.strategy.broadcast(state, coordinator.sites[name]), site(name, sites[name])
-        kinds = {"method": sent, "oracle": Payload(state.round, 0, whole)}
-        own, best = (moves(Upload(one.train(kind, p), 1, p, coordinator.sites[name])) for kind, p in kinds.items())
-        drifts.append((*oracle_drift(own, best), 1 - cross_drift([own, best])))
-    absolute, relative, cosine = (statistics.mean(values) for values in zip(*drifts, strict=True))
-    return {"global": loss, "absolute": absolute * job.config.adapter.scaling, "relative": relative, "cosine": cosine}
-
-
-def full(job: Job, state: ServerState) -> dict[str, torch.Tensor]:
-    """Return the server's whole update as factors of full rank, all of them to train."""
-    tensors = dict(others(state.shared))
-    for layer, (out, into) in shapes(job.initial).items():
-        if isinstance(job.strategy, ExactServer):
-            update = global_updates(state)[layer]
-        else:
-            update = lowrank.Update(*factors(state.shared, layer))
-        rank = min(out, into)
-        product = lowrank.refactor(lowrank.spectrum(update, rank), rank, 1.0, job.initial[f"{layer}.lora_A"])
-        tensors |= pair(layer, product)
-    return tensors
-
-
-def everyone(sites: Mapping[str, SiteConfig], folder: Path) -> SiteConfig:
-    """Return a site with all sites' validation data."""
-    pooled = folder / "everyone"
-    pooled.mkdir()
-    first = next(iter(sites.values()))
-    (pooled / FILES["training"]).write_text((first.datalist / FILES["training"]).read_text())
-    text = "".join((s.datalist / FILES["validation"]).read_text() for s in sites.values())
-    (pooled / FILES["validation"]).write_text(text)
-    return first.model_copy(update={"datalist": pooled})
+def attempt(row: Row, wanted: argparse.Namespace) -> dict[str, float]:
+    """Return what a row measured, nothing if its loss did not stay finite."""
+    try:
+        return run(row, wanted)
+    except ConsiliumError as error:
+        print(row, error, flush=True)
+        return {}
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -247,7 +181,7 @@ def table(path: Path) -> list[str]:
     for line in path.read_text().splitlines():
         entry = json.loads(line)
         groups.setdefault((entry["profile"], entry["beta"], entry["method"]), []).append(entry["found"])
-    rows = [f"| method | profile | beta | seeds | {' | '.join(COLUMNS)} |", "|---" * (4 + len(COLUMNS)) + "|"]
+    rows = [f"| method | profile | beta | seeds | {' | '.join(COLUMNS.values())} |", "|---" * (4 + len(COLUMNS)) + "|"]
     for (profile, beta, method), runs in groups.items():
         cells = [cell(runs, name) for name in COLUMNS]
         rows.append(f"| {method} | {profile} | {'-' if beta is None else f'{beta:g}'} | {len(runs)} | {' | '.join(cells)} |")
@@ -268,7 +202,7 @@ def cell(runs: Sequence[Mapping[str, float]], name: str) -> str:
 def rows(wanted: argparse.Namespace) -> Iterator[Row]:
     """Yield every run asked for that is not in the output yet."""
     done = {tuple(json.loads(line)["row"]) for line in wanted.output.read_text().splitlines()} if wanted.output.exists() else ()
-    named = {"all": list(METHODS), "gates": list(GATES)}
+    named = {"all": list(METHODS), "variants": ["FedHera", *VARIANTS]}
     methods = [method for one in wanted.methods for method in named.get(one, [one])]
     betas = [None] if wanted.data == "medquad" else wanted.betas
     for seed in wanted.seeds:
@@ -284,8 +218,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", choices=("e2e", "gsm8k", "medquad"))
     parser.add_argument("text", nargs="?", type=Path)
     parser.add_argument("--model", type=Path, help="a transformers folder; default: the tiny LM")
-    names = ["all", "gates", *METHODS, *GATES]
-    parser.add_argument("--methods", nargs="+", default=["all"], choices=names, help="all: every method; gates: FedHera's variants")
+    names = ["all", "variants", *METHODS, *VARIANTS]
+    help = "all: every method; variants: FedHera and its options"
+    parser.add_argument("--methods", nargs="+", default=["all"], choices=names, help=help)
     parser.add_argument("--profiles", nargs="+", default=["skewed"])
     parser.add_argument("--betas", type=float, nargs="+", default=[0.5])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -310,7 +245,7 @@ def main() -> None:
     wanted = arguments()
     torch.set_num_threads(1)
     for row in rows(wanted) if wanted.table is None else ():
-        found = run(row, wanted)
+        found = attempt(row, wanted)
         entry = asdict(row) | {"row": list(asdict(row).values()), "found": found}
         with wanted.output.open("a") as file:
             file.write(json.dumps(entry) + "\n")
