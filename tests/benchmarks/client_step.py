@@ -4,8 +4,8 @@
 
 A random Llama (hidden 1024, 4 layers, vocabulary 2048), q, k, v adapted, batches of 4 x 256 tokens, AdamW, one thread. Every
 way has a model of its own with equal weights; they take turns, one step each, so that what else the machine does falls on all.
-Time: the median of the processor's seconds. Memory: what lives between steps, to the byte, and what a step adds at its peak, by
-the profiler.
+Time: medians of the processor's seconds, and of the ratios to the first way's step in the same turn. Memory: what lives between
+steps, to the byte, and what a step adds at its peak, by the profiler.
 """
 
 import argparse
@@ -118,14 +118,15 @@ def report(ways: list[Way], ids: Tensor) -> None:
     """Print a line per way, ratios to the first."""
     print("| ranks trained / downloaded | step, s | ratio | gradients + optimizer, bytes | adapter, bytes | peak, MB | ratio |")
     print("|---" * 7 + "|")
-    first: tuple[float, float] | None = None
+    lowest: float | None = None
     for one in ways:
         held = one.held()
         seconds, most = statistics.median(one.times), held["weights"] + held["adapter"] + held["optimizer"] + one.peak(ids)
-        first = first or (seconds, most)
+        lowest = lowest or most
+        ratio = statistics.median(mine / coupled for mine, coupled in zip(one.times, ways[0].times, strict=True))
         state = f"{held['gradients'] + held['optimizer']:,} | {held['adapter']:,}"
-        ratios = seconds / first[0], most / first[1]
-        print(f"| {one.rank} / {one.total} | {seconds:.3f} | {ratios[0]:.3f} | {state} | {most / 1e6:.1f} | {ratios[1]:.3f} |")
+        cells = f"{seconds:.3f} | {ratio:.3f} | {state} | {most / 1e6:.1f} | {most / lowest:.3f}"
+        print(f"| {one.rank} / {one.total} | {cells} |")
 
 
 if __name__ == "__main__":
