@@ -33,6 +33,7 @@ from consilium.assemble import assemble_job
 from consilium.config import JobConfig, SiteConfig
 from consilium.data.partition import share_out
 from consilium.errors import ConsiliumError
+from consilium.models.causal_lm import TINY_FOLDER
 from consilium.simulate import simulate
 from tests.benchmarks.unequal_scores import FILES, after, closing, costs, diagnostics, held_out
 
@@ -137,12 +138,12 @@ def config(row: Row, wanted: argparse.Namespace) -> JobConfig:
     if strategy["name"] == "fedhello":
         strategy["rank"] = max(1, int(8 / wanted.shrink))  # the paper's default rank, shrunk as all others
     model: dict[str, Any] = {"name": "causal_lm", "variant": "tiny", "max_length": wanted.length}
+    layout = json.loads(((wanted.model or TINY_FOLDER) / "config.json").read_text())
     if wanted.model:
-        layout = json.loads((wanted.model / "config.json").read_text())
         model |= {"variant": "folder", "checkpoint": "${SITE}", "config": layout}
     training = {"rounds": wanted.rounds, "local_steps": wanted.steps, "batch_size": wanted.batch, "seed": row.seed}
     training |= {"optimizer": "adamw", "lr": wanted.lr, "schedule": "cosine", "precision": "fp32"}
-    adapter = {"kind": "dual_rank", "rank": 64, "scaling": 2.0, "targets": wanted.targets}
+    adapter = {"kind": "dual_rank", "rank": layout["hidden_size"], "scaling": 2.0, "targets": wanted.targets}
     federation = {"sample": wanted.sample, "held_out": wanted.held_out, "min_sites": 1}
     common = {"name": "unequal", "strategy": strategy, "model": model, "adapter": adapter, "task": {"name": "language"}}
     return JobConfig.model_validate(common | {"training": training, "federation": federation})
