@@ -56,6 +56,8 @@ def _curves(axis: Any, values: np.ndarray, labels: list[str]) -> None:
         for label, column in zip(labels, values.T, strict=True):
             axis.plot(steps, column, marker=".", label=label)
     else:
+        known = ~np.isnan(values).all(1)  # the first round has no update whose energy could be retained
+        steps, values = steps[known], values[known]
         axis.plot(steps, np.nanmean(values, 1), marker=".", label=f"mean of {len(labels)} layers")
         axis.fill_between(steps, np.nanmin(values, 1), np.nanmax(values, 1), alpha=0.25, label="lowest to highest")
     axis.legend(fontsize=7)

@@ -96,7 +96,7 @@ class UnequalRanks(Strategy):
     def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
         """Return cross-client drift (Eq. 29), information gain ratio and memory saturation, means over the round's sites."""
         return {
-            "drift/cross": cross_drift([_moves(upload) for upload in gathered.values()]),
+            "drift/cross": cross_drift([moves(upload) for upload in gathered.values()]),
             "ranks/information_gain": _mean([information_gain(upload.sent) for upload in gathered.values()]),
             "memory/saturation": _mean([self._saturation(name, upload) for name, upload in gathered.items()]),
         }
@@ -182,7 +182,7 @@ def mean_others(state: ServerState, uploads: Mapping[str, Upload], share: Mappin
 # diagnostics ----------------------------------------------------------------------------------------------------------
 
 
-def _moves(upload: Upload) -> list[Product]:
+def moves(upload: Upload) -> list[Product]:
     """Return B A - B0 A0 of every layer of one site."""
     found = []
     for layer in shapes(upload.sent.tensors):
@@ -201,6 +201,18 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
     cosines = total / (norms[:, None] * norms + 1e-12)
     count = len(sites)
     return float((1 - cosines)[~torch.eye(count, dtype=torch.bool)].mean()) if count > 1 else 0.0
+
+
+def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[float, float]:
+    """Return ||W - W*||_F and that over ||W*||_F (FedHera, Eq. 14 and 15) of a site's `moves` against an oracle's, by layer.
+
+    The oracle is the same site, trained at a high rank from the whole global update on the same batches. Where the oracle did
+    not move, the second is 0 for a site that did not either, infinite for one that did.
+    """
+    total = sum(lowrank.gram(both) for both in zip(site, oracle, strict=True))
+    apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5
+    norm = float(total[1, 1]) ** 0.5
+    return apart, apart / norm if norm > 0 else (0.0 if apart == 0 else float("inf"))
 
 
 def information_gain(sent: Payload) -> float:

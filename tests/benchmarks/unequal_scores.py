@@ -1,0 +1,100 @@
+"""What a run of unequal.py measured: losses, bytes, the server's diagnostics, and drift against a full-rank oracle."""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from consilium import lowrank
+from consilium.assemble import Job, build_model, build_site
+from consilium.config import SiteConfig
+from consilium.coordinator import Coordinator
+from consilium.exact import ExactServer, global_updates
+from consilium.ranks import cross_drift, factors, moves, oracle_drift, others, pair, shapes
+from consilium.seeding import seed_for
+from consilium.site import Site
+from consilium.strategy import HELD_OUT, Payload, ServerState, Tensors, Upload
+
+FILES = {"training": "train.jsonl", "validation": "validation.jsonl"}
+LAST = 3
+"""Rounds that the held-out loss is the mean of."""
+
+
+def closing(results: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
+    """Return the losses of the closing evaluation, mean over records."""
+    judged = {name: count for name, count in counts.items() if count and name in results}
+    stages = ("base", "received")
+    return {
+        stage: sum(results[n][f"validation/{stage}/loss"] * c for n, c in judged.items()) / sum(judged.values())
+        for stage in stages
+    }
+
+
+def held_out(events: Sequence[dict], rounds: int) -> dict[str, float]:
+    """Return the loss of sites that were not asked, before the round; mean over the last rounds."""
+    name = "validation/received/loss"
+    judged = [e for e in events if e["event"] == "held_out" and e["round"] >= rounds - LAST and name in e["metrics"]]
+    return {"held-out": statistics.mean(e["metrics"][name] for e in judged)} if judged else {}
+
+
+def costs(events: Sequence[dict]) -> dict[str, float]:
+    """Return kilobytes a site and round, both ways."""
+    results = [e["metrics"] for e in events if e["event"] == "result"]
+    return {way: statistics.mean(m[f"comm/bytes_{way}"] for m in results) / 1000 for way in ("up", "down")}
+
+
+def diagnostics(events: Sequence[dict]) -> dict[str, float]:
+    """Return the server's diagnostics, mean over rounds (and layers); the energy retained counts from the second round."""
+    names = {"drift/cross": "cross", "ranks/information_gain": "gain", "memory/saturation": "saturation"}
+    found: dict[str, list[float]] = {}
+    for event in events:
+        for name, value in event["values"].items() if event["event"] == "diagnostics" else ():
+            found.setdefault("energy" if name.startswith("retained") else names.get(name, name), []).append(value)
+    return {name: statistics.mean(values) for name, values in found.items()}
+
+
+# after the last round -------------------------------------------------------------------------------------------------
+
+
+def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], folder: Path) -> dict[str, float]:
+    """Return the loss of the whole update on everybody's validation data, and five sites' drift against the oracle."""
+    model, state, whole = build_model(job.config, next(iter(sites.values()))), coordinator.state, full(job, coordinator.state)
+
+    def site(name: str, where: SiteConfig) -> Site:
+        return build_site(job, name, where, folder / "after" / name, lambda event: None, model)
+
+    judge = site("everyone", everyone(sites, folder))
+    loss = judge.evaluate("whole", Payload(state.round, HELD_OUT, whole)).metrics["validation/received/loss"]
+    drifts = []
+    for name in random.Random(seed_for(job.config.training.seed, "drift")).sample(sorted(sites), min(5, len(sites))):
+        sent, one = job.strategy.broadcast(state, coordinator.sites[name]), site(name, sites[name])
+        kinds = {"method": sent, "oracle": Payload(state.round, 0, whole)}
+        own, best = (moves(Upload(one.train(kind, p), 1, p, coordinator.sites[name])) for kind, p in kinds.items())
+        drifts.append((*oracle_drift(own, best), 1 - cross_drift([own, best])))
+    absolute, relative, cosine = (statistics.mean(values) for values in zip(*drifts, strict=True))
+    return {"global": loss, "absolute": absolute * job.config.adapter.scaling, "relative": relative, "cosine": cosine}
+
+
+def full(job: Job, state: ServerState) -> Tensors:
+    """Return the server's whole update as factors of full rank, all of them to train."""
+    tensors = dict(others(state.shared))
+    for layer, (out, into) in shapes(job.initial).items():
+        if isinstance(job.strategy, ExactServer):
+            update = global_updates(state)[layer]
+        else:
+            update = lowrank.Update(*factors(state.shared, layer))
+        rank = min(out, into)
+        product = lowrank.refactor(lowrank.spectrum(update, rank), rank, 1.0, job.initial[f"{layer}.lora_A"])
+        tensors |= pair(layer, product)
+    return tensors
+
+
+def everyone(sites: Mapping[str, SiteConfig], folder: Path) -> SiteConfig:
+    """Return a site with all sites' validation data."""
+    pooled = folder / "everyone"
+    pooled.mkdir()
+    first = next(iter(sites.values()))
+    (pooled / FILES["training"]).write_text((first.datalist / FILES["training"]).read_text())
+    text = "".join((s.datalist / FILES["validation"]).read_text() for s in sites.values())
+    (pooled / FILES["validation"]).write_text(text)
+    return first.model_copy(update={"datalist": pooled})
