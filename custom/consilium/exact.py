@@ -46,13 +46,17 @@ class ExactServer(UnequalRanks):
         state = ServerState(0, 0, others(initial), {n: t for n, t in initial.items() if n not in others(initial)})
         return self._decomposed(state, zero)
 
-    def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the global update truncated to what the site can download, all of it as one part."""
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the global update truncated to what the site can download, all of it to train."""
         ranks = self.download_ranks(state, site)
         tensors = dict(others(state.shared))
         for layer, found in spectra(state).items():
             tensors |= pair(layer, start(state, layer, found, ranks[layer]))
         return Payload(state.round, state.phase, tensors)
+
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the same after the last round: no part of it is a tail then."""
+        return ExactServer.broadcast(self, state, site)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return the ranks by layer that a site receives: in algorithms with one rank a site, those it trains."""

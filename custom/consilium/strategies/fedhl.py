@@ -14,10 +14,10 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from consilium import lowrank
-from consilium.exact import ExactServer, spectra, start
+from consilium.exact import ExactServer, spectra
 from consilium.lowrank import Change, Update
-from consilium.ranks import others, pair, weights
-from consilium.strategy import Payload, ServerState, SiteInfo, Upload
+from consilium.ranks import weights
+from consilium.strategy import ServerState, SiteInfo, Upload
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,6 @@ class FedHL(ExactServer):
     name: ClassVar[str] = "fedhl"
 
     floor: Annotated[float, Field(gt=0)] = 0.1
-
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return W truncated to the site's rank, all of it to train."""
-        ranks, tensors = self.download_ranks(state, site), dict(others(state.shared))
-        for layer, found in spectra(state).items():
-            tensors |= pair(layer, start(state, layer, found, ranks[layer]))
-        return Payload(state.round, state.phase, tensors)
 
     def share(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, float]:
         """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""
