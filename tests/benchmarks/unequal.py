@@ -118,7 +118,7 @@ def spread(wanted: argparse.Namespace, row: Row, folder: Path) -> dict[str, Site
 
 def lines(path: Path, data: str) -> list[Record]:
     """Return the records of a JSONL file."""
-    return [Record(line, label(data, json.loads(line))) for line in path.read_text().splitlines() if line.strip()]
+    return [Record(line, label(data, json.loads(line))) for line in path.read_text().split("\n") if line.strip()]
 
 
 def label(data: str, record: Mapping[str, Any]) -> str:
