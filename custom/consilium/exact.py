@@ -7,7 +7,7 @@ lowrank.py; a head as it is. In `matrices`: `<layer>.u`, `.values`, `.v` and `.e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -25,6 +25,9 @@ class ExactServer(UnequalRanks):
 
     `device`: where the server decomposes, a GPU such as cuda:0 for large layers; by default its CPU's threads, a layer each.
     """
+
+    decomposes: ClassVar[bool] = True
+    """Whether sites are sent truncations; an algorithm that truncates nothing spares the server the decomposition."""
 
     device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
@@ -80,7 +83,8 @@ class ExactServer(UnequalRanks):
         for layer, update in updates.items():
             parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
             shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
-        for layer, found in lowrank.spectra(updates, top, self.device).items():
+        wanted = updates if self.decomposes else {}
+        for layer, found in lowrank.spectra(wanted, top, self.device).items():
             matrices |= {f"{layer}.u": found.left, f"{layer}.values": found.values, f"{layer}.v": found.right}
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)

@@ -53,12 +53,17 @@ def check_datalist(path: Path, classes: Classes = None) -> Report:
         for item in data.splits[split]:
             _check_item(report, split, item, classes)
     _check_duplicates(report, data)
-    if not data.splits["training"]:
-        report.problems["no training samples"] = [str(path)]
-    for split in ("validation", "test"):
-        if not data.splits[split]:
-            report.warnings.setdefault("empty split", []).append(split)
+    check_splits(report)
     return report
+
+
+def check_splits(report: Report) -> None:
+    """Report splits without samples: a problem for training, a warning for the others."""
+    if not report.samples["training"]:
+        report.problems["no training samples"] = [report.path]
+    for split in ("validation", "test"):
+        if not report.samples[split]:
+            report.warnings.setdefault("empty split", []).append(split)
 
 
 def _check_item(report: Report, split: str, item: Item, classes: Classes) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.data.check import Report
+from consilium.data.check import Report, check_splits
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text, read_texts
 
@@ -21,11 +21,7 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
         for text in data.splits[split]:
             _check(report, text, tokenizer, max_length)
     _check_duplicates(report, data)
-    if not data.splits["training"]:
-        report.problems["no training samples"] = [str(path)]
-    for split in ("validation", "test"):
-        if not data.splits[split]:
-            report.warnings.setdefault("empty split", []).append(split)
+    check_splits(report)
     return report
 
 

@@ -26,6 +26,7 @@ class FLoRA(ExactServer):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "flora"
+    decomposes: ClassVar[bool] = False
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
