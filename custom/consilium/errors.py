@@ -1,21 +1,78 @@
-"""The errors a user meets. Each carries one line: what is wrong (file, field, value) and what to do."""
+"""The errors a user meets, one line each: what is wrong (file, field, value) and what to do; and what of them may leave a site."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """All that a site ever tells the server of why there is no result: one of these words. Its own log has the whole text.
+
+    A site's text may name files, and so patients, or numbers that no noise protects; so none of it leaves.
+    """
+
+    JOB = "job"
+    TASK = "task"
+    POLICY = "policy"
+    APPROVAL = "approval"
+    BUDGET = "budget"
+    LEDGER = "ledger"
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    TRAINING = "training"
+    RESULT = "result"
+    STOPPED = "stopped"
+    ERROR = "error"
+
+    @property
+    def text(self) -> str:
+        """What the word means, for people at the server."""
+        return f"{_TEXTS[self]}; the site's log says which"
+
+
+_TEXTS = {
+    Reason.JOB: "the job's configuration cannot run there",
+    Reason.TASK: "the task is none that the job has at this point",
+    Reason.POLICY: "the site's policy forbids the job",
+    Reason.APPROVAL: "the site's administrator has not approved this job",
+    Reason.BUDGET: "the site's privacy budget does not allow it",
+    Reason.LEDGER: "the site's privacy ledger or record cannot be used",
+    Reason.DATA: "the site's data cannot be read",
+    Reason.CHECKPOINT: "the site's base weights or saved state cannot be used",
+    Reason.TRAINING: "training failed there",
+    Reason.RESULT: "the site's guard let nothing out",
+    Reason.STOPPED: "the task was stopped",
+    Reason.ERROR: "something unexpected failed there",
+}
 
 
 class ConsiliumError(Exception):
-    """Base of every error that is shown to a user as one line instead of a traceback."""
+    """Base of every error that is shown to a user as one line instead of a traceback. `reason`: what may leave a site of it."""
+
+    reason = Reason.ERROR
+
+    def __init__(self, message: str, reason: Reason | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or type(self).reason
 
 
 class ConfigError(ConsiliumError):
     """job.yaml or site.yaml holds something that cannot run."""
 
+    reason = Reason.JOB
+
 
 class DataError(ConsiliumError):
     """A data list, an image or a mask cannot be used."""
+
+    reason = Reason.DATA
 
 
 class CheckpointError(ConsiliumError):
     """A weights file or a saved state is missing, damaged or of another model."""
 
+    reason = Reason.CHECKPOINT
+
 
 class RefusedError(ConsiliumError):
     """A message was refused: a result at the server, or a release at a site. Nothing was aggregated or sent."""
+
+    reason = Reason.RESULT
