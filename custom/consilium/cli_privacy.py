@@ -13,11 +13,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
-JsonOption = Annotated[str, typer.Option("--format", help="txt or json")]
 
 
 def claim_of(folder: Path) -> str | None:
@@ -39,7 +39,7 @@ def plan(
     accountant: Annotated[str, typer.Option(help="exact, prv, rdp, or all")] = "all",
     clip: Annotated[float, typer.Option(help="norm of one site's update")] = 1.0,
     parameters: Annotated[int, typer.Option(help="numbers in a release; default: q, k, v of ViT-B, rank 8")] = PAPER_PARAMETERS,
-    format: JsonOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
 
@@ -116,7 +116,7 @@ def ledger(
     where: Annotated[Path, typer.Argument(help="a ledger.sqlite, a site.yaml, or a folder to search for ledgers")],
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
-    format: JsonOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show what each data set has spent in all jobs, and what its budget leaves."""
     from consilium.privacy.ledger import Ledger, summary
