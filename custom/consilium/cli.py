@@ -157,11 +157,13 @@ def data_phantoms(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
-    from consilium.data.phantoms import LABELS, make_phantoms
+    from consilium.data.phantoms import LABELS, check_own, make_phantoms
 
     if kind not in LABELS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(LABELS)}")
     names = [f"site-{i}" for i in range(1, sites + 1)]
+    for name in names:
+        check_own(folder / name)
     shifts = (appearance, annotation)
     lists = [make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts) for n in names]
     print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
