@@ -32,9 +32,7 @@ _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 def check_hello(hello: Hello) -> None:
     """Raise RefusedError unless every value has its kind and range, and the version is the server's."""
     if not isinstance(hello.name, str) or not _NAME.fullmatch(hello.name) or hello.name == "server":
-        raise RefusedError(
-            f"{shown(hello.name, 40)!r} is no name for a site; use letters, digits and _-, as in its certificate"
-        )
+        raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
     name, version = hello.name, hello.version
     if version != __version__:
         told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"

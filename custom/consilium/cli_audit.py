@@ -47,10 +47,11 @@ def markdown(found: dict[str, Any]) -> str:
     first = messages[0] if messages else {}
     site = first.get("site", "this site")
     damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
     lines = [
         "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
         "",
-        f"- record: {cell(found['file'])} ({len(messages)} messages; {damage if found['broken_line'] else 'every line follows'})",
+        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *_privacy(messages),
         "",

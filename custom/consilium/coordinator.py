@@ -167,7 +167,7 @@ class Coordinator:
 
     def refuse(self, name: str, reason: str, joining: bool = False) -> str:
         """Note that a site gave nothing usable now, or may not join, and return the reason."""
-        refusal = {"event": "refused", "site": name, "round": self.state.round, "joining": joining, "reason": reason}
+        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
         return reason

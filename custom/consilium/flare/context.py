@@ -19,7 +19,7 @@ from consilium.config import SiteConfig, find_site, job_file, load_job
 from consilium.errors import ConfigError
 from consilium.runs import OWNER, RUNS, check_name, default_name, run_folder
 from consilium.site import Observer
-from consilium.storage import sweep, write_atomic
+from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation: the folder that receives the run's files of server and sites."""
@@ -142,6 +142,7 @@ def _run_folder(fl_ctx: FLContext, job: Job, state: Path) -> Path:
     os.umask(0o077)
     if simulated() and state == _state(fl_ctx):
         return state
+    private_folder(_state(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
     found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx))
     sweep(found)
     return found
