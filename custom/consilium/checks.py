@@ -83,12 +83,12 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
-    """Raise RefusedError unless it holds finite numbers of `dtype` in memory of its own, each once."""
+    """Raise RefusedError unless it holds finite numbers of `dtype`, no more than its memory has room for."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
         raise RefusedError(f"tensor {name!r} is not a plain one on the processor")
     if tensor.dtype is not dtype:
         raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         raise RefusedError(f"tensor {name!r} claims more numbers than it brings")
     if not torch.isfinite(tensor).all():
         raise RefusedError(f"tensor {name!r} has NaN or Inf")

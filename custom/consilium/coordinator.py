@@ -166,7 +166,8 @@ class Coordinator:
         return None
 
     def refuse(self, name: str, reason: str, joining: bool = False) -> str:
-        """Note that a site gave nothing usable now, or may not join, and return the reason."""
+        """Note that a site gave nothing usable now, or may not join, and return the reason, in one line of bounded length."""
+        reason = shown(reason, 1000)
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)

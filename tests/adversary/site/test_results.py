@@ -105,7 +105,7 @@ def tensors(job: Job) -> dict[str, Callable[[Tensor], Any]]:
         "plain: a subclass": lambda t: torch.nn.Parameter(t),
         "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
         "claims more: a trillion of one": lambda t: torch.zeros(1).expand(10**6, 10**6),
-        "claims more: a view": lambda t: t.T.contiguous().T,
+        "claims more: a row many times": lambda t: t[:1].clone().expand(t.shape),
         "has shape": lambda t: t.reshape(-1),
         "has NaN": lambda t: t * float("nan"),
     }
