@@ -87,7 +87,7 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
         k, each, low, saved = bottlenecks.values()
         typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")
     title = f"{config.name}: parameters per site and round; * this job"
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
     for heading in ("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
     for index, one in enumerate(costs):

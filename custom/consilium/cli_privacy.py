@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line
 from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
@@ -161,13 +162,13 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
         spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in one["epsilon"].items())
         meaning = f"{one['unit']} level, {one['adjacency']}, trust {'/'.join(one['trust'])}"
         budget = f"; budget {one['budget']['epsilon']:g} at delta {one['budget']['delta']:g}" if "budget" in one else ""
-        console.print(f"{one['dataset']}: {spent} ({meaning}{budget})", markup=False)
-        console.print(f"    {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", markup=False)
+        console.print(line(f"{one['dataset']}: {spent} ({meaning}{budget})", limit=1000))
+        console.print(line(f"    {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000))
         if not one["private"]:
             console.print("    not private: noise came from a seed (noise_seed in site.yaml)", style="yellow")
     for row in rows:
         what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
-        console.print(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", markup=False)
+        console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", limit=1000))
     if not found:
         console.print("nothing was released yet")

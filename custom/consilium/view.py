@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from consilium.clean import line, shown
+from consilium.progress import when
 from consilium.tables import fit
 
 Results = Mapping[str, Mapping[str, float]]
@@ -50,7 +51,7 @@ class LiveView:
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
         self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
-        self.score, self._started = LEADING[0], False
+        self.score = LEADING[0]
         columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
         self._bar = Progress(*columns, expand=True)
         self._task = self._bar.add_task(shown(title), total=rounds, eta="")
@@ -80,7 +81,7 @@ class LiveView:
         return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.round, self.asked, self._started = event["round"], len(event["sites"]), True
+        self.round, self.asked = event["round"], len(event["sites"])
         self.phase, self.phases = event["phase"], event["phases"]
         for row in self.sites.values():
             row["part"] = 0.0
@@ -103,13 +104,7 @@ class LiveView:
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
-        self._say(f"{self._place(event['round'])}: {shown(event['site'])}: refused: {shown(event['reason'])}", "red")
-
-    def _place(self, round: int) -> str:
-        """Return when something happened. Sites are refused on joining too, and in the closing evaluation, after the rounds."""
-        if not self._started:
-            return "before the first round"
-        return f"round {round + 1}" if round < self.rounds else "closing evaluation"
+        self._say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics, row, closing = event["metrics"], self._row(event), "train/loss" not in event["metrics"]
@@ -261,4 +256,4 @@ def _score(metrics: Mapping[str, float], stage: str, score: str) -> float | None
 
 def number(value: float | None) -> str:
     """Return a score as tables show it."""
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"

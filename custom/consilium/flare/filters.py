@@ -115,15 +115,22 @@ class ResultCheckFilter(ClosedFilter):
         self._job: Job | None = None
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself if coordinator.check_result accepts it; an evaluation's is checked where it is recorded."""
+        """Return the result itself if checks.check_result accepts it; an evaluation's is checked where it is recorded."""
+        try:
+            self._check(shareable, fl_ctx)
+        except RefusedError as error:
+            fl_ctx.set_prop(wire.REASON, str(error), private=True, sticky=False)  # for the controller: a reply is a site's word
+            raise
+        return shareable
+
+    def _check(self, shareable: Shareable, fl_ctx: FLContext) -> None:
         self._job = self._job or context.load(fl_ctx)
         if wire.HELLO in shareable:
             _check_hello(shareable)
-            return shareable
+            return
         payload: Payload = wire.decode(shareable)[0]
         if not _evaluation(payload, self._job.config):
             check_result(self._job, payload)
-        return shareable
 
 
 def without_paths(reason: str) -> str:

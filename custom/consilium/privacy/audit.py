@@ -18,6 +18,7 @@ from consilium.errors import RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.ledger import merge
 from consilium.privacy.plan import Plan
+from consilium.storage import open_private, private_folder
 from consilium.strategy import Tensors
 
 FILE = "audit.jsonl"
@@ -30,8 +31,8 @@ def record(path: Path, entry: Mapping[str, Any]) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         if any(_content(json.loads(line)) == json.loads(json.dumps(entry)) for line in lines):
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
+        private_folder(path.parent)
+        with open_private(path, "a") as file:
             file.write(json.dumps({"time": time.time(), **entry, "previous": _seal(lines)}) + "\n")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "a line is damaged"

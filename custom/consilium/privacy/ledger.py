@@ -15,6 +15,7 @@ from typing import Any
 
 from consilium.errors import RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.storage import open_private, private_folder
 
 WHOLE_RUN = -1
 """Round and phase of a row that stands for a whole run, written before it starts."""
@@ -99,7 +100,7 @@ class Ledger:
 
     def spend(self, entry: Entry, budget: Budget | None) -> None:
         """Write one release, before it leaves the site; once, however often it is asked. Raises RefusedError as `check`."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path.parent)
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")  # no other process reads or writes between the check and the row
             db.execute(_CREATE)
@@ -134,10 +135,12 @@ class Ledger:
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open the file; anything wrong with it is a refusal: without a ledger nothing leaves."""
         try:
+            if not self.path.exists():
+                open_private(self.path, "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise RefusedError(f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; mend it") from None
 
 
