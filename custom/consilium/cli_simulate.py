@@ -20,12 +20,11 @@ import typer
 from rich.console import Console
 
 from consilium.clean import shown
-from consilium.cli_options import Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli_options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli_privacy import claim_of
 from consilium.errors import ConfigError
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
 """What a run's folder calls by these names already."""
 FILE_WIDTH = 140
