@@ -8,8 +8,8 @@ import torch
 
 from consilium.assemble import Job
 from consilium.errors import RefusedError
-from consilium.privacy.guard import upload_shapes
 from consilium.privacy.plan import Plan
+from consilium.privacy.release import upload_shapes
 from consilium.strategy import Payload, Role, Strategy, Tensors
 
 
@@ -40,7 +40,7 @@ def check_norm(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> N
     """
     adapter, update = _norm(job.initial | sent.tensors), _norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
-    noise = plan.config.clip + plan.site_noise(job.config.federation.min_sites) * math.sqrt(numbers) if plan else 0.0
+    noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")

@@ -153,10 +153,6 @@ class JobConfig(Section):
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record" and self.training.accumulate > 1:
             raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
-        if self.privacy.unit == "site" and self.privacy.trust == "distributed" and self.federation.min_sites < 2:
-            raise ValueError(
-                "federation.min_sites: 1 with privacy.trust distributed: a lone site has no one to share; use local"
-            )
         return self
 
     @field_validator("strategy", mode="before")

@@ -64,7 +64,7 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy what an admin may download into FLARE's run folder: all but the server's state, which has a sampling secret."""
+    """Copy what an admin may download into FLARE's run folder: all but the server's state."""
     if not simulated():
         shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server"), dirs_exist_ok=True)
 
@@ -85,11 +85,11 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     return _root(fl_ctx, job) / "sites" / name
 
 
-def ledger_path(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's ledger for all jobs; a simulation has one of its own."""
+def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
     if simulated():
-        return site_folder(fl_ctx, job, name, site) / "ledger.sqlite"
-    return (site.state or Path(_workspace(fl_ctx).get_root_dir()) / "consilium") / "ledger.sqlite"
+        return site_folder(fl_ctx, job, name, site)
+    return site.state or Path(_workspace(fl_ctx).get_root_dir()) / "consilium"
 
 
 def simulated() -> bool:
