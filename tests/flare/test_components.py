@@ -119,6 +119,7 @@ def test_a_task_the_guard_refuses_reaches_the_executor_as_a_word(job: Job, guard
     refused = passed(GuardTaskFilter, job, wire.encode(Payload(-1, 0, {}), "r", update=False))
     assert wire.reason_of(refused) is Reason.TASK
     assert not set(refused) - {"__headers__"}
+    assert wire.reason_of(passed(GuardTaskFilter, job, wire.refusal(Reason.BUDGET))) is Reason.BUDGET  # the second pair
 
 
 def bad_results(job: Job) -> dict[str, Payload]:

@@ -56,6 +56,8 @@ class GuardTaskFilter(ClosedFilter):
         """Return a shareable that only names the task as authorized; what came is not passed on."""
         if isinstance(wire.held(shareable), Task):
             return shareable  # the first pair's
+        if (reason := wire.reason_of(shareable)) is not None:  # the first pair's refusal
+            return wire.refusal(reason)
         return wire.hold(_authorize(_guard(self, fl_ctx), shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
 
