@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line, shown
 from consilium.cli_deploy import app as deploy_app
 from consilium.cli_import import data_import
 from consilium.cli_privacy import app as privacy_app
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         app()
     except ConsiliumError as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), style="red", highlight=False, markup=False)
+        Console(stderr=True, soft_wrap=True).print(*(line(one, "red", 2000) for one in str(error).splitlines()), sep="\n")
         raise SystemExit(2 if isinstance(error, ConfigError | DataError | CheckpointError) else 1) from None
 
 
@@ -128,7 +129,7 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
         k, each, low, saved = bottlenecks.values()
         typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")
     title = f"{config.name}: parameters per site and round; * this job"
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
     for heading in ("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
     for index, one in enumerate(costs):
@@ -228,7 +229,7 @@ def data_partition(
         return
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-        typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
+        typer.echo(shown(f"{site}: {sum(counts.values())} training samples: {parts}", 2000))
     typer.echo(f"{folder}: a data list per site, partition.json and partition.png")
 
 
@@ -278,16 +279,16 @@ def _print_results(results: dict[str, dict[str, float]], name: str, folder: Path
 
 def _print_report(report: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items()))
+    console.print(line(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items())))
     if sizes := report["sizes"]:
         console.print("sizes: " + ", ".join(f"{size} ({n})" for size, n in sizes.items()))
     if values := report["images_with_label_value"]:
         console.print("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
     for name, by_split in report["images_of_class"].items():
-        console.print(f"class {name}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()), markup=False)
+        console.print(line(f"class {name}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
     for kind, style in (("problems", "red"), ("warnings", "yellow")):
         for what, found in report[kind].items():
-            console.print(f"{found['count']} x {what}", style=style)
+            console.print(line(f"{found['count']} x {what}", style))
             for name in found["first"]:
-                console.print(f"    {name}", markup=False)
+                console.print(line(f"    {name}"))
     console.print("no problems" if not report["problems"] else "training would stop at these problems; mend them first")

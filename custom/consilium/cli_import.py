@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line, shown
 from consilium.errors import ConfigError
 
 
@@ -55,9 +56,9 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
     for heading in ("site", "training", "validation", "test"):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for site, counts in summary["sites"].items():
-        table.add_row(site, *(str(n) for n in counts.values()))
+        table.add_row(line(site), *(str(n) for n in counts.values()))
     Console().print(table)
     for note in summary["notes"]:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {shown(note, 1000)}")
     typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
     typer.echo(f"{dest}: a folder with datalist.json per site, and import.json")

@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line
 from consilium.errors import ConfigError, ConsiliumError
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
@@ -198,7 +199,7 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
     for row in rows:
         what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
-        console.print(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", markup=False)
+        console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", limit=1000))
     if not found:
         console.print("nothing was released yet")
 

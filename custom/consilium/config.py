@@ -106,6 +106,7 @@ class FederationConfig(Section):
     """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
 
     `max_norm_ratio`: an update whose norm is over this many times that of the adapter it changes is refused.
+    `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
     `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
     """
 
@@ -113,6 +114,7 @@ class FederationConfig(Section):
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
     weighting: Literal["samples", "uniform"] | None = None
+    max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
     round_timeout: Annotated[float, Field(gt=0)] = 3600.0
     grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
     max_norm_ratio: Annotated[float, Field(gt=0)] = 100.0
@@ -144,6 +146,11 @@ class JobConfig(Section):
         """What weighs a site's update; with site-level DP uniform, because a weight would tell the site's data size."""
         private = self.privacy is not None and self.privacy.unit == "site"
         return self.federation.weighting or ("uniform" if private else "samples")
+
+    def weight(self, num_samples: int) -> int:
+        """Return what the update of a site that says it has so many samples weighs in the mean."""
+        most = self.federation.max_weight
+        return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:

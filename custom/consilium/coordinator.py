@@ -9,10 +9,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from consilium import __version__
 from consilium.adapters.export import export
 from consilium.assemble import Job
-from consilium.checks import check_norm, check_result, check_shapes
+from consilium.checks import check_evaluation, check_hello, check_update
+from consilium.clean import shown
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.privacy.mechanism import Normal, release, system_normal
 from consilium.privacy.plan import Plan, make_plan
@@ -20,7 +20,7 @@ from consilium.privacy.release import geometries, upload_shapes
 from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
-from consilium.storage import load_state, save_state
+from consilium.storage import load_state, save_state, sweep
 from consilium.strategy import HELD_OUT, Payload, Role, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
@@ -40,6 +40,7 @@ class Coordinator:
     ) -> None:
         self.job, self.folder, self.observer = job, folder, observer
         self.log = RunLog(folder, job.config, resume)
+        sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self.accepted: set[str] = set()
@@ -71,14 +72,12 @@ class Coordinator:
 
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
-        if hello.version != __version__:
-            raise RefusedError(f"{hello.name}: consilium {hello.version}, the server has {__version__}; install the same")
-        if hello.num_samples < 1:
-            raise RefusedError(f"{hello.name}: no training samples; add entries under `training` to its data list")
+        check_hello(hello)
         self._check_checkpoint(hello)
         with self._lock:
             self.checkpoint = hello.checkpoint
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, hello.capacity)
+        self.log.joined(self.state.round, hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -120,10 +119,15 @@ class Coordinator:
         drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
-    def record_held_out(self, name: str, result: Payload) -> None:
-        """Keep the metrics of a site that was held out of this round."""
+    def record_held_out(self, name: str, result: Payload) -> str | None:
+        """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, HELD_OUT)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
         self.log.held_out(name, result)
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
 
     def _announce(self, plan: Plan) -> None:
         """Tell, before any training, what is promised and what that will do to the result."""
@@ -142,20 +146,22 @@ class Coordinator:
         with self._lock:
             try:
                 sent = self._check(name, result)
-                weight = self.asked[name].num_samples if self.job.config.weighting == "samples" else 1
+                weight = self.job.config.weight(self.asked[name].num_samples)
                 self.aggregate.add(self.asked[name], result, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
             self.sites[name] = replace(self.asked[name], joined=True)
-        self.log.received(name, result)
+        self.log.received(name, result, weight)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def refuse(self, name: str, reason: str) -> str:
-        """Note that a site gave nothing usable in this round, and return the reason."""
-        self.observer({"event": "refused", "site": name, "round": self.state.round, "reason": reason})
-        self.log.refused(self.state.round, name, reason)
+    def refuse(self, name: str, reason: str, joining: bool = False) -> str:
+        """Note that a site gave nothing usable now, or may not join, and return the reason, in one line of bounded length."""
+        reason = shown(reason, 1000)
+        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
+        self.observer(refusal)
+        self.log.refused(refusal)
         return reason
 
     def _check(self, name: str, result: Payload) -> Payload:
@@ -164,11 +170,10 @@ class Coordinator:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
             at = f"round {self.state.round} phase {self.state.phase}"
-            raise RefusedError(f"stale: answers round {result.round} phase {result.phase}, the federation is at {at}")
-        check_result(self.job, result)
+            told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
+            raise RefusedError(f"stale: answers {told}, the federation is at {at}")
         sent = self.job.strategy.broadcast(self.state, self.asked[name])
-        check_shapes(self.job.strategy, result, sent)
-        check_norm(self.job, self.plan, result, sent)
+        check_update(self.job, self.plan, result, sent)
         return sent
 
     def conclude(self) -> None:
@@ -204,10 +209,15 @@ class Coordinator:
         """Return the payloads for the last evaluation, one per registered site."""
         return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
-    def record_final(self, name: str, result: Payload) -> None:
-        """Keep a site's final metrics."""
+    def record_final(self, name: str, result: Payload) -> str | None:
+        """Keep a site's final metrics. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, self.state.phase)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
         self.log.final(name, result)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
+        return None
 
     def finish(self) -> None:
         """Write the results of a run that came to its end, and its adapter where the server has a whole one."""

@@ -74,7 +74,7 @@ def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
         try:
             coordinator.welcome(member.hello(coordinator.run))
         except ConsiliumError as error:
-            coordinator.refuse(name, str(error))
+            coordinator.refuse(name, str(error), joining=True)
 
 
 def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:

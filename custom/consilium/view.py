@@ -10,6 +10,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from consilium.clean import line
+from consilium.progress import when
+
 STAGES = ("base", "received", "personal")
 HEADINGS = {
     "dice": "Dice", "iou": "IoU", "hd95": "HD95", "accuracy": "Accuracy", "f1": "Macro F1", "exact": "Exact", "loss": "Loss",
@@ -68,9 +71,9 @@ class LiveView:
             row["part"] = 0.0
 
     def _on_privacy(self, event: Mapping[str, Any]) -> None:
-        self.console.print(f"privacy: {event['claim']}", highlight=False)
+        self.console.print(line(f"privacy: {event['claim']}", limit=1000))
         for warning in event["warnings"]:
-            self.console.print(f"[yellow]privacy: {warning}", highlight=False)
+            self.console.print(line(f"privacy: {warning}", "yellow", 1000))
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         row = self._row(event)
@@ -85,7 +88,7 @@ class LiveView:
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = f"refused: {event['reason']}"
-        self.console.print(f"[red]round {event['round'] + 1}: {event['site']}: refused: {event['reason']}", highlight=False)
+        self.console.print(line(f"{event['site']}: refused {when(event, self.rounds)}: {event['reason']}", "red", 1000))
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics = event["metrics"]
@@ -98,7 +101,7 @@ class LiveView:
             scores = f"loss {metrics['train/loss']:.3f}  {HEADINGS[self.score]} {values}"
             part = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
             place = f"round {event['round'] + 1}/{self.rounds}{part}  {event['site']}"
-            self.console.print(f"{place}: {scores}  {self._eta()}", highlight=False)
+            self.console.print(line(f"{place}: {scores}  {self._eta()}"))
 
     def _fraction(self) -> float:
         done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
@@ -114,7 +117,7 @@ class LiveView:
         for name in sorted(self.sites):
             row = self.sites[name]
             numbers = [f"{row[k]:.3f}" if k in row else "" for k in ("loss", "received", "personal")]
-            table.add_row(name, row["state"], *numbers)
+            table.add_row(line(name), line(row["state"]), *numbers)
         done = self._fraction() * self.rounds
         self._bar.update(
             self._task, completed=done, description=f"round {min(self.round + 1, self.rounds)}/{self.rounds}", eta=self._eta()
@@ -132,13 +135,13 @@ def result_table(results: Mapping[str, Mapping[str, float]], title: str) -> Tabl
     score = leading(names, LEADING[0])
     rest = _beside(score, names)
     remark = ", resized grid; HD95 in pixels of it" if score == "dice" else ""
-    table = Table(title=f"{title}: {split} split{remark}", title_justify="left", box=SIMPLE)
+    table = Table(title=line(f"{title}: {split} split{remark}"), title_justify="left", box=SIMPLE)
     shown = [(stage, score) for stage in STAGES] + [("received", metric) for metric in rest]
     columns = [f"{split}/{stage}/{metric}" for stage, metric in shown]
     for heading in ("site", *(f"{HEADINGS[metric]} {stage}" for stage, metric in shown)):
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for site in sorted(results):
-        table.add_row(site, *(number(results[site].get(c)) for c in columns))
+        table.add_row(line(site), *(number(results[site].get(c)) for c in columns))
     table.add_section()
     table.add_row("mean", *(number(mean_of(results, c)) for c in columns), style="bold")
     return table
@@ -166,4 +169,4 @@ def _beside(score: str, names: set[str]) -> tuple[str, ...]:
 
 def number(value: float | None) -> str:
     """Return a score as tables show it."""
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"

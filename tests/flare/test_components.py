@@ -101,7 +101,7 @@ def test_the_second_pair_hands_on_the_very_task_of_the_first(job: Job, guard: Gu
 def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) -> None:
     held = answered(job, update(job))
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
-    assert wire.failure(passed(ResultCheckFilter, job, held))
+    assert wire.reason_of(passed(ResultCheckFilter, job, held))
     wire.take(held)
     with pytest.raises(RefusedError, match="nothing that the guard has seen"):
         wire.take(held)
@@ -152,7 +152,7 @@ def test_what_is_no_answer_passes_neither_side(kind: type, job: Job, guard: Guar
         Shareable({wire.HELD: ["guess"]}),
     ):
         answer = passed(kind, job, message)
-        assert wire.failure(answer)
+        assert wire.reason_of(answer)
         assert not set(answer) - {"__headers__"}
 
 
@@ -167,8 +167,11 @@ def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
 def test_a_refusal_keeps_one_word_and_one_return_code(said: object, job: Job, guard: Guard) -> None:
     reply = make_reply(ReturnCode.TASK_ABORTED, {wire.REASON: said, "name": "John Doe"})
     reply["DXO"] = "secret"
-    for answer in (passed(GuardResultFilter, job, reply), passed(ResultCheckFilter, job, reply)):
-        assert wire.failure(answer) == Reason.ERROR.text
+    for answer in (
+        passed(GuardResultFilter, job, reply),
+        passed(ResultCheckFilter, job, passed(GuardResultFilter, job, reply)),
+    ):
+        assert wire.reason_of(answer) is Reason.ERROR
         assert answer["__headers__"].keys() <= {wire.REASON, "__rc__", "__cookie_jar__"}
         assert set(answer) <= {"__headers__"}
         assert answer.get_return_code() == wire.REFUSED

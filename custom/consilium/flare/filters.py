@@ -8,7 +8,7 @@ pass.
 from abc import abstractmethod
 
 from nvflare.apis.filter import Filter
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
@@ -94,11 +94,15 @@ class ResultCheckFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result itself if checks.check_result accepts it; hellos and evaluations are checked where used."""
-        if (reason := wire.reason_of(shareable)) is not None:
-            return wire.refusal(reason)
+        if shareable.get_return_code() != ReturnCode.OK:
+            return wire.bare(shareable)
         self._job = self._job or context.load(fl_ctx)
-        if fl_ctx.get_prop(FLContextKey.TASK_NAME) == Kind.TRAIN:
-            check_result(self._job, wire.decode(shareable)[0])
+        try:
+            if fl_ctx.get_prop(FLContextKey.TASK_NAME) == Kind.TRAIN:
+                check_result(self._job, wire.decode(shareable)[0])
+        except RefusedError as error:
+            fl_ctx.set_prop(wire.REASON, str(error), private=True, sticky=False)  # for the controller: a reply is a site's word
+            raise
         return shareable
 
 

@@ -16,12 +16,13 @@ from consilium.flare.allow import allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.site import Observer
+from consilium.storage import private_folder
 
 
 def export_job(config: JobConfig, workspace: Path) -> Path:
     """Write `config` as a FLARE job folder under `workspace`/flare/job and return it."""
     source = workspace / "flare" / "source" / "job.yaml"
-    source.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
     return export(source, workspace / "flare" / "job")
 

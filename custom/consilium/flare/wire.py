@@ -131,7 +131,7 @@ def reason_of(shareable: Shareable) -> Reason | None:
         return Reason.ERROR
 
 
-def failure(shareable: Shareable) -> str | None:
-    """Return why a reply holds no result, or None if it does."""
-    reason = reason_of(shareable)
-    return None if reason is None else reason.text
+def bare(shareable: Shareable) -> Shareable:
+    """Return a reply that holds no result without anything but its word, or its return code where it has no word."""
+    said = shareable.get_header(REASON)
+    return refusal(reason_of(shareable)) if said is not None else make_reply(shareable.get_return_code())

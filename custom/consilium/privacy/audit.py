@@ -20,6 +20,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.ledger import merge
 from consilium.privacy.plan import Plan
+from consilium.storage import open_private, private_folder
 from consilium.strategy import Tensors
 
 FILE = "audit.jsonl"
@@ -39,8 +40,8 @@ class Record:
         Raises RefusedError where that cannot be: then nothing may leave.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with os.fdopen(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600), "r+", encoding="utf-8") as file:
+            private_folder(self.path.parent)
+            with open_private(self.path, "a+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 self._catch_up(file)
                 if again or _content(entry) not in self._known:

@@ -12,7 +12,6 @@ What the rows cost one record or one whole site is `cost`, the composition rule;
 
 import hashlib
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from consilium.errors import Reason, RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.storage import open_private, private_folder
 
 UNITS = ("record", "site")
 """What a claim may be about, the finer first."""
@@ -165,8 +165,8 @@ class Ledger:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """Open the file, made if need be, so that no other process reads or writes until the block ends."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        private_folder(self.path.parent)
+        open_private(self.path, "a").close()
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             db.execute(_CREATE)
@@ -177,6 +177,8 @@ class Ledger:
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open the file; anything wrong with it is a refusal: without a ledger nothing leaves."""
         try:
+            if not self.path.exists():
+                open_private(self.path, "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
@@ -236,9 +238,10 @@ def _check_terms(known: Entry, entry: Entry) -> None:
 
 
 def _check_budget(unit: str, budget: Budget, rows: list[Entry], planned: list[Entry]) -> None:
-    before, after = (epsilon_for(unit, part, budget.delta) for part in (rows, [*rows, *planned]))
+    after = epsilon_for(unit, [*rows, *planned], budget.delta)
     if after <= budget.epsilon * (1 + 1e-6):
         return
+    before = epsilon_for(unit, rows, budget.delta)
     why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
     if planned[0].unit != unit:
         why = f"the job is {planned[0].unit} level: {why}"
