@@ -1,12 +1,10 @@
 """job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from consilium.config_adapter import BottleneckConfig, DualRankConfig, LoraConfig
@@ -16,19 +14,15 @@ from consilium.config_errors import all_fields, describe
 from consilium.config_errors import nearest as nearest
 from consilium.config_language import CausalLmConfig, LanguageConfig
 from consilium.config_privacy import PolicyConfig, PrivacyConfig
-from consilium.config_section import Section, Sha256
+from consilium.config_records import keep_apart
+from consilium.config_section import MOST_CLASSES, ClassName, Positive, Seconds, Section, Seed, Sha256, Share
+from consilium.config_yaml import Loader as Loader
+from consilium.config_yaml import read_yaml
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
-
-
-class Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, and numbers as JSON writes them: a pasted config.json has 1e-05, which would be text."""
-
-
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 class SamConfig(Section):
@@ -38,7 +32,7 @@ class SamConfig(Section):
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h"]
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
-    image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
+    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
     attention: Literal["fused", "original"] = "fused"
 
 
@@ -49,36 +43,45 @@ class ClipConfig(Section):
     variant: Literal["tiny", "biomedclip", "clip"]
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
-    image_size: Annotated[int, Field(ge=16, description="pixels, a multiple of the variant's patch size")]
+    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
+
+
+LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
 
 
 class SegmentationConfig(Section):
     """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
     name: Literal["segmentation"] = "segmentation"
-    classes: Annotated[dict[str, list[int]], Field(min_length=1)]
+    classes: Annotated[dict[ClassName, LabelValues], Field(min_length=1, max_length=MOST_CLASSES)]
     prompt: Literal["none", "box"] = "none"
     augment: bool = True
 
     @field_validator("classes", mode="before")
     @classmethod
     def _number_names(cls, value: Any) -> Any:
-        return {name: [i] for i, name in enumerate(value, start=1)} if isinstance(value, list) else value
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            return value
+        return {name: [i] for i, name in enumerate(_each_once(value), start=1)}
 
 
 class ClassificationConfig(Section):
     """One class per image. `classes`: their names, in the order of the model's outputs; integer labels count from 0."""
 
     name: Literal["classification"]
-    classes: Annotated[list[Annotated[str, Field(pattern=r"^[^/]+$")]], Field(min_length=2)]
+    classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]
     augment: bool = True
 
     @field_validator("classes")
     @classmethod
     def _differ(cls, value: list[str]) -> list[str]:
-        if twice := sorted(name for name in set(value) if value.count(name) > 1):
-            raise ValueError(f"every class once; {twice[0]!r} is there twice")
-        return value
+        return _each_once(value)
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if twice := sorted(name for name in set(names) if names.count(name) > 1):
+        raise ValueError(f"every class once; {twice[0]!r} is there twice")
+    return names
 
 
 class TrainingConfig(Section):
@@ -87,19 +90,19 @@ class TrainingConfig(Section):
     `schedule` cosine lets the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
     """
 
-    rounds: Annotated[int, Field(ge=1)]
-    local_epochs: Annotated[int, Field(ge=1)] = 1
-    local_steps: Annotated[int, Field(ge=1)] | None = None
-    batch_size: Annotated[int, Field(ge=1)] = 4
-    accumulate: Annotated[int, Field(ge=1, description="batches per optimizer step")] = 1
+    rounds: Annotated[int, Field(ge=1, le=100_000)]
+    local_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    local_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 4
+    accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    lr: Annotated[float, Field(gt=0)] = 1e-4
+    lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
     schedule: Literal["constant", "cosine"] = "constant"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
 
 
 class FederationConfig(Section):
@@ -110,17 +113,17 @@ class FederationConfig(Section):
     `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
     """
 
-    min_sites: Annotated[int, Field(ge=1)] = 1
+    min_sites: Annotated[int, Field(ge=1, le=10_000)] = 1
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
-    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    held_out: Share = 0.0
     weighting: Literal["samples", "uniform"] | None = None
     max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    round_timeout: Annotated[float, Field(gt=0)] = 3600.0
-    grace: Annotated[float, Field(ge=0, description="wait for more sites once the quorum is in")] = 600.0
-    max_norm_ratio: Annotated[float, Field(gt=0)] = 100.0
+    round_timeout: Annotated[Seconds, Field(gt=0)] = 3600.0
+    grace: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
+    max_norm_ratio: Positive = 100.0
 
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # it becomes a folder's name
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]  # it becomes a folder's name
 DEFAULT_KIND = {"model": ("name", "sam"), "task": ("name", "segmentation"), "adapter": ("kind", "lora")}
 """Sections of several kinds: the key that tells them apart, and the kind meant where it is left out."""
 FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"}
@@ -130,8 +133,8 @@ FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"
 class JobConfig(Section):
     """A whole job: server and sites read the same file. `experiment` names one run of it; given at submission."""
 
-    name: Annotated[str, Field(pattern=NAME)]
-    experiment: Annotated[str, Field(pattern=NAME)] | None = None
+    name: Name
+    experiment: Name | None = None
     strategy: dict[str, Any]
     model: Annotated[SamConfig | ClipConfig | CausalLmConfig, Field(discriminator="name")]
     adapter: Annotated[LoraConfig | DualRankConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
@@ -158,8 +161,8 @@ class JobConfig(Section):
             return self
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
-        if self.privacy.unit == "record" and self.training.accumulate > 1:
-            raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
+        if self.privacy.unit == "record":
+            keep_apart(self.privacy.noise_multiplier, self.training, self.adapter, self.model)
         return self
 
     @field_validator("strategy", mode="before")
@@ -194,7 +197,7 @@ class SiteConfig(Section):
     checkpoints: Path | None = None
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     share_metrics: bool | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: PolicyConfig = PolicyConfig()
@@ -206,10 +209,21 @@ def load_job(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfi
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation.
     """
     path = job_file(path)
-    raw = read_yaml(path)
-    for field, value in (overrides or {}).items():
+    raw, overrides = read_yaml(path), overrides or {}
+    _refuse_another_scaling(raw, overrides, path)
+    for field, value in overrides.items():
         _override(raw, field, value, path)
     return validate(JobConfig, raw, path)
+
+
+def _refuse_another_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a rank set beside an alpha that stays: alpha / rank would change without a word."""
+    adapter = raw.get("adapter") if isinstance(raw, dict) else None
+    alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
+    if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):
+        what = f"the file has alpha {adapter['alpha']}, and alpha / rank scales the adapter"
+        remedy = "set adapter.alpha too (equal to the rank scales by 1), or take it out of the file"
+        raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
 
 
 def _override(raw: Any, field: str, value: Any, path: Path) -> None:
@@ -276,16 +290,6 @@ def read_site_folder(folder: Path) -> SiteConfig | None:
     if (folder / "datalist.json").is_file():
         return SiteConfig(datalist=folder / "datalist.json")
     return SiteConfig(datalist=folder) if has_texts(folder) or has_classes(folder) else None
-
-
-def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds. Raises ConfigError."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())}); fix the line named") from None
 
 
 def validate(model: type[T], raw: Any, path: Path) -> T:

@@ -4,17 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.config_section import Section
+from consilium.config_section import Dropout, Positive, Rank, Section
 
 
 class LoraConfig(Section):
-    """Low-rank updates of linear layers. `targets`: paper, qv, qkv, attention, all-linear, or a regex on module names."""
+    """Low-rank updates of linear layers. `targets`: paper, qv, qkv, attention, all-linear, or a regex on module names (RE2).
+
+    B A is multiplied by alpha / rank; without `alpha` it is the rank, so by 1 at every rank.
+    """
 
     kind: Literal["lora"] = "lora"
-    rank: Annotated[int, Field(ge=1)] = 8
-    alpha: Annotated[float, Field(gt=0)] = 8.0
+    rank: Rank = 8
+    alpha: Annotated[Positive, Field(default_factory=lambda section: float(section["rank"]))]
     targets: str = "paper"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Dropout = 0.0
 
     @property
     def scaling(self) -> float:
@@ -29,10 +32,10 @@ class DualRankConfig(Section):
     """
 
     kind: Literal["dual_rank"]
-    rank: Annotated[int, Field(ge=1)] = 64
-    scaling: Annotated[float, Field(gt=0)] = 2.0
+    rank: Rank = 64
+    scaling: Positive = 2.0
     targets: str = "paper"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Dropout = 0.0
 
 
 class BottleneckConfig(Section):
@@ -42,5 +45,5 @@ class BottleneckConfig(Section):
     """
 
     kind: Literal["bottleneck"]
-    width: Annotated[int, Field(ge=1)] | None = None
+    width: Annotated[int, Field(ge=1, le=4096)] | None = None
     decoder: bool = False

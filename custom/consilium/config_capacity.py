@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from consilium.config_section import Section
+from consilium.config_section import Positive, Seconds, Section
 
 
 class CapacityConfig(Section):
@@ -14,11 +14,11 @@ class CapacityConfig(Section):
     `download_bytes` in a round. What is not given does not limit; with nothing given the job decides (its tiers).
     """
 
-    train: Annotated[float, Field(gt=0)] | None = None
-    download: Annotated[float, Field(gt=0)] | None = None
-    step_seconds: Annotated[float, Field(gt=0)] | None = None
-    memory_bytes: Annotated[float, Field(gt=0)] | None = None
-    download_bytes: Annotated[float, Field(gt=0)] | None = None
+    train: Positive | None = None
+    download: Positive | None = None
+    step_seconds: Annotated[Seconds, Field(gt=0)] | None = None
+    memory_bytes: Annotated[float, Field(gt=0, le=2**60)] | None = None
+    download_bytes: Annotated[float, Field(gt=0, le=2**60)] | None = None
 
     @property
     def given(self) -> bool:

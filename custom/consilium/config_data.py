@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.config_section import Section
+from consilium.config_section import Section, Share
 
 PHANTOMS = {"fundus": "segmentation", "nuclei": "segmentation", "cells": "classification", "sentences": "language"}
 """The task each kind of generated data is for."""
@@ -18,11 +18,11 @@ class PhantomConfig(Section):
     """
 
     kind: Literal["fundus", "nuclei", "cells", "sentences"]
-    training: Annotated[int, Field(ge=1)] = 24
-    validation: Annotated[int, Field(ge=0)] = 8
-    test: Annotated[int, Field(ge=0)] = 16
-    appearance: Annotated[float, Field(ge=0, le=1)] = 0.7
-    annotation: Annotated[float, Field(ge=0, le=1)] = 0.7
+    training: Annotated[int, Field(ge=1, le=100_000)] = 24
+    validation: Annotated[int, Field(ge=0, le=100_000)] = 8
+    test: Annotated[int, Field(ge=0, le=100_000)] = 16
+    appearance: Share = 0.7
+    annotation: Share = 0.7
 
 
 class DataConfig(Section):

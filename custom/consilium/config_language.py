@@ -1,10 +1,11 @@
 """Sections of job.yaml for language models: the model and its task."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.config_section import Section, Sha256
+from consilium.config_section import LONGEST_TEXT, MOST_CLASSES, Section, Sha256
 
 
 class CausalLmConfig(Section):
@@ -20,7 +21,14 @@ class CausalLmConfig(Section):
     checkpoint: Annotated[str | None, Field(validate_default=True)] = None
     checkpoint_sha256: Sha256 | None = None
     config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
-    max_length: Annotated[int, Field(ge=8, description="tokens")] = 512
+    max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens")] = 512
+
+    @field_validator("config")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if value is not None:
+            _check(value, "")
+        return value
 
     @field_validator("checkpoint", "config")
     @classmethod
@@ -34,6 +42,30 @@ class CausalLmConfig(Section):
         return value
 
 
+_SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
+_COUNTS = re.compile(r"layer|block|expert|head|stage|num_hidden")
+
+
+def _check(value: Any, key: str, depth: int = 0) -> None:
+    """Raise ValueError for a number, text or list in a config.json with which a layout would take minutes or gigabytes.
+
+    The server lays the model out from it: sizes cost nothing there (meta device), but every layer or expert is a module.
+    """
+    if isinstance(value, dict | list):
+        if len(value) > 1024 or depth > 8:
+            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
+        for name, item in pairs:
+            _check(item, str(name)[:64], depth + 1)
+    elif isinstance(value, int | float):
+        most = 2**24 if _SIZES.search(key) and not _COUNTS.search(key) else 1024
+        most = 2**40 if isinstance(value, float) or "theta" in key else most
+        if not abs(value) <= most:  # so that NaN does not pass
+            raise ValueError(f"{key} of at most {most}")
+    elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
+
+
 class LanguageConfig(Section):
     """Answers to instructions. `evaluate`: loss; label, exact or generation add what their greedily written answers score.
 
@@ -42,8 +74,8 @@ class LanguageConfig(Section):
 
     name: Literal["language"]
     evaluate: Literal["loss", "label", "exact", "generation"] = "loss"
-    labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    max_new_tokens: Annotated[int, Field(ge=1, description="of a written answer")] = 128
+    labels: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MOST_CLASSES)] = ()
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="of a written answer")] = 128
 
     @field_validator("labels")
     @classmethod

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.config_section import Section
+from consilium.config_section import Section, Seed
 
 
 class SitePrivacyConfig(Section):
@@ -17,10 +17,10 @@ class SitePrivacyConfig(Section):
     """
 
     unit: Literal["site"]
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)]
+    clip: Annotated[float, Field(gt=0, le=1e6)]
     trust: Literal["local", "central"] = "local"
     adjacency: Literal["zero-out", "replace"] = "zero-out"
     accountant: Literal["exact", "prv", "rdp"] = "exact"
@@ -47,10 +47,10 @@ class RecordPrivacyConfig(Section):
     """
 
     unit: Literal["record"]
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     accountant: Literal["prv", "rdp"] = "prv"
     trust: ClassVar[str] = "local"
     adjacency: ClassVar[str] = "zero-out"
@@ -72,7 +72,7 @@ PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discrim
 class BudgetConfig(Section):
     """How much a data set may spend in all jobs together."""
 
-    epsilon: Annotated[float, Field(gt=0)]
+    epsilon: Annotated[float, Field(gt=0, le=1e4)]
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
 
 
@@ -90,7 +90,7 @@ class PolicyConfig(Section):
     budgets: dict[Literal["site", "record"], BudgetConfig] = Field(default_factory=dict)
     trust: tuple[Literal["local", "central"], ...] | None = None
     ledger: Path | None = None
-    noise_seed: Annotated[int, Field(ge=0)] | None = None
+    noise_seed: Seed | None = None
 
     @property
     def protects(self) -> bool:

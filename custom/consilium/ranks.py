@@ -9,25 +9,29 @@ ranks: the site's forward pass multiplies by it, and nothing else depends on it.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from consilium import lowrank
 from consilium.adapters.dual_rank import GATE, TAIL
+from consilium.config_section import Seed, Share
 from consilium.errors import ConfigError
 from consilium.lowrank import Change, Product
 from consilium.seeding import seed_for
 from consilium.strategy import Gathered, Payload, Role, ServerState, SiteInfo, Strategy, Tensors, Upload, lora_factor
+
+TierName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 @dataclass(frozen=True)
 class Tier:
     """Ranks per layer, on average, that a class of sites can train and download."""
 
-    train: float
-    download: float
+    train: Annotated[float, Field(le=1e6)]
+    download: Annotated[float, Field(le=1e6)]
 
 
 PROFILES: dict[str, dict[str, float]] = {
@@ -48,13 +52,15 @@ class UnequalRanks(Strategy):
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
     ranks_differ: ClassVar[bool] = True
 
-    tiers: dict[str, Tier] = field(default_factory=_paper_tiers)
-    profile: Literal["uniform", "skewed"] | dict[str, float] = "uniform"
-    seed: int = 0
+    tiers: Annotated[dict[TierName, Tier], Field(max_length=64)] = field(default_factory=_paper_tiers)
+    profile: Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)] = "uniform"
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if unknown := sorted(self._shares().keys() - self.tiers.keys()):
             raise ConfigError(f"strategy.profile: tier {unknown[0]!r} is not in strategy.tiers; known: {', '.join(self.tiers)}")
+        if not sum(self._shares().values()) > 0:
+            raise ConfigError("strategy.profile: every share is 0; give one tier a share over 0")
         if bad := [name for name, tier in self.tiers.items() if not 0 < tier.train <= tier.download]:
             raise ConfigError(f"strategy.tiers.{bad[0]}: train must be over 0 and at most download")
 

@@ -11,8 +11,10 @@ from enum import StrEnum
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
+from consilium.config_section import STRICT
 from consilium.errors import ConfigError, RefusedError
 
 Tensors = dict[str, Tensor]
@@ -152,6 +154,7 @@ def next_phase(state: ServerState, phases: int) -> tuple[int, int]:
 class Strategy:
     """Base of every algorithm. Hooks never mutate their inputs; all randomness must come from seeds in the payload."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: ClassVar[str]
     upload_scalars: ClassVar[frozenset[str]] = frozenset()
     pools_data: ClassVar[bool] = False

@@ -1,5 +1,6 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config import TrainingConfig
-from consilium.errors import ConsiliumError
+from consilium.errors import ConsiliumError, Reason
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategy import Step
@@ -29,7 +30,10 @@ class Task(Protocol):
         ...
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return these samples of the training split; `seed` fixes their augmentation. The first dimension is the sample."""
+        """Return these samples of the training split. The first dimension is the sample.
+
+        A sample's augmentation depends on `seed` and its own index only, never on the samples beside it.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -109,8 +113,10 @@ def _steps(
         stream = _stream(task, config, seed)
         yield lambda step, regularizer: _step(model, task, optimizer, stream, config, regularizer, step)
         return
+    config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
+    seeds = (seed_for(seed, "step", number) for number in itertools.count())
     with PrivateSteps(model, optimizer, trained, task.num_samples, dp) as private:
-        yield lambda step, regularizer: _private_step(model, task, private, seed, config, regularizer, step)
+        yield lambda step, regularizer: _private_step(model, task, private, next(seeds), config, regularizer, step)
 
 
 def _step(
@@ -135,14 +141,18 @@ def _step(
 def _private_step(
     model: nn.Module, task: Task, private: PrivateSteps, seed: int, config: TrainingConfig, regularizer: Regularizer, step: Step
 ) -> float:
-    """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only."""
+    """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
+
+    `seed` is the step's: were it the batch's, one more record would change the augmentation of all others, and with it more
+    of the clipped sum than the clip, which is what the noise is made for.
+    """
     penalty, trained = regularizer(step), private.gradients.trained
     indices, total = private.draw(), 0.0
     for start in range(0, len(indices), config.batch_size):
         part = indices[start : start + config.batch_size]
         with private.gradients.collect(len(part)):
             share = len(part) / len(indices)
-            total += share * _backward(model, task, task.batch(part, seed_for(seed, *indices)), config, 1.0)
+            total += share * _backward(model, task, task.batch(part, seed), config, 1.0)
     pulls = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(pulls)
     return total
@@ -158,7 +168,9 @@ def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig
     with autocast(next(model.parameters()).device, config.precision):
         loss = task.loss(model, batch) * share
     if not torch.isfinite(loss):
-        raise ConsiliumError(f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data")
+        raise ConsiliumError(
+            f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
+        )
     loss.backward()
     return loss.item()
 
@@ -212,7 +224,7 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto")
+        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto", Reason.POLICY)
     return torch.device(wanted)
 
 

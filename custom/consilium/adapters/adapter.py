@@ -11,12 +11,22 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from consilium.errors import CheckpointError
+from consilium.errors import CheckpointError, ConfigError
 from consilium.seeding import seed_for
 from consilium.strategy import factor
 
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
+
+
+LARGEST = 2**29
+"""Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""
+
+
+def check_size(numbers: int) -> None:
+    """Raise ConfigError for an adapter of more `numbers` than a federation can carry; called before they take memory."""
+    if numbers > LARGEST:
+        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, or narrow targets")
 
 
 class Switched(nn.Module):

@@ -48,8 +48,10 @@ def inject(model: nn.Module, width: int | None, decoder: bool) -> None:
     blocks = getattr(getattr(model, "image_encoder", None), "blocks", None)
     if blocks is None:
         raise ConfigError("adapter.kind: 'bottleneck' needs the blocks of SAM's image encoder; use model sam or kind lora")
-    for block in blocks:
-        _add(block, block.norm1.normalized_shape[0], width)
+    features = [block.norm1.normalized_shape[0] for block in blocks]
+    adapter.check_size(sum(2 * len(PLACES) * size * (width or size // 4) for size in features))
+    for block, size in zip(blocks, features, strict=True):
+        _add(block, size, width)
     names = [n for n, _ in model.named_parameters()]
     native = [n for n in names if decoder and n.startswith("mask_decoder.")]
     adapter.claim(model, [n for n in names if position(n) is not None], native)

@@ -113,11 +113,12 @@ class DualRank(adapter.Switched):
 
 def inject(model: nn.Module, rank: int, scaling: float, targets: str, dropout: float = 0.0) -> None:
     """Freeze `model` but for its head, and put a DualRank around every layer that `targets` (as for LoRA) matches."""
-    for name in lora.linear_layers(model, targets):
+    layers = {name: model.get_submodule(name) for name in lora.linear_layers(model, targets)}
+    ranks = {name: min(rank, layer.in_features, layer.out_features) for name, layer in layers.items()}
+    adapter.check_size(sum(ranks[name] * (layer.in_features + layer.out_features) for name, layer in layers.items()))
+    for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
-        layer = model.get_submodule(name)
-        largest = min(rank, layer.in_features, layer.out_features)
-        setattr(model.get_submodule(parent), own, DualRank(layer, largest, scaling, dropout))
+        setattr(model.get_submodule(parent), own, DualRank(layer, ranks[name], scaling, dropout))
     adapter.claim(model, [n for n, _ in model.named_parameters() if factor(n)])
 
 

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import re2
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -40,9 +42,19 @@ _FUSED_QV = rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|v_proj)|{_TOWER}\.(q_pr
 
 
 def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
-    """Freeze `model` but for its head, and add LoRA in place to its `linear_layers`."""
-    names = "|".join(map(re.escape, linear_layers(model, targets)))
-    inject_adapter_in_model(_lora_config(rank, alpha, names, dropout), model)
+    """Freeze `model` but for its head, and add LoRA in place to its `linear_layers`.
+
+    Raises ConfigError for a rank over a layer's own sizes, or an adapter too large, before memory is taken.
+    """
+    names = linear_layers(model, targets)
+    layers = {name: model.get_submodule(name) for name in names}
+    for name, layer in layers.items():
+        if rank > (most := min(layer.in_features, layer.out_features)):
+            size = f"{layer.out_features} x {layer.in_features}"
+            raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")
+    adapter.check_size(rank * sum(layer.in_features + layer.out_features for layer in layers.values()))
+    whole = "|".join(map(re.escape, names))  # a list of names would also match every name that ends like one of them
+    inject_adapter_in_model(_lora_config(rank, alpha, whole, dropout), model)
     adapter.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
 
 
@@ -88,11 +100,16 @@ def save_peft(folder: Path, values: Mapping[str, Tensor], rank: int, alpha: floa
     save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _pattern(targets: str) -> re.Pattern[str]:
+def _pattern(targets: str) -> Any:
+    """Return the compiled RE2 pattern, whose time grows with the text only, whoever wrote it. Raises ConfigError."""
+    quiet = re2.Options()
+    quiet.log_errors = False
     try:
-        return re.compile(TARGETS.get(targets, targets))
-    except re.error as error:
-        raise ConfigError(f"adapter.targets: {targets!r} is no valid regular expression ({error}); mend it") from None
+        return re2.compile(TARGETS.get(targets, targets), quiet)
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
+        what = f"is no valid regular expression of RE2, without look-around and back-references ({reason})"
+        raise ConfigError(f"adapter.targets: {targets!r} {what}; mend it") from None
 
 
 def _lora_config(rank: int, alpha: float, targets: str, dropout: float) -> LoraConfig:

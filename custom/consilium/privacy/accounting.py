@@ -3,27 +3,45 @@
 Three accountants. `exact`: composition of Gaussians in closed form (Balle and Wang 2018; Dong, Roth and Su 2022), for full
 participation only: mu = sqrt(T) / sigma, delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu). `prv` (Gopi et al.
 2021) and `rdp` (Mironov 2017) are Opacus' and also count Poisson-sampled releases; rdp is loose and here to reproduce papers.
+
+Every answer is an upper bound, and comes in bounded time and memory. Where prv's grid would grow too large, rdp answers; and
+where some releases are sampled, an answer is never over what they would cost had everybody taken part, in closed form.
 """
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from opacus.accountants import PRVAccountant, RDPAccountant
+import numpy as np
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.prv import (
+    Domain,
+    PoissonSubsampledGaussianPRV,
+    TruncatedPrivacyRandomVariable,
+    compose_heterogeneous,
+    discretize,
+)
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
+from scipy.special import erfcx, ndtr
 
+from consilium.config_section import SMALLEST_NOISE
 from consilium.errors import ConfigError
 
 Accountant = Literal["exact", "prv", "rdp"]
 LARGEST = 1e4
 """Noise multipliers and epsilons beyond this mean nothing to anybody."""
 
-SMALLEST = 0.05
-"""Searches for a sampled noise multiplier stop here; accountants' grids blow up below."""
+GRID = 2**18
+"""Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
+MOST_ROWS = 32
+"""Kinds of sampled releases that prv composes; rdp beyond."""
+WHOLE_ORDERS = (*range(2, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+FRACTIONS = 4.0
+"""Opacus' series at fractional orders takes about 8 sigma terms; from this noise on whole orders do."""
 
 
 @dataclass(frozen=True)
@@ -39,44 +57,121 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     """Return the exact delta of a Gaussian mechanism with sensitivity / deviation = mu."""
     if mu == 0:
         return 0.0
-    tail = math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
-    return float(ndtr(mu / 2 - epsilon / mu) - tail)
+    near, far = mu / 2 - epsilon / mu, mu / 2 + epsilon / mu  # e^eps Phi(-far) = e^(-near^2 / 2) erfcx(far / sqrt 2) / 2
+    scale = math.exp(-near * near / 2) / 2
+    first = float(ndtr(near)) if near > 0 else scale * float(erfcx(-near / math.sqrt(2)))
+    return first - scale * float(erfcx(far / math.sqrt(2)))
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return the exact epsilon at `delta`; infinity where mu is."""
+    """Return the exact epsilon at `delta`, at most 2e-10 too large; infinity where mu is."""
     if math.isinf(mu):
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the RDP bound lies above
-    return float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=1e-10))
+    return float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=1e-10)) * (1 + 1e-14) + 1e-10
 
 
 def epsilon_of(spends: Sequence[Spend], delta: float, accountant: Accountant = "exact") -> float:
-    """Return the epsilon at `delta` of all `spends` together; infinity if one has no noise.
+    """Return an epsilon at `delta` that holds for all `spends` together; infinity if one has no noise.
 
     With `exact`, spends on samples are counted by prv, because there is no closed form for them. Raises ConfigError for a
     delta outside (0, 1).
     """
     check_delta(delta)
-    spends = [spend for spend in spends if spend.count]
-    if any(spend.noise_multiplier <= 0 for spend in spends):
+    spends = [spend for spend in spends if spend.count and spend.sample_rate]
+    if not spends:
+        return 0.0
+    if not all(spend.noise_multiplier > 0 for spend in spends):
         return math.inf
-    if accountant == "exact" and all(spend.sample_rate == 1 for spend in spends):
-        return gaussian_epsilon(math.sqrt(sum(s.count / s.noise_multiplier**2 for s in spends)), delta)
-    return _opacus_epsilon(spends, delta, accountant) if spends else 0.0
+    everybody = gaussian_epsilon(_mu(spends), delta)
+    rows = _rows(spends)
+    if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
+        return everybody
+    found = _rdp_epsilon(rows, delta, fractions=True) if accountant == "rdp" else _prv_epsilon(rows, delta)
+    return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
 
 
-def _opacus_epsilon(spends: Sequence[Spend], delta: float, accountant: Accountant) -> float:
-    counter = RDPAccountant() if accountant == "rdp" else PRVAccountant()
-    counter.history = [(s.noise_multiplier, s.sample_rate, s.count) for s in spends]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rdp says when its best order is at the edge of its grid: its answer still holds
+def _mu(spends: Sequence[Spend]) -> float:
+    return math.sqrt(math.fsum(spend.count / spend.noise_multiplier**2 for spend in spends))
+
+
+def _rows(spends: Sequence[Spend]) -> list[Spend]:
+    """Return the same releases in few rows: all that everybody takes part in as one, equal sampled ones with their count.
+
+    Sampling at a noise under SMALLEST_NOISE hides nothing and costs the accountants dear: it counts as everybody's.
+    """
+    counts: dict[tuple[float, float], int] = {}
+    whole = []
+    for spend in spends:
+        if spend.sample_rate >= 1 or spend.noise_multiplier < SMALLEST_NOISE:
+            whole.append(spend)
+        else:
+            key = (spend.noise_multiplier, spend.sample_rate)
+            counts[key] = counts.get(key, 0) + spend.count
+    sampled = [Spend(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
+    return sampled + ([Spend(1 / _mu(whole))] if whole else [])
+
+
+def _rdp_epsilon(rows: Sequence[Spend], delta: float, fractions: bool = False) -> float:
+    """Return RDP's upper bound; `fractions` adds Opacus' fractional orders, which take long where there are samples."""
+    orders = WHOLE_ORDERS
+    if fractions and all(row.sample_rate == 1 or row.noise_multiplier <= FRACTIONS for row in rows):
+        orders = tuple(sorted({*RDPAccountant.DEFAULT_ALPHAS, *WHOLE_ORDERS}))
+    losses = sum(row.count * _renyi(row.noise_multiplier, row.sample_rate, orders) for row in rows)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # it says when its best order is at the edge of its grid: its answer still holds
+        return _not_nan(float(get_privacy_spent(orders=orders, rdp=losses, delta=delta)[0]))
+
+
+@lru_cache(maxsize=1024)
+def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
+    """Return one release's Renyi divergence at each order, infinite where Opacus' series overflows."""
+    return np.array([_renyi_at(noise, rate, order) for order in orders])
+
+
+def _renyi_at(noise: float, rate: float, order: float) -> float:
+    try:
+        return _not_nan(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order))))
+    except (ValueError, OverflowError):
+        return math.inf
+
+
+def _prv_epsilon(rows: Sequence[Spend], delta: float) -> float:
+    """Return prv's upper bound, by Gopi et al.'s Algorithm 1 with Opacus' parts; rdp's where it needs too large a grid."""
+    count, failure = sum(row.count for row in rows), delta / 1000
+    alone = max(_rdp_epsilon([Spend(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
+    reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: outside of this lies less than the failure
+    points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # at an error of 1
+    found, error = _rdp_epsilon(rows, delta), max(0.01, points / GRID)
+    while error < 0.5 and len(rows) <= MOST_ROWS:
+        found = min(found, _on_grid(rows, delta, failure, reach, error))
+        if found > 5 * error or points / (error / 10) > GRID:
+            break
+        error /= 10  # small epsilons: an error of 0.01 would drown them
+    return found
+
+
+def _on_grid(rows: Sequence[Spend], delta: float, failure: float, reach: float, error: float) -> float:
+    count = sum(row.count for row in rows)
+    mesh = error / math.sqrt(count * math.log(12 / failure) / 2)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # overflows where a probability is 1, an integral that converges slowly
         try:
-            return float(counter.get_epsilon(delta=delta))
-        except (RuntimeError, ValueError, MemoryError):
-            return math.inf  # a loss too large for the accountant's grid: say the worst
+            half = 2 ** math.ceil(math.log2((max(reach, error) + 3) / mesh + 1))  # a power of 2: one plan of the FFT for all
+            grid = Domain.create_aligned(-(half - 1.5) * mesh, (half - 1.5) * mesh, mesh)
+            losses = [PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
+            parts = [discretize(TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
+            whole = compose_heterogeneous(parts, [row.count for row in rows])
+            rounding = (grid.size + count) * np.finfo(float).eps  # of sums over the grid, and of powers of a spectrum
+            return _not_nan(float(whole.compute_epsilon(delta, failure + rounding, error)[2]))
+        except (RuntimeError, ValueError, IndexError, MemoryError, ZeroDivisionError):
+            return math.inf  # a loss that this grid cannot hold
+
+
+def _not_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else max(0.0, value)
 
 
 @lru_cache(maxsize=64)
@@ -85,28 +180,42 @@ def noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier that keeps (epsilon, delta) over `count` equal releases; never too small.
 
-    Exact to 1e-10 in closed form, else to 1e-3 relative by bisection. Raises ConfigError for a budget nothing can keep.
+    Exact to 1e-9 in closed form, else to 1e-3 relative by bisection. Raises ConfigError for a budget nothing can keep.
     """
     check_delta(delta)
     if not 0 < epsilon < LARGEST:
         raise ConfigError(f"privacy.epsilon: {epsilon}: expected a number above 0; 1 is strong, 8 is weak")
+
+    def keeps(sigma: float) -> bool:
+        return epsilon_of([Spend(sigma, sample_rate, count)], delta, accountant) <= epsilon
+
     low = math.sqrt(count) / _gaussian_mu(epsilon, delta)
-    if low > LARGEST:
-        raise ConfigError(f"privacy.epsilon: {epsilon}: needs noise of {low:.0f} times the clip; ask for more, or fewer rounds")
     if accountant == "exact" and sample_rate == 1:
-        return low * (1 + 1e-10)
-    high = 2 * low  # rdp asks up to 1.5 times the exact answer
-    while low > SMALLEST and epsilon_of([Spend(low, sample_rate, count)], delta, accountant) <= epsilon:
+        return _first(keeps, low, 1e-10, epsilon)
+    high = _first(keeps, low, 1.0, epsilon)
+    low = high / 2
+    while low > SMALLEST_NOISE and keeps(low):
         low, high = low / 2, low  # sampling makes less noise do
     while high / low > 1.001:
         middle = math.sqrt(low * high)
-        enough = epsilon_of([Spend(middle, sample_rate, count)], delta, accountant) <= epsilon
-        low, high = (low, middle) if enough else (middle, high)
+        low, high = (low, middle) if keeps(middle) else (middle, high)
     return high
 
 
+def _first(keeps: Callable[[float], bool], start: float, step: float, epsilon: float) -> float:
+    """Return the first of start, start (1 + step), start (1 + 2 step), start (1 + 4 step) ... that keeps the budget."""
+    sigma = start
+    while sigma <= LARGEST:
+        if keeps(sigma):
+            return sigma
+        sigma, step = start * (1 + step), 2 * step
+    raise ConfigError(
+        f"privacy.epsilon: {epsilon}: needs noise of over {LARGEST:.0f} times the clip; ask for more, or fewer rounds"
+    )
+
+
 def _gaussian_mu(epsilon: float, delta: float) -> float:
-    return float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-9, 1e4, xtol=1e-14, rtol=1e-12))
+    return float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12))
 
 
 def check_delta(delta: float) -> None:

@@ -3,6 +3,10 @@
 Opacus clips, adds noise and counts; per-sample gradients are ours, because its hooks take a layer's first dimension for the
 sample, and SAM's windowed attention (and one decoding per class) hands layers several rows a sample. Here the rows of a sample
 stay together, so a layer's input (N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product.
+
+Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
+(one generator draws all masks: a record more changes everybody's), and so would batch statistics and rounding to bf16. So
+record level has none of them: simpler than a generator a record, and little is lost beside the noise.
 """
 
 import os
@@ -15,6 +19,8 @@ import torch
 from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from consilium.errors import ConfigError
@@ -35,6 +41,7 @@ class PerSampleGradients:
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         self.trained = dict(trained)
+        _refuse_ties(model)
         ours = {id(p) for p in trained.values()}
         layers = [m for m in model.modules() if isinstance(m, nn.Linear) and ours & {id(m.weight), id(m.bias)}]
         covered = {id(p) for layer in layers for p in (layer.weight, layer.bias)}
@@ -76,6 +83,8 @@ class PerSampleGradients:
             output.register_hook(lambda gradient: self._add(layer, rows, gradient))
 
     def _add(self, layer: nn.Linear, rows: Tensor, gradient: Tensor) -> None:
+        if rows.shape[0] % self._count:
+            raise ConfigError("privacy.unit: 'record': a layer mixes the records of a batch; choose other targets")
         inputs = rows.reshape(self._count, -1, rows.shape[-1]).float()
         outputs = gradient.reshape(self._count, -1, gradient.shape[-1]).float() * self._count  # the loss is a mean
         if layer.weight.requires_grad:
@@ -86,6 +95,14 @@ class PerSampleGradients:
     def _sum(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         before = self._found.get(id(parameter))  # a layer may be used more than once in a pass
         self._found[id(parameter)] = gradient if before is None else before + gradient
+
+
+def _refuse_ties(model: nn.Module) -> None:
+    """Raise ConfigError for a module through which one record of a batch acts on another."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
+            what = f"{name!r} ({type(module).__name__}) ties the records of a batch together"
+            raise ConfigError(f"privacy.unit: 'record': {what}; use a model without it, or dropout 0")
 
 
 class PrivateSteps:

@@ -36,7 +36,7 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _EQUAL + _UNEQ
 def build_strategy(options: Mapping[str, Any], source: Path | str = "job.yaml") -> Strategy:
     """Return the strategy that a job's `strategy:` section describes. Raises ConfigError, naming `source` and field."""
     name = options.get("name")
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         known = f"expected one of {', '.join(sorted(STRATEGIES))}{nearest(name, STRATEGIES)}"
         raise ConfigError(f"{source}: strategy.name: {name!r}: {known}")
     cls = STRATEGIES[name]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict
 
 from consilium.strategy import Role, ServerState, Strategy, Tensors, factor, lora_factor
 
@@ -27,7 +26,6 @@ class DEeR(Strategy):
     phases.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "deer"
 
     schedule: Literal["100%", "75%", "50%"] = "100%"

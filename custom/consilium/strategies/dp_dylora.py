@@ -6,11 +6,11 @@ so noise falls on active ranks only. (Ports that draw a rank a step at the site,
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import ConfigDict, Field
 
+from consilium.config_section import Rank, Seed
 from consilium.seeding import seed_for
 from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, Tensors, factor, lora_factor
 
@@ -19,11 +19,10 @@ from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, T
 class DPDyLoRA(Strategy):
     """Share both factors, cut to the round's rank. `seed` fixes the draws; they are public and independent of any data."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "dp_dylora"
 
-    rank_min: Annotated[int, Field(ge=1)] = 1
-    seed: int = 0
+    rank_min: Rank = 1
+    seed: Seed = 0
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""

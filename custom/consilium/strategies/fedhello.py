@@ -8,11 +8,11 @@ the paper's rules by gradient norms would tell of the data.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
 
+from consilium.config_section import Rank
 from consilium.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, split, trained, weights
 from consilium.seeding import seed_for
 from consilium.strategy import Payload, ServerState, SiteInfo, Tensors, Upload, next_phase
@@ -22,10 +22,9 @@ from consilium.strategy import Payload, ServerState, SiteInfo, Tensors, Upload, 
 class FedHeLLo(UnequalRanks):
     """Train some of the layers at `rank`: those nearest the output (`top`) or input (`bottom`), or drawn anew each round."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedhello"
 
-    rank: Annotated[int, Field(ge=1)] = 8
+    rank: Rank = 8
     layers: Literal["top", "bottom", "random"] = "random"
 
     def init_state(self, initial: Tensors) -> ServerState:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from consilium import allocation, lowrank
 from consilium.exact import ExactServer, spectra, start
@@ -34,7 +34,6 @@ class FedHera(ExactServer):
     printed, or of what they changed (`residual`).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedhera"
 
     aggregation: Literal["residual", "standard"] = "residual"

@@ -9,11 +9,10 @@ from taking all, and the sites' own weights stay as factors.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import ConfigDict, Field
+from typing import ClassVar
 
 from consilium import lowrank
+from consilium.config_section import Positive
 from consilium.exact import ExactServer, spectra
 from consilium.lowrank import Change, Update
 from consilium.ranks import weights
@@ -24,10 +23,9 @@ from consilium.strategy import ServerState, SiteInfo, Upload
 class FedHL(ExactServer):
     """Merge residuals, weighted by 1 / (floor + lost energy); one rank a site."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedhl"
 
-    floor: Annotated[float, Field(gt=0)] = 0.1
+    floor: Positive = 0.1
 
     def share(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, float]:
         """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""

@@ -4,10 +4,9 @@ A and B are averaged each, as in FedIT, whose result it equals at that rank.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, Field
-
+from consilium.config_section import Rank
 from consilium.ranks import UnequalRanks, factors, others, pair, shapes
 from consilium.strategy import Gathered, ServerState, Strategy, Tensors
 
@@ -16,11 +15,10 @@ from consilium.strategy import Gathered, ServerState, Strategy, Tensors
 class FedHomoLoRA(UnequalRanks):
     """Average both factors at one rank: `rank`, or what the lowest tier trains."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedhomolora"
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
 
-    rank: Annotated[int, Field(ge=1)] | None = None
+    rank: Rank | None = None
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors cut to the rank."""

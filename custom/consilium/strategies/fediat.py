@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from consilium.config_section import Factor, Positive
 from consilium.errors import ConfigError
 from consilium.strategy import Role, Step, Strategy, factor
 
@@ -29,13 +30,12 @@ SPLITS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": 
 class FedIAT(Strategy):
     """Hyperparameters: `split` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fediat"
 
     split: Literal["M1", "M2", "M3", "M4"] = "M4"
-    sor_weight: Annotated[float, Field(ge=0)] = 1e-4
+    sor_weight: Factor = 1e-4
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED or LOCAL by the split. Raises ConfigError for a tensor that is no factor of encoder or decoder."""

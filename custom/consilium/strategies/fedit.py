@@ -8,8 +8,6 @@ The mean of the factors is not the mean of the products: B A != sum_k p_k B_k A_
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import ConfigDict
-
 from consilium.strategy import Role, Strategy
 
 
@@ -17,7 +15,6 @@ from consilium.strategy import Role, Strategy
 class FedIT(Strategy):
     """Share every adapter tensor."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedit"
 
     def role(self, name: str, round: int, phase: int) -> Role:

@@ -1,11 +1,11 @@
 """FedProx: federated averaging with a proximal term (Li et al., MLSys 2020): local loss + mu / 2 ||w - w_global||^2."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
+from consilium.config_section import Factor
 from consilium.strategies.fedit import FedIT
 from consilium.strategy import Step
 
@@ -16,7 +16,7 @@ class FedProx(FedIT):
 
     name: ClassVar[str] = "fedprox"
 
-    mu: Annotated[float, Field(ge=0)] = 0.01
+    mu: Factor = 0.01
 
     def regularizer(self, step: Step) -> Tensor | None:
         """Return mu / 2 times the squared distance to the anchors."""

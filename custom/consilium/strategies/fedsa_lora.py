@@ -6,8 +6,6 @@ The server's own model has B = 0, so only per-site evaluation means anything.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import ConfigDict
-
 from consilium.strategy import Role, Strategy, lora_factor
 
 
@@ -15,7 +13,6 @@ from consilium.strategy import Role, Strategy, lora_factor
 class FedSALoRA(Strategy):
     """Share lora_A; lora_B and any other adapter tensor (a head) stay local."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedsa_lora"
 
     def role(self, name: str, round: int, phase: int) -> Role:

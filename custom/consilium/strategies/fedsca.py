@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.bottleneck import count, position
+from consilium.config_section import Factor
 from consilium.errors import ConfigError
 from consilium.simplex import mixture_weights
 from consilium.strategy import Gathered, Payload, Role, ServerState, SiteInfo, Step, Strategy, Tensors, next_phase
@@ -33,17 +34,16 @@ class FedSCA(Strategy):
     A site that missed a round gets a mixture of the last uploads known, stale ones included.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "fedsca"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    low: Annotated[int, Field(ge=0)] = 1
+    low: Annotated[int, Field(ge=0, le=1024)] = 1
     mixture: Literal["sgca", "mean"] = "sgca"
     similarity: Literal["l2", "l1", "cosine", "inner"] = "l2"
     prior: Literal["samples", "literal"] = "samples"
-    alpha: Annotated[float, Field(ge=0)] = 1.0
+    alpha: Factor = 1.0
     normalize: bool = True
-    pull: Annotated[float, Field(ge=0)] = 0.01
+    pull: Factor = 0.01
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""

@@ -6,8 +6,6 @@ With one A_0 everywhere the mean of the products is exact: sum_k p_k B_k A_0 = (
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import ConfigDict
-
 from consilium.strategy import Role, Strategy, lora_factor
 
 
@@ -15,7 +13,6 @@ from consilium.strategy import Role, Strategy, lora_factor
 class FFALoRA(Strategy):
     """Freeze lora_A, share lora_B and any other adapter tensor. A_0 travels once, when a site joins."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "ffa_lora"
 
     def role(self, name: str, round: int, phase: int) -> Role:

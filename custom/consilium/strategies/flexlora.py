@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict
 
 from consilium import lowrank
 from consilium.exact import ExactServer, spectra, start
@@ -21,7 +20,6 @@ from consilium.strategy import Payload, ServerState, SiteInfo
 class FlexLoRA(ExactServer):
     """Average products, redistribute by SVD at one rank a site."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "flexlora"
 
     split: Literal["left", "both"] = "left"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import ConfigDict
 
 from consilium import lowrank
 from consilium.exact import ExactServer, global_updates
@@ -24,7 +23,6 @@ from consilium.strategy import Payload, ServerState, SiteInfo, Upload
 class FLoRA(ExactServer):
     """Stack factors, send the stack to all, train fresh factors of the site's rank."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "flora"
     decomposes: ClassVar[bool] = False
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from consilium import lowrank
+from consilium.config_section import Factor
 from consilium.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, trained, weights
 from consilium.strategy import Payload, ServerState, SiteInfo, Step, Tensors, Upload, next_phase
 
@@ -23,11 +24,10 @@ from consilium.strategy import Payload, ServerState, SiteInfo, Step, Tensors, Up
 class HetLoRA(UnequalRanks):
     """Zero-padded averages weighted by norms. `prune` is g, the share of ranks that may remain; prune_weight 0 never prunes."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "hetlora"
 
     prune: Annotated[float, Field(gt=0, le=1)] = 0.99
-    prune_weight: Annotated[float, Field(ge=0)] = 0.0
+    prune_weight: Factor = 0.0
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at the largest rank."""

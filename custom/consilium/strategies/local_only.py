@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import ConfigDict
-
 from consilium.strategy import Role, Strategy
 
 
@@ -12,7 +10,6 @@ from consilium.strategy import Role, Strategy
 class LocalOnly(Strategy):
     """Keep every adapter tensor at its site."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "local_only"
 
     def role(self, name: str, round: int, phase: int) -> Role:

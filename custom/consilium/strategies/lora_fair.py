@@ -9,13 +9,13 @@ Sites go on from A and B + dB (the paper's "Avg-Initial"). D is never formed: ev
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from consilium import lowrank
+from consilium.config_section import Positive
 from consilium.lowrank import Change, Product
 from consilium.ranks import factors, pair, shapes, trained, weights
 from consilium.strategy import Gathered, Role, ServerState, Strategy, lora_factor, next_phase
@@ -28,12 +28,11 @@ STEPS = 200
 class LoraFair(Strategy):
     """Average both factors, then correct B."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: ClassVar[str] = "lora_fair"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
     loss: Literal["cosine", "frobenius"] = "cosine"
-    penalty: Annotated[float, Field(gt=0)] = 0.01
+    penalty: Positive = 0.01
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""

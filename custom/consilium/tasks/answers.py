@@ -31,5 +31,13 @@ def plain(answer: str) -> str:
     """Return an answer so that equal ones are equal texts: numbers without commas, signs of money and trailing zeros."""
     bare = answer.strip().strip("$€£ ").rstrip(".%").replace(",", "")
     if re.fullmatch(_NUMBER, bare):
-        return bare.rstrip("0").rstrip(".") if "." in bare else str(int(bare))
+        return _plain_number(bare)
     return answer.strip().rstrip(".").lower()
+
+
+def _plain_number(digits: str) -> str:
+    """Return a decimal number without needless zeros, as text: Python refuses to read thousands of digits as one number."""
+    sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
+    whole, _, rest = digits.partition(".")
+    text = (whole.lstrip("0") or "0") + (f".{rest.rstrip('0')}" if rest.strip("0") else "")
+    return text if text == "0" else sign + text

@@ -1,0 +1,94 @@
+"""A record that joins a DP-SGD batch moves the clipped sum by its own clipped gradient, never by what it does to others."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from consilium.adapters import adapter
+from consilium.assemble import assemble_job, build_model, build_task, site_data
+from consilium.config import JobConfig, SiteConfig
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.strategy import Tensors
+from consilium.training import train
+from tests.conftest import small_cells, small_config, small_text
+
+CLIP = 1e-2  # far under the gradients' norms, so that every record counts in full
+RECORDS = 6
+JOBS = {
+    "segmentation": lambda: small_config("fedit"),
+    "segmentation, checkpointed": lambda: small_config("fedit", gradient_checkpointing=True),
+    "segmentation by boxes": lambda: changed(small_config("fedit"), task={"prompt": "box"}),
+    "segmentation, bottlenecks": lambda: small_config("fedsca"),
+    "classification": lambda: small_cells("fedit"),
+    "language": lambda: small_text("fedit"),
+}
+
+
+def changed(config: JobConfig, **sections: dict) -> JobConfig:
+    raw = config.model_dump()
+    return JobConfig.model_validate(raw | {name: raw[name] | fields for name, fields in sections.items()})
+
+
+class Sums:
+    """Training whose first step is on a batch of the test's choice, and stops at that batch's clipped sum."""
+
+    def __init__(self, config: JobConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        phantoms = config.data.phantoms.model_dump() | {"training": RECORDS}
+        privacy = {"unit": "record", "noise_multiplier": 1.0, "clip": CLIP}
+        training = config.training.model_dump() | {"local_steps": 1, "batch_size": 2}
+        raw = config.model_dump() | {"privacy": privacy, "data": {"phantoms": phantoms}, "training": training}
+        self.config = JobConfig.model_validate(raw)
+        self.initial = moved(assemble_job(self.config).initial)
+        self.model = build_model(self.config, SiteConfig())
+        self.task = build_task(self.config, site_data(self.config, "site-1", SiteConfig(), folder))
+        monkeypatch.setattr(PrivateSteps, "draw", lambda steps: self.batch)
+        monkeypatch.setattr(PrivateSteps, "step", lambda steps, penalty: self._keep(steps))
+
+    def of(self, batch: list[int], seed: int) -> Tensor:
+        """Return the clipped sum, flat and in float64, of a step on these records."""
+        self.batch = batch
+        adapter.load(self.model, self.initial)
+        params, dp = adapter.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
+        trained = {name for name in params if name in self.initial}
+        train(self.model, self.task, params, trained, self.config.training, seed, lambda s: None, {}, lambda p: None, dp)
+        return self.found
+
+    def _keep(self, steps: PrivateSteps) -> None:
+        found = steps.gradients.take()
+        for name, gradient in found.items():
+            steps.gradients.trained[name].grad_sample = gradient
+        steps.optimizer.clip_and_accumulate()
+        self.found = torch.cat([steps.gradients.trained[name].summed_grad.flatten() for name in found]).double()
+
+
+def moved(initial: Tensors) -> Tensors:
+    """Return an adapter in the midst of training, where every tensor has a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in initial.items()}
+
+
+def batches() -> Iterator[tuple[int, list[int], int]]:
+    """Yield (seed, batch, the record that joins it), the record at any place in it."""
+    draw = random.Random(0)
+    for seed in range(4):
+        order = draw.sample(range(RECORDS), RECORDS)
+        size = draw.randint(0, RECORDS - 1)
+        yield seed, order[:size], order[size]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_record_moves_the_clipped_sum_by_the_clip_at_most(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: whatever record is added to whatever batch, the sum that noise is added to moves by the clip at most.
+
+    Augmentation is on, the batch is worked on two records at a time, and every record is over the clip.
+    """
+    sums = Sums(JOBS[job](), tmp_path, monkeypatch)
+    for seed, batch, joins in batches():
+        both = sorted([*batch, joins])
+        distance = float((sums.of(both, seed) - sums.of(sorted(batch), seed)).norm())
+        print(job, distance / CLIP - 1)
+        assert 0.5 * CLIP < distance <= CLIP * (1 + 1e-6)
