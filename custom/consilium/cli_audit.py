@@ -8,18 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from consilium.clean import cell
+from consilium.cli_options import PageFormat, PageFormatOption
 from consilium.errors import ConfigError
 
 
 def audit(
     where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
-    format: Annotated[str, typer.Option("--format", help="md for people, json for programs")] = "md",
+    format: PageFormatOption = PageFormat.MD,
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
     from consilium.privacy.audit import report
 
-    if format not in ("md", "json"):
-        raise ConfigError(f"--format: {format!r} is not one of md, json")
     found = [report(path) for path in _records(where)]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(markdown, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.clean import line, shown
+from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
 
@@ -24,14 +25,12 @@ def data_import(
     minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
     types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
-    format: Annotated[str, typer.Option("--format", help="txt or json")] = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
     from consilium.data.importers.base import Options
     from consilium.data.importers.registry import IMPORTERS, import_set
 
-    if format not in ("txt", "json"):
-        raise ConfigError(f"--format: {format!r}: expected txt or json")
     if show or not name:
         _print_layouts({key: one.layout for key, one in IMPORTERS.items()}, format)
     elif source is None or dest is None:

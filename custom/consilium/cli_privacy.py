@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.clean import line
+from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError, ConsiliumError
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
-JsonOption = Annotated[str, typer.Option("--format", help="txt or json")]
 
 
 def claim_of(folder: Path) -> str | None:
@@ -39,7 +39,7 @@ def plan(
     accountant: Annotated[str, typer.Option(help="exact, prv, rdp, or all")] = "all",
     clip: Annotated[float, typer.Option(help="norm of one site's update")] = 1.0,
     parameters: Annotated[int, typer.Option(help="numbers in a release; default: q, k, v of ViT-B, rank 8")] = PAPER_PARAMETERS,
-    format: JsonOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
 
@@ -50,7 +50,7 @@ def plan(
         raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")
     asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters)
     found = {one: asked.answer(one) for one in wanted}
-    if format == "json":
+    if format is Format.JSON:
         meaning = {"unit": "site", "adjacency": "zero-out"}
         print(json.dumps({"asked": asdict(asked) | meaning, "plans": found}, indent=1))
     else:
@@ -106,7 +106,7 @@ def ledger(
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
     seal: Annotated[str, typer.Option(help="tell whether the ledger still holds what a job's results name")] = "",
-    format: JsonOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
     from consilium.privacy.ledger import Ledger, summary
@@ -116,7 +116,7 @@ def ledger(
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
     found = [{"ledger": str(p), **one, "budgets": budgets} for p in paths for one in summary(Ledger(p), deltas)]
     every = [_row(p, when, entry) for p in paths for when, entry in Ledger(p).rows()] if rows else []
-    if format == "json":
+    if format is Format.JSON:
         plain = [one | {"budgets": _plain(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
         print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
         return
@@ -127,7 +127,7 @@ def ledger(
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
-    format: JsonOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a privacy ledger that was lost or altered, as it stands now. Puts reason, user and seals on record."""
     from consilium.privacy.ledger import Ledger
@@ -137,7 +137,7 @@ def accept(
         raise ConfigError("--reason: empty; say what happened to the ledger")
     root, path, _ = _site(where)
     said = go_on(root, Ledger(path), reason)
-    if format == "json":
+    if format is Format.JSON:
         print(json.dumps(said, indent=1))
     else:
         kept = f"; as it was: {said['kept']}" if said["kept"] else ""
@@ -189,7 +189,7 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         console.print(
-            f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", markup=False
+            line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
         )
         for unit, by_delta in one["epsilon"].items():
             console.print(f"    one {unit}: {_spent(by_delta)}{_budget(one['budgets'].get(unit))}", markup=False)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from consilium.clean import line, shown
 from consilium.cli_audit import audit
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.cli_options import Format, FormatOption, SetOption, parse_override
+from consilium.errors import ConsiliumError
 
 if TYPE_CHECKING:
     from consilium.flare.session import Admin
@@ -23,8 +23,6 @@ app = typer.Typer()
 app.command()(audit)
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
-FormatOption = Annotated[str, typer.Option("--format", help="txt or json")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")]
 PATIENCE = 120.0
 """Seconds to wait for the sites of an experiment before it goes on."""
 
@@ -36,7 +34,7 @@ def submit(
     experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
     override: SetOption = None,
     wait: WaitOption = False,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
     from consilium.config import load_job
@@ -58,7 +56,7 @@ def resume(
     *,
     kit: KitOption,
     wait: WaitOption = False,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
     from consilium.flare.session import connect
@@ -80,7 +78,7 @@ def status(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
     *,
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
     from consilium.flare.session import connect, experiment_of
@@ -103,7 +101,7 @@ def status(
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
     from consilium.flare.session import connect
@@ -119,7 +117,7 @@ def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
     from consilium.flare.session import connect
@@ -127,16 +125,6 @@ def download(
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
     print(json.dumps({"folder": str(found)}) if format == "json" else found)
-
-
-def parse_override(override: str) -> tuple[str, Any]:
-    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
-    key, separator, value = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    from consilium.config import Loader
-
-    return key, yaml.load(value, Loader)
 
 
 def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:
