@@ -1,4 +1,4 @@
-"""The commands of a deployment: `consilium provision`, `export` and `doctor`."""
+"""The commands of a deployment: `consilium provision`, `export`, `doctor` and `approve`."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from consilium.cli_approve import approve
 from consilium.errors import ConfigError
 
 app = typer.Typer()
+app.command()(approve)
 FormatOption = Annotated[str, typer.Option("--format", help="txt or json")]
 SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
 

@@ -59,7 +59,9 @@ class ClosedFilter(Filter):
         name = fl_ctx.get_identity_name()
         key = (fl_ctx.get_job_id(), name)
         if key not in _guards:
-            job, site = context.load(fl_ctx), context.site_config(fl_ctx, name)
+            site = context.site_config(fl_ctx, name)
+            context.check_approval(fl_ctx, site)
+            job = context.load(fl_ctx)
             folder, ledger = context.site_folder(fl_ctx, job, name, site), context.ledger_path(fl_ctx, job, name, site)
             observe = context.observer(self, fl_ctx, f"{name}-guard")
             _guards[key] = build_guard(job, name, site, folder, ledger, observe, context.simulated())

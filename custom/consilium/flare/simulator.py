@@ -12,7 +12,7 @@ import yaml
 
 from consilium.config import JobConfig
 from consilium.errors import ConsiliumError
-from consilium.flare.allow import allow_classes
+from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.site import Observer
@@ -32,7 +32,7 @@ def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observ
     `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. Raises
     ConsiliumError with the reason if the job does not complete.
     """
-    allow_classes(workspace / "flare" / "workspace")
+    allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count = workspace / "flare" / "simulator.log", threads or len(sites)
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
