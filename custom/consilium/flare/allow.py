@@ -54,8 +54,9 @@ def allow_classes(folder: Path, *roles: str) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if all(isinstance(one, str) for one in found.get(KEY, [])):
-            return found
-    except (ValueError, AttributeError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error}); mend it or restore it from resources.json.default") from None
-    raise ConfigError(f"{path}: {KEY}: expected a list of class names; restore it from resources.json.default")
+    listed = found.get(KEY, []) if isinstance(found, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{path}: {KEY}: expected a list of class names; restore it from resources.json.default")
+    return found

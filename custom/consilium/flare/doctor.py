@@ -70,7 +70,7 @@ def _start_script(kit: Path) -> Finding:
     if leaves_callers_folder(kit / "startup"):
         return Finding("start script", "starts Python in an empty folder of the kit")
     remedy = (
-        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder and ask the hub for a new kit"
+        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit"
     )
     return Finding("start script", "loads Python modules from the folder it is called in", remedy)
 
