@@ -80,7 +80,7 @@ def listing(entry: str) -> Callable[[Path], None]:
 def unsafe_start(kit: Path) -> None:
     """Make the start script FLARE's own."""
     path = kit / "startup/sub_start.sh"
-    path.write_text(path.read_text().replace('cd "$WORKSPACE/empty"', "true"))
+    path.write_text(path.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
 
 
 def test_a_new_kit_lacks_only_data_and_reaches_its_server(kit: Path, server: None) -> None:

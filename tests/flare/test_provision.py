@@ -73,7 +73,7 @@ def test_every_kit_is_closed_to_a_jobs_settings_and_to_the_callers_folder(kits: 
         assert is_pinned(kits / name)
         assert json.loads((kits / name / "comm_config.json").read_text()) == {}
         script = (kits / name / "startup/sub_start.sh").read_text()
-        assert script.index('cd "$WORKSPACE/empty" || exit 1') < script.index("python3")
+        assert script.index('cd "$WORKSPACE/.empty" || exit 1') < script.index("python3")
         assert subprocess.run(["bash", "-n", kits / name / "startup/sub_start.sh"], check=False).returncode == 0
     assert "python3 -P -m" in (kits / "lead@hub.example/startup/fl_admin.sh").read_text()
 
@@ -82,7 +82,7 @@ def test_unsigned_kits_are_closed_by_provision_local_and_signed_scripts_are_left
     for signed in (True, False):
         kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / str(signed), symlinks=True))
         script = kit / "startup/sub_start.sh"
-        script.write_text(script.read_text().replace('cd "$WORKSPACE/empty"', "true"))
+        script.write_text(script.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
         (kit / "comm_config.json").unlink()
         (kit / "resources.json").unlink()
         if not signed:

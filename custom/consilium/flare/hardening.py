@@ -12,8 +12,9 @@ COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
 ARGUMENTS = "while [[ $# -gt 0 ]]\n"
 """Where FLARE's script reads its arguments: by then $WORKSPACE is known, and Python has not run yet."""
+# The folder's name begins with a dot because no job's folder can: a server chooses those, and FLARE clears them.
 ELSEWHERE = """# Python looks for modules where it is started, so start where nobody puts any.
-mkdir -p "$WORKSPACE/empty" && cd "$WORKSPACE/empty" || exit 1
+mkdir -p "$WORKSPACE/.empty" && cd "$WORKSPACE/.empty" || exit 1
 
 """
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
