@@ -14,8 +14,9 @@ from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
+from consilium.approval import check_approved
 from consilium.assemble import Job, assemble_job
-from consilium.config import SiteConfig, find_site, job_file, load_job
+from consilium.config import SiteConfig, find_site, load_job
 from consilium.errors import ConfigError
 from consilium.runs import OWNER, RUNS, check_name, default_name, run_folder
 from consilium.site import Observer
@@ -28,7 +29,13 @@ OUTPUT = "CONSILIUM_OUTPUT"
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    return federated_job(job_file(folder / "config"))
+    return federated_job(folder / "config" / "job.yaml")
+
+
+def check_approval(fl_ctx: FLContext, site: SiteConfig) -> None:
+    """Raise RefusedError if the site runs only jobs that its administrator has approved, and this is none."""
+    workspace = _workspace(fl_ctx)
+    check_approved(Path(workspace.get_app_dir(fl_ctx.get_job_id())), site, Path(workspace.get_site_config_dir()))
 
 
 def federated_job(path: Path) -> Job:
