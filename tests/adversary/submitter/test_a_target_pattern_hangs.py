@@ -12,7 +12,7 @@ from consilium.config import JobConfig
 from consilium.errors import ConfigError
 from tests.conftest import small_config
 
-HANGS = (r"(\w+\.?)+!", r"((a|\w)*\.)*!", r"(.*.*.*.*.*.*.*.*)*!", r"(\w|\w\w|\w\w\w|\.)+!")
+HANGS = (r"(\w+\.?)+!", r"((\w+)+\.?)+!", r"(.*.*.*.*.*.*.*.*)*!", r"(\w|\w\w|\w\w\w|\.)+!")
 
 
 @pytest.fixture
