@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.progress import progress
+from consilium.progress import progress, when
 
 
 def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:
@@ -23,7 +23,8 @@ def started(round: int, at: float) -> dict[str, Any]:
 
 def result(site: str, round: int, at: float) -> dict[str, Any]:
     metrics = {"train/loss": 0.5, "comm/bytes_up": 100.0, "comm/bytes_down": 200.0}
-    return {"event": "result", "time": at, "site": site, "round": round, "phase": 0, "metrics": metrics}
+    weight = {"a": 30, "b": 10}[site]
+    return {"event": "result", "time": at, "site": site, "round": round, "phase": 0, "weight": weight, "metrics": metrics}
 
 
 def concluded(round: int, at: float) -> dict[str, Any]:
@@ -43,9 +44,30 @@ def test_a_run_in_its_third_round(tmp_path: Path) -> None:
     found = progress(folder(tmp_path, *lines, refused, started(2, now - 4), result("a", 2, now - 1)))
     assert (found["round"], found["asked"], found["answered"], found["epsilon"]) == (2, ["a", "b"], ["a"], 2.0)
     assert found["eta_seconds"] == pytest.approx(3 * 10 - 4, abs=1)
-    assert found["sites"]["a"] == {"round": 2, "metrics": {"train/loss": 0.5}, "bytes_up": 300, "bytes_down": 600}
+    expected = {"round": 2, "metrics": {"train/loss": 0.5}, "bytes_up": 300, "bytes_down": 600, "weight": 30, "share": 1.0}
+    assert found["sites"]["a"] == expected
     assert [(one["site"], one["reason"]) for one in found["refused"]] == [("b", "no answer")]
     assert not found["finished"]
+
+
+def test_a_sites_weight_is_that_of_the_last_mean_it_was_part_of(tmp_path: Path) -> None:
+    lines = [started(0, 0.0), result("a", 0, 1.0), result("b", 0, 1.0), concluded(0, 2.0), started(1, 2.0), result("a", 1, 3.0)]
+    sites = progress(folder(tmp_path, *lines))["sites"]
+    assert {name: (site["weight"], site["share"]) for name, site in sites.items()} == {"a": (30, 0.75), "b": (10, 0.25)}
+
+
+@pytest.mark.parametrize(
+    ("round", "joining", "said"),
+    [
+        (0, True, "before the first round"),
+        (1, True, "before round 2"),
+        (1, False, "in round 2"),
+        (2, False, "in the closing evaluation"),
+        (2, True, "before the closing evaluation"),
+    ],
+)
+def test_a_refusal_is_never_in_a_round_that_the_job_does_not_have(round: int, joining: bool, said: str) -> None:
+    assert when({"round": round, "joining": joining}, 2) == said
 
 
 def test_what_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:

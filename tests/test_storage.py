@@ -1,13 +1,16 @@
 """State files: exact, checksummed, atomic; hashes of checkpoints."""
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from consilium.errors import CheckpointError
-from consilium.storage import file_hash, load_state, save_state
+from consilium.storage import file_hash, load_state, save_state, sweep
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -54,3 +57,16 @@ def test_a_hash_of_nothing_is_an_error(tmp_path: Path) -> None:
     for name in ("empty", "none"):
         with pytest.raises(CheckpointError, match="no such file, or a folder without files"):
             file_hash(tmp_path / name)
+
+
+def test_what_a_process_left_half_written_is_swept_when_it_is_gone(tmp_path: Path) -> None:
+    """A living process' own file stays; one of its number from before it began, as in a container, does not."""
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    names = [".state.safetensors." + ended.stdout.strip(), f".job.yaml.{os.getpid()}", f".metrics.jsonl.{os.getpid()}"]
+    kept = ["state.safetensors", ".lock", ".hidden", f"job.yaml.{os.getpid()}"]
+    (tmp_path / "run").mkdir()
+    for name in [*names, *kept]:
+        (tmp_path / "run" / name).touch()
+    os.utime(tmp_path / "run" / names[1], (1, 1))
+    assert {p.name for p in sweep(tmp_path)} == set(names[:2])
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {names[2], *kept}

@@ -74,7 +74,7 @@ def test_lines_without_a_terminal_and_refusals_with_their_reason() -> None:
         view({"event": "refused", "site": "b", "round": 0, "reason": "NaN"})
     text = console.file.getvalue()
     assert "round 1/2  a: loss 0.750  Dice received 0.250  personal 0.500  ETA" in text
-    assert "round 1: b: refused: NaN" in text
+    assert "b: refused in round 1: NaN" in text
 
 
 def test_phases_count_as_parts_of_a_round() -> None:

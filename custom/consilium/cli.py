@@ -1,29 +1,31 @@
 """The command `consilium`. Exit codes: 0 done, 1 the run failed or problems were found, 2 wrong usage or configuration."""
 
+import errno
 import json
 import os
-import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from typer.exceptions import TyperException
 
+from consilium.clean import line, shown
 from consilium.cli_deploy import app as deploy_app
 from consilium.cli_import import data_import
+from consilium.cli_options import Format, FormatOption, JobArgument, load
 from consilium.cli_privacy import app as privacy_app
-from consilium.cli_privacy import claim_of
+from consilium.cli_simulate import simulate
 from consilium.cli_submit import app as submit_app
-from consilium.cli_submit import parse_override
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 data_app = typer.Typer(
     no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms."
 )
+app.command()(simulate)
 app.add_typer(data_app, name="data")
 data_app.command("import")(data_import)
 app.add_typer(privacy_app, name="privacy")
@@ -31,85 +33,42 @@ app.add_typer(deploy_app)
 app.add_typer(submit_app)
 
 
-METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-
-
-class Format(StrEnum):
-    """How a command prints."""
-
-    TXT = "txt"
-    JSON = "json"
-
-
-class Engine(StrEnum):
-    """What runs a simulation."""
-
-    INPROCESS = "inprocess"
-    FLARE = "flare"
-
-
-FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
-JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
+MESSAGE = 4000
+"""Characters of a line of an error at most."""
 
 
 def main() -> None:
     """Run the command line; every expected error is one line on stderr."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except TyperException as error:  # wrong usage; without any words the help was shown
+        _fail([_usage(error)] if error.format_message() else [], error.exit_code)
+    except ConfigError as error:
+        _fail(str(error).split("\n"), 2)
     except ConsiliumError as error:
-        Console(stderr=True, soft_wrap=True).print(str(error), style="red", highlight=False, markup=False)
-        raise SystemExit(2 if isinstance(error, ConfigError | DataError | CheckpointError) else 1) from None
+        _fail([str(error)], 2 if isinstance(error, DataError | CheckpointError) else 1)
+    except OSError as error:
+        if error.filename is not None:
+            where = os.fsdecode(error.filename)
+            _fail([f"{where}: {error.strerror}; check that the path is right and may be used"], 2)
+        if error.errno == errno.ENOSPC:
+            _fail(["the disk is full; free some space"], 1)
+        raise
+    raise SystemExit(code if isinstance(code, int) else 0)
 
 
-@app.command()
-def simulate(
-    job: JobArgument,
-    engine: Annotated[
-        Engine, typer.Option(help="inprocess: quick; flare: the FLARE simulator, a process a site")
-    ] = Engine.INPROCESS,
-    sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
-    rounds: Annotated[int, typer.Option(help="instead of training.rounds; 0 keeps it", min=0)] = 0,
-    workspace: Annotated[Path | None, typer.Option(help="result folder; default: runs/NAME-TIME")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="folder with a folder per site, each with datalist.json or site.yaml")
-    ] = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the workspace's last finished round (inprocess)")
-    ] = False,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """Run a job on this machine: live view, then a table per site."""
-    overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
-    config, source = _load(job, overrides)
-    folder = workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    _check_workspace(folder, resume, engine)
-    environment = {"CONSILIUM_DATA": data, "CONSILIUM_CHECKPOINTS": checkpoints}
-    environment = {key: str(value.resolve()) for key, value in environment.items() if value is not None}
-    os.environ |= environment
-    results = _run(config, source, engine, _site_names(sites, data), folder, resume, format)
-    _print_results(results, config.name, folder, format)
+def _fail(problems: list[str], code: int) -> NoReturn:
+    """Print problems, each in one line whatever characters the names in it have, and end."""
+    console = Console(stderr=True, soft_wrap=True)
+    for problem in problems:
+        console.print(line(problem, "red", limit=MESSAGE))
+    raise SystemExit(code) from None
 
 
-def _run(
-    config: Any, source: Path, engine: Engine, names: list[str], folder: Path, resume: bool, format: Format
-) -> dict[str, dict[str, float]]:
-    from consilium.assemble import assemble_job
-    from consilium.config import find_site
-    from consilium.view import LiveView
-
-    ready = assemble_job(config, source)
-    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name) as view:
-        if engine is Engine.FLARE:
-            from consilium.flare.simulator import export_job, run_simulator
-
-            run_simulator(export_job(config, folder), names, folder, view)
-        else:
-            from consilium.simulate import simulate as run_inprocess
-
-            run_inprocess(ready, {name: find_site(name) for name in names}, folder, view, resume)
-    return json.loads((folder / "results.json").read_text())
+def _usage(error: TyperException) -> str:
+    """Return what was wrong with which command."""
+    context, said = getattr(error, "ctx", None), error.format_message().replace("Value error, ", "").rstrip(".")
+    return f"{context.command_path}: {said}; see {context.command_path} --help" if context else said
 
 
 @app.command()
@@ -118,7 +77,7 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
     from consilium.assemble import assemble_job
     from consilium.cost import adapters, compare
 
-    config, source = _load(job, [])
+    config, source = load(job, [])
     ready = assemble_job(config, source)
     costs, bottlenecks = compare(ready), adapters(ready)
     if format is Format.JSON:
@@ -128,7 +87,7 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
         k, each, low, saved = bottlenecks.values()
         typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")
     title = f"{config.name}: parameters per site and round; * this job"
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
     for heading in ("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
     for index, one in enumerate(costs):
@@ -157,7 +116,7 @@ def data_check(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Open every image and label of a data list, or every record of JSONL lists; exit code 1 if there are problems."""
-    report = _check(datalist, _load(job, [])[0] if job else None, checkpoints)
+    report = _check(datalist, load(job, [])[0] if job else None, checkpoints)
     if format is Format.JSON:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -198,11 +157,13 @@ def data_phantoms(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
-    from consilium.data.phantoms import LABELS, make_phantoms
+    from consilium.data.phantoms import LABELS, check_own, make_phantoms
 
     if kind not in LABELS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(LABELS)}")
     names = [f"site-{i}" for i in range(1, sites + 1)]
+    for name in names:
+        check_own(folder / name)
     shifts = (appearance, annotation)
     lists = [make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts) for n in names]
     print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
@@ -227,67 +188,24 @@ def data_partition(
         print(json.dumps(found, indent=1))
         return
     for site, counts in found["training"].items():
-        parts = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+        parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
     typer.echo(f"{folder}: a data list per site, partition.json and partition.png")
 
 
-def _load(job: Path, overrides: list[str]) -> tuple[Any, Path]:
-    """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself."""
-    from consilium.config import job_file, load_job
-
-    return load_job(job, dict(parse_override(one) for one in overrides)), job_file(job)
-
-
-def _site_names(sites: str, data: Path | None) -> list[str]:
-    if sites and not sites.isdigit():
-        return [name.strip() for name in sites.split(",") if name.strip()]
-    from consilium.config import is_site_folder
-
-    if data is None:
-        return [f"site-{i}" for i in range(1, int(sites or 3) + 1)]
-    if not data.is_dir():
-        raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
-    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
-    if not found:
-        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
-    return found[: int(sites)] if sites else found
-
-
-def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
-    used = (folder / "metrics.jsonl").exists()
-    if used and not resume:
-        raise ConfigError(f"--workspace: {folder} holds a run; give another folder, or --resume to go on with it")
-    if resume and not used:
-        raise ConfigError(f"--resume: {folder} holds no run; give the --workspace of the run to go on with")
-    if resume and engine is Engine.FLARE:
-        raise ConfigError("--resume: only with --engine inprocess")
-
-
-def _print_results(results: dict[str, dict[str, float]], name: str, folder: Path, format: Format) -> None:
-    from consilium.view import result_table
-
-    if format is Format.JSON:
-        print(json.dumps({"workspace": str(folder), "results": results}, indent=1, sort_keys=True))
-        return
-    Console().print(result_table(results, name))
-    if claim := claim_of(folder):
-        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False)
-    typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")
-
-
 def _print_report(report: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items()))
+    console = Console(soft_wrap=True)
+    console.print(line(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items())))
     if sizes := report["sizes"]:
-        console.print("sizes: " + ", ".join(f"{size} ({n})" for size, n in sizes.items()))
+        console.print(line("sizes: " + ", ".join(f"{size} ({n})" for size, n in sizes.items()), limit=MESSAGE))
     if values := report["images_with_label_value"]:
-        console.print("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
+        console.print(line("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()), limit=MESSAGE))
     for name, by_split in report["images_of_class"].items():
-        console.print(f"class {name}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()), markup=False)
+        console.print(line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
     for kind, style in (("problems", "red"), ("warnings", "yellow")):
         for what, found in report[kind].items():
-            console.print(f"{found['count']} x {what}", style=style)
+            console.print(line(f"{found['count']} x {what}", style))
             for name in found["first"]:
-                console.print(f"    {name}", markup=False)
-    console.print("no problems" if not report["problems"] else "training would stop at these problems; mend them first")
+                console.print(line(f"    {name}", limit=MESSAGE))
+    end = "training would stop at these problems; mend them first" if report["problems"] else "no problems"
+    console.print(line(end))

@@ -7,18 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
+from consilium.clean import cell
+from consilium.cli_options import PageFormat, PageFormatOption
 from consilium.errors import ConfigError
 
 
 def audit(
     where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
-    format: Annotated[str, typer.Option("--format", help="md for people, json for programs")] = "md",
+    format: PageFormatOption = PageFormat.MD,
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
     from consilium.privacy.audit import report
 
-    if format not in ("md", "json"):
-        raise ConfigError(f"--format: {format!r} is not one of md, json")
     found = [report(path) for path in _records(where)]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(markdown, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
@@ -33,7 +33,8 @@ def _records(where: Path) -> list[Path]:
     folder = settings
     if settings.suffix in (".yaml", ".yml"):
         folder = load_site(settings).state or settings.parent.parent / "consilium"  # beside FLARE's run folders
-    found = sorted(folder.rglob(FILE), key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
     if not found or not all(path.is_file() for path in found):
         raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
     return found
@@ -43,11 +44,13 @@ def markdown(found: dict[str, Any]) -> str:
     """Return one run's record as a page for the hospital's reviewer."""
     messages = found["messages"]
     first = messages[0] if messages else {}
+    site = first.get("site", "this site")
     damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
     lines = [
-        f"# What left {first.get('site', 'this site')}: {first.get('experiment') or first.get('job')}, run {first.get('run')}",
+        "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
         "",
-        f"- record: {found['file']} ({len(messages)} messages; {damage if found['broken_line'] else 'every line follows'})",
+        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *_privacy(messages),
         "",
@@ -77,8 +80,8 @@ def _row(message: dict[str, Any]) -> str:
     said = message.get("reason") or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
     place = f"{message['round'] + 1}.{message['phase'] + 1}" if "round" in message else ""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
-    cells = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), f"{norm:.4g}", epsilon, said)
-    return "| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |"
+    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), f"{norm:.4g}", epsilon, said)
+    return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
 
 
 def _short(value: Any) -> str:
@@ -93,5 +96,5 @@ def _tensors(messages: list[dict[str, Any]]) -> list[str]:
             seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
     if not seen:
         return []
-    rows = [f"| {n} | {s} | {d} | {len(v)} | {min(v):.4g} to {max(v):.4g} |" for (n, s, d), v in sorted(seen.items())]
+    rows = [f"| {cell(n)} | {s} | {d} | {len(v)} | {min(v):.4g} to {max(v):.4g} |" for (n, s, d), v in sorted(seen.items())]
     return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
 app = typer.Typer()
-FormatOption = Annotated[str, typer.Option("--format", help="txt or json")]
 SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
 
 
@@ -19,13 +19,12 @@ def provision(
     sites: SitesArgument,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="make all startup kits in this folder")] = None,
     local: Annotated[Path | None, typer.Option(help="only write local/ of this kit, which `nvflare package` made")] = None,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Make startup kits with our policies in them, or put the policies into one that exists."""
     from consilium.flare.kits import apply_local
     from consilium.flare.provision import provision as make
 
-    _check_format(format)
     if (output is None) == (local is None):
         raise ConfigError("--output, --local: give exactly one: -o DIR makes kits, --local KIT changes one")
     written = make(sites, output) if output else apply_local(sites, local)
@@ -48,12 +47,11 @@ def export(
     bundle: Annotated[
         bool, typer.Option("--bundle", help="with this package in app/custom, for sites that allow BYOC")
     ] = False,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Write a job as a FLARE job folder to submit: configuration only, or with the code for sites without the package."""
     from consilium.flare.recipe import export as write
 
-    _check_format(format)
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     if format == "json":
@@ -66,12 +64,11 @@ def export(
 @app.command()
 def doctor(
     kit: Annotated[Path, typer.Argument(help="the site's startup kit")] = Path(),
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Check a site before it joins: versions, kit, policies, data, checkpoints, GPU, disk, clock, server; 1 if not well."""
     from consilium.flare.doctor import examine
 
-    _check_format(format)
     findings = examine(kit)
     if format == "json":
         print(json.dumps([f.to_dict() for f in findings], indent=1))
@@ -80,8 +77,3 @@ def doctor(
         for finding in findings:
             console.print(finding.line(), style=None if finding.ok else "red", markup=False)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
-
-
-def _check_format(format: str) -> None:
-    if format not in ("txt", "json"):
-        raise ConfigError(f"--format: {format!r}: expected txt or json")

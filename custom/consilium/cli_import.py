@@ -9,6 +9,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line, shown
+from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
 
@@ -23,14 +25,12 @@ def data_import(
     minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
     types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
-    format: Annotated[str, typer.Option("--format", help="txt or json")] = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
     from consilium.data.importers.base import Options
     from consilium.data.importers.registry import IMPORTERS, import_set
 
-    if format not in ("txt", "json"):
-        raise ConfigError(f"--format: {format!r}: expected txt or json")
     if show or not name:
         _print_layouts({key: one.layout for key, one in IMPORTERS.items()}, format)
     elif source is None or dest is None:
@@ -55,9 +55,9 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
     for heading in ("site", "training", "validation", "test"):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for site, counts in summary["sites"].items():
-        table.add_row(site, *(str(n) for n in counts.values()))
+        table.add_row(line(site), *(str(n) for n in counts.values()))
     Console().print(table)
     for note in summary["notes"]:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {shown(note, 1000)}")
     typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
     typer.echo(f"{dest}: a folder with datalist.json per site, and import.json")

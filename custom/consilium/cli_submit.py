@@ -2,17 +2,19 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.clean import line, shown
 from consilium.cli_audit import audit
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.cli_options import Format, FormatOption, SetOption, parse_override
+from consilium.errors import ConsiliumError
 
 if TYPE_CHECKING:
     from consilium.flare.session import Admin
@@ -21,8 +23,6 @@ app = typer.Typer()
 app.command()(audit)
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
-FormatOption = Annotated[str, typer.Option("--format", help="txt or json")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")]
 PATIENCE = 120.0
 """Seconds to wait for the sites of an experiment before it goes on."""
 
@@ -34,17 +34,18 @@ def submit(
     experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
     override: SetOption = None,
     wait: WaitOption = False,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
     from consilium.config import load_job
     from consilium.flare.session import connect
-    from consilium.flare.submission import prepare
+    from consilium.flare.submission import prepare, submitting
 
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
-        job_id = admin.submit(prepare(job, overrides, name, admin.uploads))
+        with submitting(folder := prepare(job, overrides, name, admin.uploads)):
+            job_id = admin.submit(folder)
         _submitted(admin, job_id, name, wait, format)
 
 
@@ -55,18 +56,21 @@ def resume(
     *,
     kit: KitOption,
     wait: WaitOption = False,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
     from consilium.flare.session import connect
-    from consilium.flare.submission import prepare_again
+    from consilium.flare.submission import prepare_again, submitting
 
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
         folder = prepare_again(experiment, admin.uploads, job)
-        for site in sorted(admin.await_sites(sites, PATIENCE)):
-            Console(stderr=True).print(f"{site} took part before and is not connected: it goes on without", style="yellow")
-        _submitted(admin, admin.submit(folder), experiment, wait, format)
+        with submitting(folder) if job else nullcontext():
+            for site in sorted(admin.await_sites(sites, PATIENCE)):
+                said = f"{site} took part before and is not connected: it goes on without"
+                Console(stderr=True).print(line(said, "yellow"))
+            job_id = admin.submit(folder)
+        _submitted(admin, job_id, experiment, wait, format)
 
 
 @app.command()
@@ -74,7 +78,7 @@ def status(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
     *,
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
     from consilium.flare.session import connect, experiment_of
@@ -97,7 +101,7 @@ def status(
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
     from consilium.flare.session import connect
@@ -105,7 +109,7 @@ def abort(
     with connect(kit) as admin:
         found = admin.find(job)
         admin.abort(found["job_id"])
-    print(json.dumps({"aborted": found["job_id"]}) if format == "json" else f"{found['job_id']}: aborted")
+    print(json.dumps({"aborted": found["job_id"]}) if format == "json" else f"{shown(found['job_id'])}: aborted")
 
 
 @app.command()
@@ -113,7 +117,7 @@ def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
     kit: KitOption,
-    format: FormatOption = "txt",
+    format: FormatOption = Format.TXT,
 ) -> None:
     """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
     from consilium.flare.session import connect
@@ -123,19 +127,9 @@ def download(
     print(json.dumps({"folder": str(found)}) if format == "json" else found)
 
 
-def parse_override(override: str) -> tuple[str, Any]:
-    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
-    key, separator, value = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    from consilium.config import Loader
-
-    return key, yaml.load(value, Loader)
-
-
 def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:
     console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
-    console.print(f"submitted as experiment {experiment}, job {job_id}")
+    console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:
         found = _watch(admin, job_id, console)
@@ -153,7 +147,7 @@ def _watch(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         now = place(found["progress"]) if found["progress"] else found["status"]
         if now.split("; ETA")[0] != said and now != "LOST":  # between a job's end and its final status
-            console.print(now)
+            console.print(line(now))
             said = now.split("; ETA")[0]
         time.sleep(1)
     return found
@@ -173,36 +167,40 @@ def place(progress: dict[str, Any]) -> str:
 
 def show(found: dict[str, Any]) -> None:
     """Print one job's status for people."""
+    from consilium.progress import when
+
     console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
-    console.print(f"{found['experiment']}: {found['status']}  (job {found['job_id']})")
+    console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
     for problem in found["problems"]:
-        console.print(f"not deployed: {problem}", style="red", markup=False)
+        console.print(line(f"not deployed: {problem}", "red"))
     if "reason" in found:
-        console.print(f"stopped: {found['reason']}", style="red", markup=False)
+        console.print(line(f"stopped: {found['reason']}", "red", 1000))
     if progress is None:
         return
-    console.print(place(progress))
+    console.print(line(place(progress)))
     if progress["sites"]:
         console.print(_table(progress))
     for one in progress["refused"]:
-        console.print(f"refused in round {one['round'] + 1}: {one['site']}: {one['reason']}", style="yellow", markup=False)
+        console.print(line(f"refused {when(one, progress['rounds'])}: {one['site']}: {one['reason']}", "yellow"))
 
 
 def _table(progress: dict[str, Any]) -> Table:
-    """Return a row per site: the leading score as the site shares it, its loss, and what it has sent and received."""
+    """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
+    it shares them, and what it has sent and received."""
     from consilium.view import HEADINGS, LEADING, leading, number
 
     sites = progress["sites"]
     score = leading({name for one in sites.values() for name in one["metrics"]}, LEADING[0])
     table = Table(box=SIMPLE, pad_edge=False)
     scores = (f"{HEADINGS[score]} received", f"{HEADINGS[score]} personal")
-    for heading in ("site", "round", "loss", *scores, "KiB up", "KiB down"):
+    for heading in ("site", "round", "weight", "loss", *scores, "KiB up", "KiB down"):
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for name, one in sorted(sites.items()):
         metrics = {key.removeprefix("test/").removeprefix("validation/"): value for key, value in one["metrics"].items()}
         numbers = [number(metrics.get(key)) for key in ("train/loss", f"received/{score}", f"personal/{score}")]
         sizes = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down")]
-        table.add_row(name, str(min(one["round"] + 1, progress["rounds"])), *numbers, *sizes)
+        weight = "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})"
+        table.add_row(line(name), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *sizes)
     return table
 
 
@@ -211,7 +209,7 @@ def _list(jobs: list[dict[str, Any]]) -> None:
     for heading in ("experiment", "status", "submitted", "took", "by", "job"):
         table.add_column(heading, overflow="fold")
     for one in jobs:
-        submitted = str(one["submit_time_iso"])[:19].replace("T", " ")
-        row = (one["experiment"], one["status"], submitted, one["duration"], one["submitter_name"], one["job_id"])
-        table.add_row(*(str(cell or "").split(".")[0] if cell == one["duration"] else str(cell or "") for cell in row))
+        submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
+        row = (one["experiment"], one["status"], submitted, took, one["submitter_name"], one["job_id"])
+        table.add_row(*(line(cell or "") for cell in row))
     Console().print(table)

@@ -109,6 +109,7 @@ class FederationConfig(Section):
     """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
 
     `max_norm_ratio`: an update whose norm is over this many times that of the adapter it changes is refused.
+    `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
     `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
     """
 
@@ -116,6 +117,7 @@ class FederationConfig(Section):
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     held_out: Share = 0.0
     weighting: Literal["samples", "uniform"] | None = None
+    max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
     round_timeout: Annotated[Seconds, Field(gt=0)] = 3600.0
     grace: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
     max_norm_ratio: Positive = 100.0
@@ -148,6 +150,11 @@ class JobConfig(Section):
         private = self.privacy is not None and self.privacy.unit == "site"
         return self.federation.weighting or ("uniform" if private else "samples")
 
+    def weight(self, num_samples: int) -> int:
+        """Return what the update of a site that says it has so many samples weighs in the mean."""
+        most = self.federation.max_weight
+        return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
+
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
         if self.privacy is None:
@@ -156,10 +163,6 @@ class JobConfig(Section):
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":
             keep_apart(self.privacy.noise_multiplier, self.training, self.adapter, self.model)
-        if self.privacy.unit == "site" and self.privacy.trust == "distributed" and self.federation.min_sites < 2:
-            raise ValueError(
-                "federation.min_sites: 1 with privacy.trust distributed: a lone site has no one to share; use local"
-            )
         return self
 
     @field_validator("strategy", mode="before")

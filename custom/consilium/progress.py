@@ -10,13 +10,15 @@ import yaml
 from consilium.runlog import read_lines
 
 Line = dict[str, Any]
+REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
 def progress(folder: Path) -> dict[str, Any]:
     """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
 
     `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. Per site: the
-    round of its last result, that result's metrics (as far as the site shares them), bytes of tensors up and down so far.
+    round of its last result, that result's metrics (as far as the site shares them), bytes of tensors up and down so far, its
+    weight in the last mean it was part of and its share of that mean's whole weight (None before there is one).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
     lines = _without_repeats(read_lines(folder / "metrics.jsonl"))
@@ -35,9 +37,17 @@ def progress(folder: Path) -> dict[str, Any]:
         "epsilon": done[-1].get("privacy/epsilon") if done else None,
         "eta_seconds": _eta(started, done, config["training"]["rounds"]),
         "sites": _sites(lines),
-        "refused": [{k: x[k] for k in ("time", "round", "site", "reason")} for x in lines if x["event"] == "refused"][-20:],
+        "refused": [{k: x.get(k) for k in REFUSAL} for x in lines if x["event"] == "refused"][-20:],
         "finished": (folder / "results.json").is_file(),
     }
+
+
+def when(refusal: Line, rounds: int) -> str:
+    """Return in words when a site was refused in a run of so many rounds."""
+    place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
+    if not refusal.get("joining"):
+        return f"in {place}"
+    return f"before {place}" if refusal["round"] else "before the first round"
 
 
 def _place(line: Line) -> tuple[int, int]:
@@ -69,10 +79,20 @@ def _eta(started: list[Line], done: list[Line], rounds: int) -> float | None:
 
 def _sites(lines: list[Line]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    weights = _weights(lines)
     for line in (x for x in lines if x["event"] in ("result", "final")):
         site = found.setdefault(line["site"], {"round": 0, "metrics": {}, "bytes_up": 0, "bytes_down": 0})
         metrics = dict(line["metrics"])
         for way in ("up", "down"):
             site[f"bytes_{way}"] += int(metrics.pop(f"comm/bytes_{way}", 0))
         site |= {"round": line["round"], "metrics": metrics}
+    return {name: values | weights.get(name, {"weight": None, "share": None}) for name, values in found.items()}
+
+
+def _weights(lines: list[Line]) -> dict[str, Line]:
+    """Return, by site, its weight and its share of the whole in the last mean it was part of."""
+    found: dict[str, Line] = {}
+    for place in [_place(x) for x in lines if x["event"] == "concluded"]:
+        weights = {x["site"]: x.get("weight", 1) for x in lines if x["event"] == "result" and _place(x) == place}
+        found |= {site: {"weight": weight, "share": weight / sum(weights.values())} for site, weight in weights.items()}
     return found

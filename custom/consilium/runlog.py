@@ -11,11 +11,12 @@ from typing import Any, TextIO
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
+from consilium.clean import tag
 from consilium.config import JobConfig
 from consilium.errors import ConfigError
 from consilium.figures import heat, plot_curves, plot_matrices
 from consilium.privacy.plan import Plan
-from consilium.storage import write_atomic
+from consilium.storage import open_private, private_folder, write_atomic
 from consilium.strategy import Payload, ServerState, Tensors
 
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
@@ -28,8 +29,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder = private_folder(folder)
         self._file = _open_alone(folder / "metrics.jsonl", resume)
         self._writers: dict[str, SummaryWriter] = {}
         self._down: dict[str, int] = {}
@@ -52,20 +52,25 @@ class RunLog:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
+    def joined(self, round: int, site: str, ledger: str) -> None:
+        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
+        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger})
+
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
 
-    def received(self, site: str, result: Payload) -> None:
-        """Record one accepted result."""
+    def received(self, site: str, result: Payload, weight: int = 1) -> None:
+        """Record one accepted result and its weight in the mean."""
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {"comm/bytes_up": float(up), "comm/bytes_down": float(down)}
-        self._line({"event": "result", "site": site, "round": result.round, "phase": result.phase, "metrics": values})
+        place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
+        self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
         self._scalars(site, values, result.round)
 
-    def refused(self, round: int, site: str, reason: str) -> None:
-        """Record why a site's result was not used."""
-        self._line({"event": "refused", "site": site, "round": round, "reason": reason})
+    def refused(self, refusal: dict[str, Any]) -> None:
+        """Record why a site's message was not used; see Coordinator.refuse."""
+        self._line(refusal)
 
     def concluded(self, state: ServerState, sites: list[str], epsilon: float | None = None) -> None:
         """Record that a phase ended, whose results are in its mean, and the epsilon of the plan so far."""
@@ -103,7 +108,8 @@ class RunLog:
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self._results[site] = result.metrics
-        self._line({"event": "final", "site": site, "round": result.round, "metrics": result.metrics})
+        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
+        self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
 
     def finish(self, plan: Plan | None = None) -> None:
@@ -128,7 +134,7 @@ class RunLog:
 
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer(site).add_scalar(name, value, step)
+            self._writer(site).add_scalar(tag(name), value, step)
 
     def _writer(self, site: str) -> SummaryWriter:
         if site not in self._writers:
@@ -139,7 +145,7 @@ class RunLog:
 def _open_alone(path: Path, resume: bool) -> TextIO:
     """Open the record for writing and lock it for this process: the lock ends with the process, however that ends."""
     try:
-        file = open(path, "a" if resume else "x", encoding="utf-8")  # noqa: SIM115
+        file = open_private(path, "a" if resume else "x")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileExistsError:
         raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name") from None

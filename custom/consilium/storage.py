@@ -4,11 +4,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -16,11 +18,15 @@ from torch import Tensor
 
 from consilium.errors import CheckpointError
 
+PRIVATE, PUBLIC = 0o600, 0o666
+"""Modes of new files: for this user alone, which is what all state is; and what the umask leaves, for what a user exports."""
+_TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
+
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"meta": json.dumps(dict(meta)), "sha256": _digest(ready)}
+    header = {"meta": json.dumps(dict(meta)), "sha256": digest(ready)}
     write_atomic(path, save(ready, metadata=header))
 
 
@@ -33,27 +39,62 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
-    if _digest(tensors) != expected:
+    if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
     return tensors, meta
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write bytes through a temporary file beside `path`, flushed to disk before it takes the name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
+    """Write bytes through a temporary file beside `path`, flushed to disk before it takes the name.
+
+    The file, and what folders it needs, are the user's alone; with PUBLIC they are as the umask says.
+    """
+    private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
+    temporary.unlink(missing_ok=True)  # of an earlier process of the same number, with whatever mode
+    with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
+def open_private(path: Path, mode: str) -> TextIO:
+    """Open a text file as `open` does; a new one is the user's alone."""
+    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE))
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder, and those above it that are missing, for this user alone; one that exists stays as it is. Return it."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove what `write_atomic` left half-written anywhere under `folder` when its process ended; return the files."""
+    found = [path for path in folder.rglob(".*") if (match := _TEMPORARY.fullmatch(path.name)) and _left(path, int(match[1]))]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def _left(path: Path, pid: int) -> bool:
+    """Tell whether the process that wrote a temporary file is gone: none has its number, or one that began later."""
+    try:
+        return not path.is_symlink() and path.is_file() and path.stat().st_mtime < psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OSError, OverflowError):
+        return False
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time into the block; the lock ends with its process, however that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    private_folder(folder)
+    with open_private(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -76,10 +117,11 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors: names, types, shapes, bytes."""
+    found = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

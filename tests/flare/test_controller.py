@@ -16,7 +16,7 @@ from nvflare.apis.signal import Signal
 from consilium import __version__
 from consilium.assemble import assemble_job
 from consilium.coordinator import Coordinator
-from consilium.errors import ConsiliumError
+from consilium.errors import ConsiliumError, Reason
 from consilium.flare import wire
 from consilium.flare.controller import RoundController
 from consilium.site import Hello
@@ -42,6 +42,8 @@ class Federation(RoundController):
         self.sent.append((name, task))
         result = self.answers[name](task.data)
         if result is not None:
+            if wire.HELLO in result and not result[wire.HELLO]["name"]:
+                result[wire.HELLO]["name"] = name  # as an honest site does
             client_task = ClientTask(client=SimpleNamespace(name=name), task=task)
             client_task.result = result
             task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
@@ -57,7 +59,7 @@ class Federation(RoundController):
 def trained(value: float) -> Answer:
     def answer(message: Shareable) -> Shareable:
         if wire.HELLO in message:
-            return wire.encode_dict(wire.HELLO, Hello("whatever it says", 4, False, __version__).to_dict())
+            return wire.encode_dict(wire.HELLO, Hello("", 4, False, __version__).to_dict())
         payload, run = wire.decode(message)
         return wire.encode(
             Payload(payload.round, 0, {n: torch.full_like(t, value) for n, t in payload.tensors.items()}), run, True
@@ -74,10 +76,13 @@ def context(names: list[str]) -> FLContext:
     return fl_ctx
 
 
-def test_sites_are_known_by_their_certificates_name_not_by_what_they_say(tmp_path: Path) -> None:
+def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
-    federation._invite(context(["a", "b"]))
+    liar = Hello("a", 4, False, __version__).to_dict()
+    federation.answers["c"] = lambda message: wire.encode_dict(wire.HELLO, liar)
+    federation._invite(context(["a", "b", "c"]))
     assert federation.coordinator.sites.keys() == {"a", "b"}
+    assert "it says it is 'a', its certificate says 'c'" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
@@ -112,7 +117,11 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
     federation._invite(fl_ctx)
-    scored = lambda message: wire.encode(Payload(2, 0, {}, {}, {"test/base/dice": 0.5}), "run", True)  # noqa: E731
+
+    def scored(message: Shareable) -> Shareable:
+        asked, run = wire.decode(message)
+        return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/base/dice": 0.5}), run, True)
+
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
     began = time.monotonic()
     federation._final(Signal(), fl_ctx)
@@ -135,10 +144,10 @@ def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
     federation._invite(fl_ctx)
-    federation.answers["b"] = lambda message: wire.refusal("disk full")
+    federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
         federation._round(Signal(), fl_ctx)
-    assert "disk full" in (tmp_path / "metrics.jsonl").read_text()
+    assert Reason.DATA.text in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admitted(tmp_path: Path) -> None:

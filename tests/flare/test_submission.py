@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from consilium.config import load_job
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.recipe import export
 from consilium.flare.session import connect
-from consilium.flare.submission import prepare, prepare_again
+from consilium.flare.submission import prepare, prepare_again, submitting
 from tests.conftest import JOBS
 
 
@@ -45,6 +45,8 @@ def test_a_bare_job_file_becomes_a_job_folder(tmp_path: Path) -> None:
         ({"training.rounds": 0}, "study", "training.rounds"),
         ({}, "../study", "experiment"),
         ({}, "..", "experiment"),
+        ({}, "ledger.sqlite", "experiment"),
+        ({}, "s" * 65, "experiment"),
     ],
 )
 def test_what_cannot_run_is_refused_and_leaves_nothing(overrides: dict, name: str, reason: str, tmp_path: Path) -> None:
@@ -64,6 +66,34 @@ def test_a_resumption_is_the_same_job_told_to_go_on(tmp_path: Path) -> None:
         server = json.loads((folder / "app/config/config_fed_server.json").read_text())
         assert [w["args"] for w in server["workflows"]] == [{"resume": True}]
         assert yaml.safe_load((folder / "app/config/job.yaml").read_text()) == first
+
+
+@pytest.mark.parametrize("failure", [ConsiliumError("no connection"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_what_was_not_submitted_leaves_its_name_free(failure: BaseException, tmp_path: Path) -> None:
+    for _ in range(2):
+        folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
+        with pytest.raises(type(failure)), submitting(folder):
+            raise failure
+    assert not list(tmp_path.iterdir())
+    with submitting(prepare(JOBS / "quickstart", {}, "study", tmp_path)):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["study"]
+
+
+def test_a_broken_job_given_to_resume_leaves_the_submitted_one_as_it_was(tmp_path: Path) -> None:
+    folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    (tmp_path / "broken.yaml").write_text("name: broken\n")
+    with pytest.raises(ConfigError):
+        prepare_again("study", tmp_path, tmp_path / "broken.yaml")
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_an_exported_job_says_its_experiment_to_flare_too(tmp_path: Path) -> None:
+    raw = yaml.safe_load((JOBS / "quickstart/app/config/job.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw | {"experiment": "same"}))
+    meta = json.loads((export(tmp_path / "mine.yaml", tmp_path / "out") / "meta.json").read_text())
+    assert meta["experiment"] == "same"
 
 
 def test_a_folder_that_is_no_admins_kit(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
 from consilium.data.images import read_image, read_mask
-from consilium.errors import DataError
+from consilium.data.opening import check_file
+from consilium.errors import ConsiliumError, DataError
+from consilium.storage import file_hash
 
 Classes = dict[str, list[int]] | Sequence[str] | None
 """A segmentation job's classes with their label values, a classification job's class names, or no job given."""
@@ -109,9 +111,12 @@ def _check_values(report: Report, name: str, values: set[int], declared: set[int
 def _check_duplicates(report: Report, data: DataList) -> None:
     """Find equal files: across splits they leak test data into training."""
     seen: dict[tuple[str, int | None], tuple[str, str]] = {}
+    digest = cache(_digest)
     for split in SPLITS:
         for item in data.splits[split]:
-            key = (hashlib.sha256(item.image.read_bytes()).hexdigest(), item.slice)
+            if (found := digest(item.image)) is None:
+                continue
+            key = (found, item.slice)
             if key in seen:
                 other, first = seen[key]
                 kinds, kind = (
@@ -119,3 +124,12 @@ def _check_duplicates(report: Report, data: DataList) -> None:
                 )
                 kinds.setdefault(kind, []).append(f"{split}: {item.name} = {other}: {first}")
             seen.setdefault(key, (split, item.name))
+
+
+def _digest(path: Path) -> str | None:
+    """Return the SHA-256 of a file; None if it cannot be read, which was reported when it was opened as a picture."""
+    try:
+        check_file(path)
+        return file_hash(path)
+    except ConsiliumError:
+        return None

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from consilium.data.folders import read_folders
+from consilium.data.opening import check_file, read_text, whole
 from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
 ENTRY_KEYS = {"image", "label", "slice", "fold"}
+MOST_BYTES = 256 * 1024**2
+"""A data list of over a million entries is smaller."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class DataList:
 
 
 def read_datalist(path: Path, classes: bool | None = False) -> DataList:
-    """Read a data list or a folder per class; relative paths start at its folder.
+    """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see opening.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
     Raises DataError, naming file, entry and remedy.
@@ -50,12 +53,13 @@ def read_datalist(path: Path, classes: bool | None = False) -> DataList:
     if path.is_dir():
         found = list(read_folders(path))
         return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
+    text = read_text(path, "give the path of a data list", MOST_BYTES)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give the path of a data list") from None
+        raw = json.loads(text)
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error}); mend the place named") from None
+    except RecursionError:
+        raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
@@ -81,16 +85,42 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None) -> Item:
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
-        raise DataError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
+        raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
+    if broken := [value for value in entry.values() if isinstance(value, str) and not whole(value)]:
+        raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
     image, label = path.parent / entry["image"], _label(path, where, entry.get("label"), classes)
     for file in (image, label):
-        if isinstance(file, Path) and not file.is_file():
-            raise DataError(f"{where}: {file}: no such file; paths are relative to the data list's folder")
-    return Item(image, label, entry.get("slice"))
+        if isinstance(file, Path):
+            _check_there(where, file)
+    return Item(image, label, _slice(where, entry.get("slice")))
+
+
+def _check_there(where: str, file: Path) -> None:
+    try:
+        there = file.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        there = False
+    if not there:
+        raise DataError(f"{where}: {file}: no such file; paths are relative to the data list's folder")
+    try:
+        check_file(file)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _slice(where: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise DataError(f'{where}: slice {_brief(value)} is no whole number from 0; write "slice": 4')
+    return value
 
 
 def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:
     if label is not None and (isinstance(label, bool) or not isinstance(label, str | int)):
-        raise DataError(f"{where}: label {label!r} is neither a mask's path nor a class; write text or a whole number")
+        raise DataError(f"{where}: label {_brief(label)} is neither a mask's path nor a class; write text or a whole number")
     is_class = not isinstance(label, str) or (not Path(label).suffix if classes is None else classes)
     return label if is_class else path.parent / label
+
+
+def _brief(value: Any) -> str:
+    """Return a wrong value as an error shows it: a nested one may be of any size and depth."""
+    return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]

@@ -20,11 +20,10 @@ from monai.transforms import (
     RandScaleIntensityd,
     Resized,
 )
-from nibabel.filebasedimages import ImageFileError
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from consilium.data.datalist import Item
+from consilium.data.opening import check_volume, open_picture, reading
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -37,6 +36,8 @@ def read_sample(item: Item, classes: dict[str, list[int]], size: int) -> Sample:
     Raises DataError for a missing mask, a mask of another size than its image, or a label value no class declares.
     """
     image = read_image(item.image, item.slice)
+    if item.label is not None and not isinstance(item.label, Path):
+        raise DataError(f"{item.image}: label {item.label!r} is a class; a segmentation task needs the path of a mask")
     if item.label is None:
         raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask')
     values = read_mask(item.label, item.slice)
@@ -119,27 +120,33 @@ def _is_nifti(path: Path) -> bool:
 
 
 def _picture(path: Path, what: str) -> np.ndarray:
-    try:
-        with Image.open(path) as picture:
-            wanted = picture.mode in ("L", "I;16", "I;16B", "I", "F", "RGB", "1") or (what == "mask" and picture.mode == "P")
-            array = np.asarray(picture if wanted else picture.convert("RGB"))
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
-        raise DataError(f"{path}: {what} cannot be read ({error}); replace it or take it off the list") from None
-    return array.astype(np.uint8) * (255 if what == "image" else 1) if array.dtype == bool else array
+    with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
+        wanted = picture.mode in ("L", "I;16", "I;16B", "I", "F", "RGB", "1") or (what == "mask" and picture.mode == "P")
+        array = np.asarray(picture if wanted else picture.convert("RGB"))
+    return _numbers(path, array.astype(np.uint8) * (255 if what == "image" else 1) if array.dtype == bool else array)
 
 
 def _nifti(path: Path, plane: int | None) -> np.ndarray:
     """Return one plane as rows and columns, in the radiological way of looking (patient's right on the left)."""
-    try:
-        volume = nibabel.as_closest_canonical(nibabel.load(path))
-        data = np.asarray(volume.dataobj)
-    except (OSError, ImageFileError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as NIfTI ({error}); replace it or take it off the list") from None
+    with reading(path, "cannot be read as NIfTI"):
+        volume = nibabel.load(path)
+        check_volume(path, volume)
+        data = np.asarray(nibabel.as_closest_canonical(volume).dataobj)
     data = data.reshape(data.shape[:3]) if data.ndim > 3 and data.shape[3:] == (1,) * (data.ndim - 3) else data
+    if data.ndim not in (2, 3):
+        raise DataError(f"{path}: has shape {data.shape}; save it as volumes of three dimensions")
     if data.ndim == 3 and plane is None and data.shape[2] > 1:
         raise DataError(f'{path}: has {data.shape[2]} planes; name one by "slice" in the data list')
     if data.ndim == 3 and not 0 <= (plane or 0) < data.shape[2]:
-        raise DataError(f"{path}: slice {plane} is outside 0..{data.shape[2] - 1}")
+        raise DataError(f"{path}: slice {plane} is outside 0..{data.shape[2] - 1}; name one that is there")
     flat = data if data.ndim == 2 else data[:, :, plane or 0]
     # canonical axes grow to the right, to the front, upwards; the picture starts at the right and at the front
-    return np.ascontiguousarray(flat[::-1, ::-1].T)
+    return _numbers(path, np.ascontiguousarray(flat[::-1, ::-1].T))
+
+
+def _numbers(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return a plane that has pixels, each a finite real number. Raises DataError for any other."""
+    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
+        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
+        raise DataError(f"{path}: holds {what}; save it as real, finite numbers")
+    return array

@@ -19,9 +19,11 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from consilium.data.cells import CELLS, draw_cell
+from consilium.data.datalist import SPLITS
 from consilium.data.drawing import grain, soft
 from consilium.data.sentences import LABELS as URGENCIES
-from consilium.data.sentences import make_sentences
+from consilium.data.sentences import made, make_sentences
+from consilium.errors import DataError
 from consilium.seeding import seed_for
 
 Kind = Literal["fundus", "nuclei", "cells", "sentences"]
@@ -72,7 +74,7 @@ def make_phantoms(
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     path = folder / "datalist.json"
-    if path.is_file() and json.loads(path.read_text()).get("phantoms") == spec | counts:
+    if made(path).get("phantoms") == spec | counts:
         return path
     for part in ("images",) if kind == "cells" else ("images", "masks"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -81,6 +83,14 @@ def make_phantoms(
     labels = {str(i): name for i, name in enumerate(LABELS[kind])}
     path.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
     return path
+
+
+def check_own(folder: Path) -> None:
+    """Raise DataError if the folder holds data that were not generated: they would be replaced."""
+    lists = [folder / "datalist.json"] if "phantoms" not in made(folder / "datalist.json") else []
+    lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
+    if found := [path for path in lists if path.exists()]:
+        raise DataError(f"{found[0]}: was not generated, so it is not replaced; give another folder")
 
 
 def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:

@@ -41,7 +41,7 @@ def make_sentences(
     spec = {"kind": "sentences", "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     known = folder / "phantoms.json"
-    if known.is_file() and json.loads(known.read_text()) == spec | counts:
+    if made(known) == spec | counts:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in counts.items():
@@ -49,6 +49,15 @@ def make_sentences(
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known.write_text(json.dumps(spec | counts))
     return folder
+
+
+def made(path: Path) -> dict:
+    """Return what a file says of the generated data beside it; nothing where there is none, or it broke off in the middle."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.data.datalist import SPLITS, DataList
+from consilium.data.opening import read_text, whole
 from consilium.errors import DataError
 
 FILES = {
@@ -20,6 +21,8 @@ FILES = {
     "test": ("test.jsonl",),
 }
 """File names of each split; the first that is there counts."""
+MOST_CHARACTERS = 1024**2
+"""Of one record: far more than any model reads, and what a tokenizer still takes in a second."""
 WITH_INPUT = (
     "Below is a task, and a text that belongs to it. Write an answer that does what the task asks.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -61,20 +64,14 @@ def read_texts(path: Path) -> DataList:
 
 
 def _records(path: Path) -> Iterator[Text]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give a JSONL file in UTF-8") from None
+    lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield _record(f"{path}:{number}", path.name, number, line)
 
 
 def _record(where: str, file: str, number: int, line: str) -> Text:
-    try:
-        raw = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); write one record a line") from None
+    raw = _parse(where, line)
     if not isinstance(raw, dict) or not (raw.get("instruction") or raw.get("input")):
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}'
@@ -83,11 +80,25 @@ def _record(where: str, file: str, number: int, line: str) -> Text:
     parts = [raw.get("instruction", ""), raw.get("input", ""), *_texts(where, "outputs", outputs)]
     if not outputs or not all(isinstance(part, str) for part in parts):
         raise DataError(f'{where}: needs an "output" text (or "outputs", a list); instruction and input are texts too')
-    final, labels = raw.get("final_answer"), _texts(where, "labels", raw.get("labels", []))
-    return Text(f"{file}:{number}", parts[0], parts[1], tuple(parts[2:]), None if final is None else str(final), labels)
+    labels = _texts(where, "labels", raw.get("labels", []))
+    final = None if raw.get("final_answer") is None else str(raw["final_answer"])
+    if not all(whole(part) for part in (*parts, *labels, final or "")):
+        raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
+    return Text(f"{file}:{number}", parts[0], parts[1], tuple(parts[2:]), final, labels)
+
+
+def _parse(where: str, line: str) -> Any:
+    if len(line) > MOST_CHARACTERS:
+        raise DataError(f"{where}: {len(line):,} characters, at most {MOST_CHARACTERS:,} are a record; shorten it or cut it up")
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}); write one record a line") from None
+    except RecursionError:
+        raise DataError(f"{where}: not valid JSON (nested too deep); write one record a line") from None
 
 
 def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise DataError(f'{where}: {key}: {value!r} is not a list of texts; write ["a", "b"]')
+        raise DataError(f'{where}: {key}: {repr(value)[:80]} is not a list of texts; write ["a", "b"]')
     return tuple(value)

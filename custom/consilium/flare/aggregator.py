@@ -9,7 +9,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from consilium.assemble import Job
-from consilium.checks import check_norm, check_result, check_shapes
+from consilium.checks import SAMPLES, check_update
+from consilium.clean import shown
 from consilium.errors import RefusedError
 from consilium.flare import context, wire
 from consilium.privacy.plan import Plan, make_plan
@@ -43,19 +44,25 @@ class StrategyAggregator(ModelAggregator):
                 self.use(context.load(fl_ctx))
 
     def accept_model(self, model: FLModel) -> None:
-        """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count)."""
+        """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count) as the job allows."""
+        try:
+            self._add(model)
+        except RefusedError as error:
+            self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
+        except Exception as error:  # a model of another kind than ours costs its sender the round and nobody else
+            self.exception(f"{shown(model.meta.get('client_name', 'a site'))}: result refused ({type(error).__name__})")
+
+    def _add(self, model: FLModel) -> None:
+        """Check and add one result. Raises RefusedError."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
-        try:
-            check_result(self._job, update)
-            sent = self._sent(update)
-            check_shapes(self._job.strategy, update, sent)
-            check_norm(self._job, self._plan, update, sent)
-            count = int(model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))
-            site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
-            self._aggregate.add(site, update, count, sent)
-        except RefusedError as error:
-            self.warning(f"{model.meta.get('client_name', 'a site')}: result refused: {error}")
+        sent = self._sent(update)
+        check_update(self._job, self._plan, update, sent)
+        count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
+        if type(count) is not int or not 1 <= count <= SAMPLES:
+            raise RefusedError(f"its number of samples is no whole number from 1 to {SAMPLES}")
+        site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
+        self._aggregate.add(site, update, self._job.config.weight(count), sent)
 
     def _sent(self, update: Payload) -> Payload:
         """Return names and shapes of what every site was sent."""

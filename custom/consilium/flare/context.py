@@ -10,14 +10,16 @@ from typing import Any
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig, find_site, job_file, load_job
 from consilium.errors import ConfigError
+from consilium.runs import OWNER, RUNS, check_name, default_name, run_folder
 from consilium.site import Observer
-from consilium.storage import write_atomic
+from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation: the folder that receives the run's files of server and sites."""
@@ -42,14 +44,28 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     return find_site(name, Path(_workspace(fl_ctx).get_site_config_dir()))
 
 
-def server_folder(fl_ctx: FLContext, job: Job) -> Path:
-    """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears."""
-    return _root(fl_ctx, job)
+def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
+    """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears. Raises ConfigError.
+
+    It belongs to who submitted the job. To `resume` there must be a run in it.
+    """
+    if resume and not (_state(fl_ctx) / RUNS / experiment(fl_ctx, job) / "metrics.jsonl").is_file() and not simulated():
+        raise ConfigError(f"experiment: there is no run {experiment(fl_ctx, job)!r} at this server to go on with; submit it")
+    return _run_folder(fl_ctx, job, _state(fl_ctx))
 
 
 def experiment(fl_ctx: FLContext, job: Job) -> str:
     """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
-    return job.config.experiment or f"{job.config.name}-{fl_ctx.get_job_id()[:8]}"
+    return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
+
+
+def submitter(fl_ctx: FLContext) -> str:
+    """Return who submitted this job, as the server knows it by its certificate; "" in a simulation."""
+    try:
+        path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
+        return str(json.loads(path.read_text(encoding="utf-8")).get(JobMetaKey.SUBMITTER_NAME.value, ""))
+    except FileNotFoundError:
+        return ""
 
 
 def leave_to_quorum(fl_ctx: FLContext) -> None:
@@ -64,9 +80,9 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy what an admin may download into FLARE's run folder: all but the server's state, which has a sampling secret."""
+    """Copy what an admin may download into FLARE's run folder: all but the server's state."""
     if not simulated():
-        shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server"), dirs_exist_ok=True)
+        shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server", OWNER), dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:
@@ -79,17 +95,20 @@ def _published(fl_ctx: FLContext) -> Path:
 
 
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's private folder: its own choice (`state:`), else beside FLARE's run folders."""
+    """Return the site's private folder for this run: where it wants its state, else beside FLARE's run folders.
+
+    Raises ConfigError for a name that cannot be, or that is another submitter's.
+    """
     if site.state:
-        return site.state / experiment(fl_ctx, job)
-    return _root(fl_ctx, job) / "sites" / name
+        return _run_folder(fl_ctx, job, site.state)
+    return _run_folder(fl_ctx, job, _state(fl_ctx)) / "sites" / name
 
 
-def ledger_path(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's ledger for all jobs; a simulation has one of its own."""
+def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
     if simulated():
-        return site_folder(fl_ctx, job, name, site) / "ledger.sqlite"
-    return (site.state or Path(_workspace(fl_ctx).get_root_dir()) / "consilium") / "ledger.sqlite"
+        return site_folder(fl_ctx, job, name, site)
+    return site.state or _state(fl_ctx)
 
 
 def simulated() -> bool:
@@ -113,9 +132,20 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
     return observe
 
 
-def _root(fl_ctx: FLContext, job: Job) -> Path:
-    output = os.environ.get(OUTPUT)
-    return Path(output) if output else Path(_workspace(fl_ctx).get_root_dir()) / "consilium" / experiment(fl_ctx, job)
+def _state(fl_ctx: FLContext) -> Path:
+    """Return the folder of all our files in a kit, or those of a simulation."""
+    return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / "consilium")
+
+
+def _run_folder(fl_ctx: FLContext, job: Job, state: Path) -> Path:
+    """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone."""
+    os.umask(0o077)
+    if simulated() and state == _state(fl_ctx):
+        return state
+    private_folder(_state(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
+    found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx))
+    sweep(found)
+    return found
 
 
 def _workspace(fl_ctx: FLContext) -> Workspace:

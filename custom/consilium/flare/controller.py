@@ -5,19 +5,22 @@ from collections.abc import Callable
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
+from consilium.clean import shown
 from consilium.coordinator import Coordinator
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.progress import progress
 from consilium.site import Hello
 
+CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]
 Messages = dict[str, Shareable]
 
@@ -30,6 +33,7 @@ class RoundController(Controller):
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
         self._invited: dict[str, Task] = {}
+        self._heard: set[str] = set()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
@@ -39,7 +43,7 @@ class RoundController(Controller):
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
-            folder, observe = context.server_folder(fl_ctx, job), context.observer(self, fl_ctx, "server")
+            folder, observe = context.server_folder(fl_ctx, job, self.resume), context.observer(self, fl_ctx, "server")
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
@@ -73,8 +77,18 @@ class RoundController(Controller):
                 self._round(abort_signal, fl_ctx)
             if not abort_signal.triggered:
                 self._final(abort_signal, fl_ctx)
+            if abort_signal.triggered:
+                context.publish_reason(fl_ctx, self._broken_off())
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
+
+    def _broken_off(self) -> str:
+        """Return where the run was when FLARE ended it. For a class that a site's list lacks it tells no more than that."""
+        coordinator = self.coordinator
+        silent = self._invited.keys() - self._heard or coordinator.asked.keys() - coordinator.accepted
+        place = f"in round {coordinator.state.round + 1}" if coordinator.asked else "between rounds"
+        place = place if coordinator.sites else "before the first round"
+        return f"FLARE ended the job {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
@@ -91,9 +105,9 @@ class RoundController(Controller):
 
         def answer(name: str, result: Shareable) -> None:
             try:
-                coordinator.welcome(Hello(**{**result[wire.HELLO], "name": name}))
-            except (RefusedError, TypeError, KeyError) as error:
-                self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}"))
+                coordinator.welcome(_hello(name, result))
+            except RefusedError as error:
+                self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}", joining=True))
 
         self._invited = waiting | self._send(wire.HELLO, asks, answer, set(), fl_ctx)
         return self._invited
@@ -104,11 +118,7 @@ class RoundController(Controller):
         asides = self._evaluate_held_out(fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
-            try:
-                reason = coordinator.accept(name, wire.decode(result)[0])
-            except RefusedError as error:
-                reason = coordinator.refuse(name, str(error))
-            if reason:
+            if reason := coordinator.accept(name, wire.decode(result)[0]):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
         self._exchange(wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
@@ -135,8 +145,8 @@ class RoundController(Controller):
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
-            coordinator.record_final(name, wire.decode(result)[0])
-            recorded.add(name)
+            if coordinator.record_final(name, wire.decode(result)[0]) is None:
+                recorded.add(name)
 
         self._exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx)
         if not abort_signal.triggered:
@@ -176,12 +186,18 @@ class RoundController(Controller):
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             name, result = client_task.client.name, client_task.result
             client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
-            if (reason := wire.failure(result)) is None:
-                on_result(name, result)
-            else:
-                self.log_warning(fl_ctx, f"{name}: {reason}")
-                self.coordinator.refuse(name, reason)
             answered.add(name)
+            self._heard.add(name)
+            try:
+                if (reason := _why(result, fl_ctx)) is None:
+                    on_result(name, result)
+            except RefusedError as error:
+                reason = str(error)
+            except Exception as error:  # whatever a site sends costs its own result, never the round
+                self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
+                reason = f"its answer cannot be used ({type(error).__name__})"
+            if reason is not None:
+                self.log_warning(fl_ctx, f"{name}: {self.coordinator.refuse(name, reason, task_name == wire.HELLO)}")
 
         timeout = int(self.coordinator.job.config.federation.round_timeout)
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}
@@ -198,3 +214,32 @@ class RoundController(Controller):
                 if time.monotonic() - enough_since >= grace:
                     return
             time.sleep(self.task_check_period)
+
+
+def _hello(name: str, result: Shareable) -> Hello:
+    """Return a site's hello. Raises RefusedError unless it is one, under the name of the site's certificate."""
+    try:
+        hello = Hello(**result[wire.HELLO])
+    except (TypeError, KeyError):
+        raise RefusedError("its hello is none of this version; install the same at all sites") from None
+    if hello.name != name:
+        raise RefusedError(f"it says it is {shown(hello.name, 40)!r}, its certificate says {name!r}")
+    return hello
+
+
+def _why(result: Shareable, fl_ctx: FLContext) -> str | None:
+    """Return why a reply holds no result, None if it does: in our own words, whatever text a site sends.
+
+    What the server's own check found comes in FLARE's context, which nobody else can write to.
+    """
+    code = result.get_return_code()
+    if code == ReturnCode.OK:
+        return None
+    if found := fl_ctx.get_prop(wire.REASON):
+        return found
+    if (said := result.get_header(wire.REASON)) is None and code in CODES:
+        return f"FLARE return code {code}; see the site's log"
+    try:
+        return Reason(said).text
+    except ValueError:
+        return "no reason that this version knows; see the site's log"

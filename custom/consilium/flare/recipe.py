@@ -31,7 +31,8 @@ class ConsiliumRecipe(Recipe):
         config = federated_job(path).config
         self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
         path = Path(shutil.copy(path, Path(self._place.name) / "job.yaml"))
-        fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites)
+        named = {"experiment": config.experiment} if config.experiment else None
+        fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites, meta_props=named)
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
         fed_job.to_server(StrategyAggregator(), id="aggregator")
         fed_job.to_server(RoundController())

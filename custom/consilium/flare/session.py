@@ -1,6 +1,7 @@
 """An admin's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -13,12 +14,20 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
+from consilium.clean import shown
+from consilium.config import load_job
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.progress import progress
+from consilium.runs import default_name
 
 ENDED = "FINISHED"
+UNEXPLAINED = ("FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION")
+"""How FLARE calls the end of a job that failed, whatever the reason."""
 LOST = "LOST"
 """Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
+_RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
+"""The last line of a traceback."""
+_SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
 FLARE_ERRORS = tuple(kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception))
 Job = dict[str, Any]
 
@@ -43,10 +52,27 @@ class Admin:
 
     def find(self, name: str) -> Job:
         """Return FLARE's notes on one job. Raises ConfigError if there is none."""
-        found = [job for job in self.jobs() if job["job_id"].startswith(name) or experiment_of(job) == name]
-        if not found:
-            raise ConfigError(f"{name}: no such job or experiment; `consilium status --kit KIT` lists them")
-        return found[-1]
+        jobs = self.jobs()
+        found = self._last_of(name, jobs) or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
+        if found is None:
+            raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
+        return found
+
+    def _last_of(self, experiment: str, jobs: list[Job]) -> Job | None:
+        """Return an experiment's last submission. Jobs that FLARE's own tools submitted say its name in their files only."""
+        by_notes = (job for job in reversed(jobs) if experiment_of(job) == experiment)
+        by_files = (job for job in reversed(jobs) if not job.get("experiment") and self._named(job["job_id"]) == experiment)
+        return next(by_notes, None) or next(by_files, None)
+
+    def _named(self, job_id: str) -> str | None:
+        """Return the experiment that the job's own job.yaml names, None where it names none or cannot be had."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                content = Path(self.session.download_job_result(job_id, folder)) / "job"
+                (file,) = content.glob("*/app/config/job.yaml")
+                return load_job(file).experiment
+            except (*FLARE_ERRORS, ConfigError, ValueError, OSError):
+                return None
 
     def submit(self, folder: Path) -> str:
         """Submit a job folder; return FLARE's job id."""
@@ -65,7 +91,7 @@ class Admin:
 
     def former_sites(self, experiment: str) -> set[str]:
         """Return the sites that an experiment's last job had. Raises ConfigError if that still runs, or waits to."""
-        last = next((job for job in reversed(self.jobs()) if experiment_of(job) == experiment), None)
+        last = self._last_of(experiment, self.jobs())
         if last is None:
             return set()
         if last["status"] != LOST and not last["status"].startswith(ENDED):
@@ -79,9 +105,12 @@ class Admin:
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
             return found | {"progress": None}
-        if meta["status"].startswith(ENDED):
-            return found | self._outcome(meta["job_id"])
-        return found | {"progress": self._running(meta["job_id"])}
+        if not meta["status"].startswith(ENDED):
+            return found | {"progress": self._running(meta["job_id"])}
+        found |= self._outcome(meta["job_id"])
+        if meta["status"] in UNEXPLAINED and not found["problems"]:
+            found.setdefault("reason", "no reason was left; see the logs of the server and of the sites")
+        return found
 
     def _running(self, job_id: str) -> Job | None:
         """Return a running job's progress; None before its controller has started and while it ends."""
@@ -97,9 +126,11 @@ class Admin:
                 result = self.download(job_id, Path(folder))
             except FLARE_ERRORS:
                 return {"progress": None}
-            stopped = result / "stopped.txt"
-            reason = {"reason": stopped.read_text(encoding="utf-8")} if stopped.is_file() else {}
-            return reason | {"progress": progress(result) if (result / "metrics.jsonl").is_file() else None}
+            finished = progress(result) if (result / "metrics.jsonl").is_file() else None
+            if finished and finished["finished"]:
+                return {"progress": finished}
+            reason = reason_left(result)
+            return {"progress": finished} | ({"reason": reason} if reason else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
         """Fetch an ended job's result; return the folder of ours in it, see RunLog."""
@@ -112,7 +143,17 @@ class Admin:
 
 def experiment_of(job: Job) -> str:
     """Return the name a job's files go by at the server; see context.experiment."""
-    return job.get("experiment") or f"{job['name']}-{job['job_id'][:8]}"
+    return job.get("experiment") or default_name(job["name"], job["job_id"])
+
+
+def reason_left(result: Path) -> str | None:
+    """Return why a job ended early, from the folder of ours in its result: our own line, else what FLARE's log there says."""
+    stopped, log = result / "stopped.txt", result.parent / "error_log.txt"
+    if stopped.is_file():
+        return stopped.read_text(encoding="utf-8", errors="replace").strip()
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    raised, said = (re.findall(pattern, text, re.MULTILINE) for pattern in (_RAISED, _SAID))
+    return next((line.strip() for line in (*raised, *said)), None)
 
 
 @contextmanager

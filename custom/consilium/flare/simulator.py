@@ -1,5 +1,6 @@
 """Run a job in the FLARE simulator from a finished workspace layout, and hand its events to an observer."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import yaml
 
 from consilium.config import JobConfig
@@ -16,12 +18,16 @@ from consilium.flare.allow import allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.site import Observer
+from consilium.storage import private_folder
+
+PATIENCE = 10.0
+"""Seconds that processes have to end by themselves."""
 
 
 def export_job(config: JobConfig, workspace: Path) -> Path:
     """Write `config` as a FLARE job folder under `workspace`/flare/job and return it."""
     source = workspace / "flare" / "source" / "job.yaml"
-    source.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
     return export(source, workspace / "flare" / "job")
 
@@ -29,23 +35,24 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
 def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observer, threads: int | None = None) -> None:
     """Run a job folder with one FLARE client process per site; files land in `workspace` as from the in-process engine.
 
-    `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. Raises
-    ConsiliumError with the reason if the job does not complete.
+    `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. No process is left
+    however this ends. Raises ConsiliumError with the reason if the job does not complete.
     """
     allow_classes(workspace / "flare" / "workspace")
-    log, count = workspace / "flare" / "simulator.log", threads or len(sites)
+    log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             _command(job, workspace / "flare" / "workspace", sites, count),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | _cores(count) | {OUTPUT: str(workspace.resolve())},
+            env=os.environ | _cores(count) | {OUTPUT: mark},
         )
+        began = psutil.Process(process.pid).create_time()
         try:
             for event in _events(workspace / "events", process):
                 observer(event)
         finally:
-            process.terminate()
+            _end(mark, began)
             process.wait()
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
@@ -61,6 +68,27 @@ def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[st
 def _cores(processes: int) -> dict[str, str]:
     """Share the cores out: site processes that each use all of them slow one another down many times over."""
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+def _end(output: str, began: float) -> None:
+    """End what is left of this run. FLARE gives sites' processes sessions of their own, in which they outlive the simulator."""
+    try:
+        for process in _processes(output, began):
+            process.terminate()
+        psutil.wait_procs(_processes(output, began), timeout=PATIENCE)
+    finally:  # also when Ctrl-C is pressed again
+        for process in _processes(output, began):
+            process.kill()
+
+
+def _processes(output: str, began: float) -> list[psutil.Process]:
+    """Return the living processes of the run in this folder, whose name they inherit; none that was there before it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.create_time() >= began and process.environ().get(OUTPUT) == output:
+                found.append(process)
+    return found
 
 
 def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:

@@ -3,7 +3,8 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from consilium.config import job_file, load_job
 from consilium.errors import ConfigError
 from consilium.flare.context import federated_job
 from consilium.flare.recipe import export
+from consilium.runs import check_name
 from consilium.storage import write_atomic
 
 CONTROLLER = "consilium.flare.controller.RoundController"
@@ -23,25 +25,22 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
 
     Raises ConfigError, before anything is submitted, for a job that cannot run or a name that was used from here before.
     """
-    config = load_job(job, {**overrides, "experiment": experiment})
-    folder = uploads / experiment
+    folder = uploads / check_name(experiment)
     if folder.exists():
         raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
-    if (job / "meta.json").is_file():
-        shutil.copytree(job, folder)
-    else:
-        with tempfile.TemporaryDirectory() as place:
-            write_atomic(Path(place) / "job.yaml", text)
-            shutil.copytree(export(Path(place) / "job.yaml", Path(place) / "export"), folder)
-    try:
-        write_atomic(job_file(folder), text)
-        _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
-        federated_job(job_file(folder))
-    except ConfigError:
-        shutil.rmtree(folder)
-        raise
+    with _built(job, overrides, experiment, uploads) as ready:
+        ready.rename(folder)
     return folder
+
+
+@contextmanager
+def submitting(folder: Path) -> Iterator[None]:
+    """Take the job folder away again if the block fails, or is interrupted: what was not submitted leaves its name free."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
@@ -49,10 +48,11 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 
     `job` is what it was submitted with; not needed where that was from this kit. Raises ConfigError if it is not known.
     """
-    folder = uploads / experiment
+    folder = uploads / check_name(experiment)
     if job is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        prepare(job, {}, experiment, uploads)
+        with _built(job, {}, experiment, uploads) as ready:
+            shutil.rmtree(folder, ignore_errors=True)
+            ready.rename(folder)
     if not folder.is_dir():
         raise ConfigError(f"{experiment}: not submitted from this kit; give the job folder too: consilium resume NAME JOB")
     path = folder / "app/config/config_fed_server.json"
@@ -61,6 +61,25 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
         workflow["args"] = workflow.get("args", {}) | {"resume": True}
     write_atomic(path, json.dumps(server, indent=2).encode())
     return folder
+
+
+@contextmanager
+def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
+    """Yield the finished job folder, in a hidden folder that goes when the block ends. Raises ConfigError."""
+    config = load_job(job, {**overrides, "experiment": experiment})
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
+    uploads.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
+        folder = Path(place) / "ready"
+        if (job / "meta.json").is_file():
+            shutil.copytree(job, folder)
+        else:
+            write_atomic(Path(place) / "job.yaml", text)
+            export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
+        write_atomic(job_file(folder), text)
+        _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
+        federated_job(job_file(folder))
+        yield folder
 
 
 def _edit(path: Path, values: dict[str, Any]) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from consilium.data.opening import open_picture, reading
 from consilium.errors import DataError
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
+UNREADABLE = ("cannot be read as a picture", "replace it")
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -128,11 +130,8 @@ def numeric(path: Path) -> tuple[int, str]:
 
 def size_of(path: Path) -> tuple[int, int]:
     """Return a picture's (width, height) from its header. Raises DataError."""
-    try:
-        with Image.open(path) as picture:
-            return picture.size
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+    with reading(path, *UNREADABLE), open_picture(path) as picture:
+        return picture.size
 
 
 def check_sizes(image: Path, mask: Path) -> None:
@@ -143,22 +142,16 @@ def check_sizes(image: Path, mask: Path) -> None:
 
 def grey(path: Path) -> np.ndarray:
     """Return a picture's grey values (H, W), 0..255; palettes by their colours. Raises DataError."""
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("L"))
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+    with reading(path, *UNREADABLE), open_picture(path) as picture:
+        return np.asarray(picture.convert("L"))
 
 
 def usable(path: Path, allowed: Sequence[int]) -> bool:
     """Tell whether a mask can be used as it is: lossless, one channel, only these label values. Raises DataError."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
-    try:
-        with Image.open(path) as picture:
-            return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be read as a picture ({error}); replace it") from None
+    with reading(path, *UNREADABLE), open_picture(path) as picture:
+        return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
 
 
 def png(array: np.ndarray) -> bytes:

@@ -8,9 +8,9 @@ from typing import Any
 
 import nibabel
 import numpy as np
-from nibabel.filebasedimages import ImageFileError
 
 from consilium.data.importers.base import Found, Importer, Made, Options, Reading, child, files, folders, slug, wrong_layout
+from consilium.data.opening import check_volume, reading
 from consilium.errors import DataError
 
 HOSPITALS = ("RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK")
@@ -116,10 +116,10 @@ def _frame(path: Path, row: dict[str, str], phase: str, count: int) -> int:
 
 
 def _open(path: Path) -> Any:
-    try:
-        return nibabel.load(path)
-    except (OSError, ImageFileError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as NIfTI ({error}); replace it") from None
+    with reading(path, "cannot be read as NIfTI", "replace it"):
+        volume = nibabel.load(path)
+        check_volume(path, volume)
+    return volume
 
 
 def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:

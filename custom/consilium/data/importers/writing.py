@@ -15,7 +15,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Found, Made, Options, Reading
 from consilium.errors import DataError
 from consilium.seeding import seed_for
-from consilium.storage import write_atomic
+from consilium.storage import PUBLIC, write_atomic
 
 Sites = dict[str, dict[str, list[Found]]]
 """Samples by site and split."""
@@ -41,7 +41,7 @@ def write_sites(reading: Reading, name: str, source: Path, dest: Path, options: 
         shutil.rmtree(dest if is_new else hidden, ignore_errors=True)
         raise
     hidden.rmdir()
-    write_atomic(dest / "import.json", json.dumps(summary, indent=1).encode())
+    write_atomic(dest / "import.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
 
@@ -131,7 +131,7 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Found]], classes
     done: Counter[str] = Counter()
     entries = {split: [_entry(folder, sample, done) for sample in samples] for split, samples in splits.items()}
     text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
-    write_atomic(folder / "datalist.json", text.encode())
+    write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
 
 
 def _entry(folder: Path, sample: Found, done: Counter[str]) -> dict[str, Any]:
@@ -145,6 +145,6 @@ def _place(folder: Path, part: Path | Made | str, done: Counter[str]) -> str:
         return part if isinstance(part, str) else str(part.resolve())
     relative = f"{part.folder}/{part.name}"
     if not done[relative]:
-        write_atomic(folder / relative, part.make())
+        write_atomic(folder / relative, part.make(), PUBLIC)
     done[relative] += 1
     return relative

@@ -1,0 +1,41 @@
+"""What other parties wrote, made fit to be shown: names and reasons may hold escape codes, new lines or markup.
+
+Records (metrics.jsonl, audit.jsonl) keep texts as they came, JSON escapes them. Whoever shows one calls a function of these.
+"""
+
+import re
+import unicodedata
+
+from rich.text import Text
+
+LIMIT = 300
+"""Characters of one text that are shown, unless the caller wants another number."""
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories without a shape of their own: controls, format (text direction), surrogates, private, line ends."""
+_MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+
+
+def shown(text: object, limit: int = LIMIT) -> str:
+    """Return a text as one line of visible characters, the others as escapes such as \\x1b; at most `limit` of its own."""
+    whole = str(text)
+    visible = "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in whole[:limit])
+    return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
+
+
+def cell(text: object, limit: int = LIMIT) -> str:
+    """Return a text as one cell or heading of a Markdown page: as `shown`, and nothing in it is markup."""
+    return "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
+
+
+def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
+    """Return a text for a rich console or table: as `shown`, and neither [markup] nor :emoji: in it counts."""
+    return Text(shown(text, limit), style)
+
+
+def tag(text: object) -> str:
+    """Return a text as a name in TensorBoard, which makes folders of it: as `shown`, and no part of it leads elsewhere."""
+    return re.sub(r"(^|/)\.+", r"\1_", re.sub(r"[^\w/. -]", "_", shown(text)))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

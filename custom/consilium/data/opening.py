@@ -1,0 +1,85 @@
+"""Opening what others made: plain files of a sane size only, and one clear line whatever is in them.
+
+A data list may name any file this user can read, wherever it lies: pictures stay where a hospital keeps them. Who writes the
+list is trusted that far; what is no picture is refused without a word of its content.
+"""
+
+import math
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from consilium.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
+"""What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
+MOST_BYTES = 2 * 1024**3
+"""A file larger than this is not opened."""
+MOST_VOLUME = 4 * 1024**3
+"""Bytes that a NIfTI volume may take in memory."""
+TAKE_OFF = "replace it or take it off the list"
+
+
+def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> None:
+    """Raise DataError unless `path` is a plain file of at most `most` bytes: a pipe or a device would never end."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise DataError(f"{path}: cannot be read ({why}); {remedy}") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        raise DataError(f"{path}: cannot be read ({kind}, not a file); {remedy}")
+    if found.st_size > most:
+        raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
+
+
+def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
+    """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
+    check_file(path, remedy, most)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
+
+
+@contextmanager
+def reading(path: Path, what: str, remedy: str = TAKE_OFF) -> Iterator[None]:
+    """Turn whatever a decoder of `path` raises in the block into a DataError: damaged files make them raise anything."""
+    check_file(path, remedy)
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: {what} ({why}); {remedy}") from None
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Return an opened picture of one of FORMATS, not yet decoded. Use within `reading`."""
+    return Image.open(path, formats=FORMATS)
+
+
+def check_volume(path: Path, volume: Any) -> None:
+    """Raise DataError for a NIfTI volume without voxels, or whose header asks for more than MOST_VOLUME bytes."""
+    scaled = any(value not in (None, 0.0, 1.0) for value in volume.header.get_slope_inter())
+    needed = math.prod(volume.shape) * (8 if scaled else volume.get_data_dtype().itemsize)
+    if min(volume.shape, default=0) < 1 or needed > MOST_VOLUME:
+        found = f"{'x'.join(map(str, volume.shape))} voxels, {needed:,} bytes"
+        raise DataError(f"{path}: cannot be read as NIfTI ({found}; at most {MOST_VOLUME:,} are); cut it into smaller ones")
+
+
+def whole(text: str) -> bool:
+    """Tell whether a text is one that can be written down: JSON may hold halves of characters (surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

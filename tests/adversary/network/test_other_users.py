@@ -1,0 +1,94 @@
+"""Another user of a participant's machine reads files: nothing that the server or a site keeps is open to him.
+
+So nobody who comes in over the network as somebody else reads it either.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+
+from consilium.assemble import assemble_job, build_guard, build_site
+from consilium.config import JobConfig, SiteConfig
+from consilium.coordinator import Coordinator
+from consilium.flare import context
+from consilium.simulate import Member, run_phase
+from consilium.storage import PUBLIC, write_atomic
+from tests.conftest import small_config
+
+
+@pytest.fixture(autouse=True)
+def _usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """Return what under `folder`, itself included, group or others may read, write or enter."""
+    return [f"{p.stat().st_mode & 0o777:o} {p}" for p in (folder, *folder.rglob("*")) if p.stat().st_mode & 0o077]
+
+
+def place(tmp_path: Path) -> FLContext:
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "local").mkdir()
+    workspace = Workspace(str(tmp_path))
+    meta = Path(workspace.get_job_meta_path("job-1"))
+    meta.parent.mkdir(parents=True, exist_ok=True)
+    meta.write_text(json.dumps({"submitter_name": "ann"}))
+    fl_ctx = FLContext()
+    fl_ctx.get_job_id = lambda: "job-1"
+    fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
+    return fl_ctx
+
+
+def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path) -> None:
+    """State, ledger, record, log, TensorBoard, adapters and plots of a whole private run, with the umask most machines have."""
+    raw = small_config("fedit", rounds=1, local_steps=1).model_dump()
+    raw["federation"]["min_sites"] = 1
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 3.0, "clip": 0.5, "trust": "local"}
+    job, site = assemble_job(JobConfig.model_validate(raw)), SiteConfig(state=tmp_path / "new" / "state")
+    fl_ctx = place(tmp_path)
+    server = Coordinator(job, context.server_folder(fl_ctx, job), lambda event: None)
+    folder, ledger = context.site_folder(fl_ctx, job, "a", site), context.ledger_path(fl_ctx, job, "a", site)
+    guard = build_guard(job, "a", site, folder, ledger, lambda event: None)
+    member = Member(build_site(job, "a", site, folder, lambda event: None), guard)
+    server.welcome(member.hello(server.run))
+    run_phase(server, {"a": member})
+    server.record_final("a", member.evaluate(server.run, server.final()["a"]))
+    server.finish()
+    server.close()
+    names = {p.name for root in (tmp_path / "consilium", site.state) for p in root.rglob("*") if p.is_file()}
+    assert names >= {"ledger.sqlite", "audit.jsonl", "state.safetensors", "released.safetensors", "metrics.jsonl", "owner.json"}
+    assert open_to_others(tmp_path / "consilium") == []
+    assert open_to_others(tmp_path / "new") == []
+
+
+def test_a_run_in_one_process_is_closed_at_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    Coordinator(assemble_job(small_config("fedit")), folder, lambda event: None).close()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Path) -> None:
+    old = tmp_path / "consilium" / "runs"
+    old.mkdir(parents=True)
+    (tmp_path / "consilium" / "ledger.sqlite").touch()
+    context.server_folder(place(tmp_path), assemble_job(small_config("fedit")))
+    assert (tmp_path / "consilium").stat().st_mode & 0o077 == 0
+    assert old.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_is_never_open_while_it_is_written(tmp_path: Path) -> None:
+    """A mode that is set after writing leaves a moment; an old temporary file would lend its mode."""
+    (tmp_path / f".state.{os.getpid()}").touch(0o666)
+    (tmp_path / f".state.{os.getpid()}").chmod(0o666)
+    write_atomic(tmp_path / "state", b"x")
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    write_atomic(tmp_path / "datalist.json", b"{}", PUBLIC)
+    assert (tmp_path / "datalist.json").stat().st_mode & 0o777 == 0o644

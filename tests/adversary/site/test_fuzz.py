@@ -1,0 +1,106 @@
+"""Whatever a site sends the coordinator, it is taken whole or refused in one short line; the run's record stays readable."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from consilium import __version__
+from consilium.assemble import Job, assemble_job
+from consilium.coordinator import Coordinator
+from consilium.errors import RefusedError
+from consilium.runlog import read_lines
+from consilium.site import Hello
+from consilium.strategy import HELD_OUT, Payload, Role
+from tests.conftest import small_config
+
+pytestmark = pytest.mark.slow
+JOB: Job = assemble_job(small_config("fedit"))
+NAMES = JOB.strategy.names(JOB.initial, Role.SHARED, 0, 0)
+GOOD = {name: torch.full_like(JOB.initial[name], 0.1) for name in NAMES}
+CASES = settings(max_examples=200, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=50), st.binary(max_size=20), st.just(10**400)
+)
+VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(PLAIN, PLAIN, max_size=3))
+KNOWN = st.sampled_from(["train/loss", "train/steps", "validation/received/dice", "test/base/iou"])
+NUMBERS = st.dictionaries(st.one_of(KNOWN, PLAIN), st.one_of(st.floats(0, 9), VALUES), max_size=4)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool, torch.uint8])
+SHAPES = st.lists(st.integers(0, 5), max_size=4)
+TENSORS = st.one_of(
+    VALUES,
+    st.builds(lambda shape, dtype: torch.zeros(shape, dtype=dtype), SHAPES, DTYPES),
+    st.builds(lambda shape: torch.zeros(1).expand([*shape, 1]), SHAPES),
+    st.builds(lambda shape: torch.full(shape, float("nan")), SHAPES),
+    st.just(torch.empty(2, 2, device="meta")),
+    st.just(torch.eye(3).to_sparse()),
+)
+UPDATES = st.dictionaries(st.one_of(st.sampled_from(NAMES), PLAIN), TENSORS, max_size=3)
+PLACES = st.one_of(st.just(0), st.integers(), st.just(HELD_OUT))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Coordinator:
+    made = Coordinator(JOB, tmp_path, lambda event: None)
+    for name in ("a", "b", "c"):
+        made.welcome(Hello(name, 24, False, __version__))
+    made.start()
+    return made
+
+
+def check(server: Coordinator, reason: str | None) -> None:
+    """A refusal is one short, visible line; the record has nothing that JSON does not know, and grows by little."""
+    assert reason is None or (reason.isprintable() and len(reason) < 1100)
+    path = server.folder / "metrics.jsonl"
+    text = path.read_text()
+    for line in text.splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is in the record"))
+    assert len(read_lines(path)) == len(text.splitlines())
+    assert len(text) < 10_000
+    path.write_text("")
+    server.log._file.seek(0)
+
+
+@CASES
+@given(tensors=UPDATES, whole=st.booleans(), scalars=NUMBERS, metrics=NUMBERS, round=PLACES, phase=PLACES)
+def test_updates(tensors: dict, whole: bool, scalars: dict, metrics: dict, round: int, phase: int, server: Coordinator) -> None:
+    server.accepted = set()
+    server.aggregate.reset()
+    sent = GOOD | tensors if whole else tensors
+    reason = server.accept("a", Payload(round, phase, sent, scalars, metrics))
+    check(server, reason)
+    assert (reason is None) == ("a" in server.accepted)
+    server.accept("b", Payload(0, 0, GOOD))
+    mean = server.aggregate.take()
+    assert all(torch.isfinite(mean[n]).all() and mean[n].shape == GOOD[n].shape for n in NAMES)
+
+
+@CASES
+@given(tensors=UPDATES, scalars=NUMBERS, metrics=NUMBERS, round=PLACES, phase=PLACES)
+def test_scores(tensors: dict, scalars: dict, metrics: dict, round: int, phase: int, server: Coordinator) -> None:
+    payload = Payload(round, phase, tensors, scalars, metrics)
+    for record in (server.record_final, server.record_held_out):
+        check(server, record("a", payload))
+
+
+@CASES
+@given(
+    name=st.one_of(VALUES, st.just("d")),
+    count=st.one_of(VALUES, st.just(24)),
+    joined=st.one_of(VALUES, st.booleans()),
+    version=st.one_of(VALUES, st.just(__version__)),
+    checkpoint=st.one_of(VALUES, st.just("")),
+    capacity=st.one_of(VALUES, st.dictionaries(st.sampled_from(["time", "memory", "patients"]), VALUES, max_size=3)),
+)
+def test_hellos(name: Any, count: Any, joined: Any, version: Any, checkpoint: Any, capacity: Any, server: Coordinator) -> None:
+    server.sites.pop("d", None)
+    try:
+        server.welcome(Hello(name, count, joined, version, checkpoint, capacity))
+    except RefusedError as error:
+        check(server, server.refuse("d", str(error), joining=True))
+    assert server.sites.keys() <= {"a", "b", "c", name if isinstance(name, str) else "d"}

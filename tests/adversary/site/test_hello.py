@@ -1,0 +1,64 @@
+"""A site that lies when it joins: about who it is, what it has, what it runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium import __version__
+from consilium.assemble import assemble_job
+from consilium.coordinator import Coordinator
+from consilium.errors import RefusedError
+from consilium.site import Hello
+from tests.conftest import small_config
+
+LIES: list[tuple[str, Any, str]] = [
+    ("num_samples", 10**9 + 1, "num_samples is no whole number"),
+    ("num_samples", 2.5, "num_samples is no whole number"),
+    ("num_samples", float("nan"), "num_samples is no whole number"),
+    ("num_samples", True, "num_samples is no whole number"),
+    ("num_samples", "24", "num_samples is no whole number"),
+    ("num_samples", -24, "no training samples"),
+    ("joined", "yes", "of another kind"),
+    ("joined", 1, "of another kind"),
+    ("version", "0.0.0", r"consilium 0\.0\.0, the server has"),
+    ("version", "\x1b[31m" * 10**6, "of no known version"),
+    ("version", None, "of no known version"),
+    ("version", [__version__], "of no known version"),
+    ("checkpoint", "0" * 63, "of another kind"),
+    ("checkpoint", "../" + "0" * 61, "of another kind"),
+    ("checkpoint", None, "of another kind"),
+    ("capacity", {"patients": 3.0}, "capacity has other keys"),
+    ("capacity", [("time", 1.0)], "capacity has other keys"),
+    ("capacity", {"time": 0.0}, "no number above 0"),
+    ("capacity", {"time": float("inf")}, "no number above 0"),
+    ("capacity", {"memory": "4"}, "no number above 0"),
+    ("name", "server", "cannot be a site's name"),
+    ("name", "", "cannot be a site's name"),
+    ("name", "../../etc", "cannot be a site's name"),
+    ("name", "a/b", "cannot be a site's name"),
+    ("name", "a\x1b[2Jb", "cannot be a site's name"),
+    ("name", "a\nb", "cannot be a site's name"),
+    ("name", "a" * 200, "cannot be a site's name"),
+    ("name", 7, "cannot be a site's name"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "reason"), LIES, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(LIES)])
+def test_a_lie_is_refused_in_a_short_visible_line(field: str, value: Any, reason: str, tmp_path: Path) -> None:
+    server = Coordinator(assemble_job(small_config("fedit")), tmp_path, lambda event: None)
+    honest = {"name": "site-1", "num_samples": 24, "joined": False, "version": __version__}
+    with pytest.raises(RefusedError, match=reason) as refusal:
+        server.welcome(Hello(**(honest | {field: value})))
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 500
+    assert server.sites == {}
+    server.welcome(Hello(**honest, checkpoint="", capacity={}))
+    assert server.sites.keys() == {"site-1"}
+
+
+@pytest.mark.parametrize("name", ["site-1", "Klinikum Süd", "hospital.example.org", "_ward", "a@b"])
+def test_names_of_honest_sites_are_taken(name: str, tmp_path: Path) -> None:
+    server = Coordinator(assemble_job(small_config("fedit")), tmp_path, lambda event: None)
+    server.welcome(Hello(name, 24, False, __version__, "", {"time": 2, "memory": 1.5}))
+    assert server.sites.keys() == {name}

@@ -1,0 +1,122 @@
+"""A submitter who chooses a run's name to reach what is not his: the ledger, the record, another's run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+
+from consilium.assemble import Job, assemble_job
+from consilium.config import SiteConfig
+from consilium.coordinator import Coordinator
+from consilium.errors import ConfigError
+from consilium.flare import context
+from consilium.privacy.ledger import Entry, Ledger
+from consilium.runs import check_name, run_folder
+from tests.conftest import small_config
+
+ENTRY = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
+Place = Callable[..., FLContext]
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> Place:
+    """Return a maker of FLARE's context at one participant, for a job that somebody submitted under an experiment's name."""
+
+    def make(submitter: str, job_id: str = "0123456789ab") -> FLContext:
+        workspace = Workspace(str(tmp_path / "kit"))
+        meta = Path(workspace.get_job_meta_path(job_id))
+        meta.parent.mkdir(parents=True, exist_ok=True)
+        meta.write_text(json.dumps({"submitter_name": submitter}))
+        fl_ctx = FLContext()
+        fl_ctx.get_job_id = lambda: job_id
+        fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
+        return fl_ctx
+
+    (tmp_path / "kit" / "local").mkdir(parents=True)
+    (tmp_path / "kit" / "startup").mkdir()
+    return make
+
+
+def named(experiment: str | None) -> Job:
+    return assemble_job(small_config("fedit").model_copy(update={"experiment": experiment}))
+
+
+@pytest.mark.parametrize("name", ["ledger.sqlite", "audit.jsonl", "AUDIT.JSONL", "owner.json", "runs", "Sites", "server"])
+@pytest.mark.parametrize("state", [True, False], ids=["state", "kit"])
+def test_a_run_named_like_a_file_of_ours_is_refused_and_the_ledger_goes_on(
+    name: str, state: bool, submitted: Place, tmp_path: Path
+) -> None:
+    site, fl_ctx = SiteConfig(state=tmp_path / "state" if state else None), submitted("eve")
+    with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
+        context.site_folder(fl_ctx, named(name), "site-1", site)
+    with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
+        context.server_folder(fl_ctx, named(name))
+    ledger = Ledger(context.ledger_path(fl_ctx, named("study"), "site-1", site))
+    ledger.spend(ENTRY, None)
+    assert ledger.entries() == [ENTRY]
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "a\\b", "a.", "-a", "", "a" * 65, "a\n", "a\x1b[2J", "ä", "a b"])
+def test_a_name_that_is_no_folders_is_refused_in_one_visible_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="experiment") as refusal:
+        check_name(name)
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a", "ward-7", "study_1.2", "quickstart-20261121-120000", "a" * 64])
+def test_usual_names_are_taken(name: str) -> None:
+    assert check_name(name) == name
+
+
+def test_the_ledger_lies_beside_all_runs_and_in_none(submitted: Place, tmp_path: Path) -> None:
+    fl_ctx, site = submitted("eve"), SiteConfig(state=tmp_path / "state")
+    ledger = context.ledger_path(fl_ctx, named("study"), "site-1", site)
+    for job in (named("study"), named("other"), named(None)):
+        folder = context.site_folder(fl_ctx, job, "site-1", site)
+        assert folder.parent == ledger.parent / "runs"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_nobody_resumes_or_writes_into_a_run_of_another(resume: bool, submitted: Place, tmp_path: Path) -> None:
+    site = SiteConfig(state=tmp_path / "state")
+    mine = context.server_folder(submitted("ann"), named("study"))
+    Coordinator(named("study"), mine, lambda event: None).close()
+    private = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    for place in (mine, private):
+        assert json.loads((place / "owner.json").read_text()) == {"submitter": "ann"}
+    before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="is a run of ann, not of eve"):
+        context.server_folder(submitted("eve", "second"), named("study"), resume)
+    with pytest.raises(ConfigError, match="is a run of ann, not of eve"):
+        context.site_folder(submitted("eve", "second"), named("study"), "site-1", site)
+    assert {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()} == before
+    assert context.server_folder(submitted("ann", "third"), named("study"), True) == mine
+    assert context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == private
+
+
+def test_names_that_differ_in_case_only_are_one_on_some_disks_so_the_second_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path, "Study", "ann")
+    with pytest.raises(ConfigError, match="there is a run 'Study'"):
+        run_folder(tmp_path, "study", "ann")
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed_and_takes_no_name(submitted: Place, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run 'study' at this server"):
+        context.server_folder(submitted("eve"), named("study"), resume=True)
+    assert context.server_folder(submitted("ann"), named("study")).is_dir()
+
+
+def test_a_record_of_the_owner_that_is_damaged_lets_nobody_in(tmp_path: Path) -> None:
+    (run_folder(tmp_path, "study", "ann") / "owner.json").write_text("{")
+    with pytest.raises(ConfigError, match="is damaged; restore it"):
+        run_folder(tmp_path, "study", "ann")
+
+
+def test_a_long_job_name_makes_a_name_that_can_be(submitted: Place) -> None:
+    job = assemble_job(small_config("fedit").model_copy(update={"name": "n" * 200}))
+    found = context.server_folder(submitted("ann"), job)
+    assert found.name == "n" * 55 + "-01234567"

@@ -1,0 +1,97 @@
+"""What an admin is told of jobs: found by name whoever submitted them, and never ended without a reason."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from nvflare.fuel.flare_api.api_spec import JobNotDone
+
+from consilium.errors import ConfigError
+from consilium.flare.session import Admin, reason_left
+
+REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
+  File "json_scanner.py", line 99, in _do_scan
+    node.processor.process_element(node)
+nvflare.fuel.common.excepts.ComponentNotAuthorized: component not authorized: Component 'subprocess.Popen' is not in allow_list
+
+2026-11-21 16:43:10,903 - runner_process - ERROR - FL server execution exception: ComponentNotAuthorized: Error processing
+"""
+"""What FLARE 2.9 leaves in error_log.txt of a job with a class that the server does not list (shortened)."""
+PANIC = """2026-11-21 16:45:22,293 - ServerRunner - ERROR - [identity=test, run=ae6f, wf=c] - Aborting current RUN - panic
+"""
+
+
+class Session:
+    """FLARE's session over jobs (oldest first) and the files of each."""
+
+    def __init__(self, jobs: list[dict], folder: Path) -> None:
+        self.listed, self.folder, self.downloads = jobs, folder, []
+
+    def get_system_info(self) -> SimpleNamespace:
+        return SimpleNamespace(job_info=[])
+
+    def list_jobs(self, detailed: bool) -> list[dict]:
+        return self.listed
+
+    def download_job_result(self, job_id: str, destination: str) -> str:
+        self.downloads.append(job_id)
+        if not (self.folder / job_id).is_dir():
+            raise JobNotDone(job_id)
+        return str(self.folder / job_id)
+
+
+def job(number: int, **more: str) -> dict:
+    return {"job_id": f"{number}-id", "name": "study", "submit_time": number, "status": "FINISHED:ABNORMAL"} | more
+
+
+def submitted(folder: Path, job_id: str, experiment: str | None) -> None:
+    path = folder / job_id / "job" / "study" / "app" / "config" / "job.yaml"
+    path.parent.mkdir(parents=True)
+    raw = yaml.safe_load((Path(__file__).parents[2] / "jobs/quickstart/app/config/job.yaml").read_text())
+    path.write_text(yaml.safe_dump(raw | {"experiment": experiment}))
+
+
+def test_a_job_that_names_its_experiment_in_its_file_only_is_found_and_so_are_its_sites(tmp_path: Path) -> None:
+    deployed = ["server: OK", "site-1: OK", "site-2: OK", "site-3: no GPU"]
+    jobs = [job(0, job_deploy_detail=deployed), job(1), job(2, experiment="other")]
+    submitted(tmp_path, "0-id", "same")
+    submitted(tmp_path, "1-id", None)
+    admin = Admin(Session(jobs, tmp_path))
+    assert admin.find("same")["job_id"] == "0-id"
+    assert admin.former_sites("same") == {"site-1", "site-2"}
+    assert admin.find("other")["job_id"] == "2-id"
+    with pytest.raises(ConfigError, match="no such job or experiment"):
+        admin.find("neither")
+
+
+def test_a_name_is_an_experiments_before_it_is_the_beginning_of_an_id(tmp_path: Path) -> None:
+    admin = Admin(Session([job(0, experiment="1"), job(1, experiment="other")], tmp_path))
+    assert admin.find("1")["job_id"] == "0-id"
+    assert admin.find("1-id")["job_id"] == "1-id"
+    assert admin.find("0-i")["job_id"] == "0-id"
+
+
+def left(folder: Path, stopped: str = "", log: str = "") -> Path:
+    (folder / "consilium").mkdir(parents=True)
+    for path, text in ((folder / "consilium/stopped.txt", stopped), (folder / "error_log.txt", log)):
+        if text:
+            path.write_text(text)
+    return folder / "consilium"
+
+
+def test_the_reason_is_ours_else_what_flare_raised_else_what_it_said(tmp_path: Path) -> None:
+    assert reason_left(left(tmp_path / "ours", "round 2: too few\n", REFUSED)) == "round 2: too few"
+    refused = reason_left(left(tmp_path / "raised", log=REFUSED))
+    assert refused.startswith("nvflare.fuel.common.excepts.ComponentNotAuthorized: component not authorized: Component 'subp")
+    assert reason_left(left(tmp_path / "said", log=PANIC)) == "Aborting current RUN - panic"
+    assert reason_left(left(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("status", ["FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION"])
+def test_a_job_that_failed_always_has_a_reason(status: str, tmp_path: Path) -> None:
+    told = Admin(Session([job(0, status=status), job(1, status="FINISHED:COMPLETED")], tmp_path))
+    assert told.status("0-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
+    assert "reason" not in told.status("1-id")
+    left(tmp_path / "0-id" / "workspace", log=REFUSED)
+    assert "not in allow_list" in told.status("0-id")["reason"]
