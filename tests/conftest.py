@@ -1,5 +1,6 @@
-"""Shared pieces: one thread (equal sums in every process) and a job small enough for a second a round."""
+"""Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def _equal_threads() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)

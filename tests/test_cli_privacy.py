@@ -41,31 +41,11 @@ def test_a_plan_per_accountant_with_other_deltas_and_the_noise_it_means() -> Non
     sigmas = {name: plan["noise_multiplier"] for name, plan in found.items()}
     assert sigmas == pytest.approx({"exact": 5.98, "prv": 6.0, "rdp": 7.07}, abs=0.006)
     assert found["exact"]["epsilon"]["1e-05"] == pytest.approx(8.04, abs=0.01)
-    assert found["exact"]["noise_to_signal"]["distributed"] == pytest.approx(5.98 * (36 * 768 * 8) ** 0.5 / 12, rel=1e-3)
-    assert found["exact"]["noise_to_signal"]["local"] > found["exact"]["noise_to_signal"]["distributed"]
+    assert found["exact"]["noise_to_signal"]["central"] == pytest.approx(5.98 * (36 * 768 * 8) ** 0.5 / 12, rel=1e-3)
+    assert found["exact"]["noise_to_signal"]["local"] > found["exact"]["noise_to_signal"]["central"]
 
 
-def test_sampling_leaves_central_trust_only() -> None:
-    words = [
-        "privacy",
-        "plan",
-        "--epsilon",
-        "3",
-        "--rounds",
-        "10",
-        "--sites",
-        "100",
-        "--sample-rate",
-        "0.1",
-        "--accountant",
-        "prv",
-    ]
-    (found,) = json.loads(call(*words, "--format", "json"))["plans"].values()
-    assert found["noise_to_signal"].keys() == {"central"}
-    assert "central trust only" in call(*words)
-
-
-@pytest.mark.parametrize("words", ["--accountant moments", "--sample-rate 0", "--delta 2"])
+@pytest.mark.parametrize("words", ["--accountant moments", "--delta 2"])
 def test_wrong_wishes_are_named(words: str) -> None:
     with pytest.raises(ConfigError):
         call("privacy", "plan", "--epsilon", "3", "--rounds", "5", *words.split())
@@ -73,14 +53,15 @@ def test_wrong_wishes_are_named(words: str) -> None:
 
 def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
     path = tmp_path / "sites" / "a" / "ledger.sqlite"
-    Ledger(path).spend(ONE, None)
-    Ledger(path).spend(replace(ONE, round=1), None)
+    Ledger(path).spend(ONE, {})
+    Ledger(path).spend(replace(ONE, round=1), {})
     (tmp_path / "site.yaml").write_text("privacy: {ledger: sites/a/ledger.sqlite, budgets: {site: {epsilon: 3}}}")
     for where in (path, tmp_path, tmp_path / "site.yaml"):
         (found,) = json.loads(call("privacy", "ledger", str(where), "--format", "json"))["data_sets"]
         assert (found["dataset"], found["releases"], found["adjacency"]) == ("ward-7", 2, "zero-out")
     text = call("privacy", "ledger", str(tmp_path / "site.yaml"), "--rows")
-    assert "site level, zero-out, trust local; budget 3 at delta 1e-05" in text
+    assert "site level, zero-out, trust local" in text
+    assert "one site: epsilon 0.2335 at delta 1e-05; budget 3 at delta 1e-05" in text
     assert "round 1 phase 0" in text
 
 
@@ -92,5 +73,5 @@ def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_noise_from_a_seed_is_called_what_it_is(tmp_path: Path) -> None:
-    Ledger(tmp_path / "ledger.sqlite").spend(replace(ONE, private=False), None)
+    Ledger(tmp_path / "ledger.sqlite").spend(replace(ONE, private=False), {})
     assert "not private" in call("privacy", "ledger", str(tmp_path))

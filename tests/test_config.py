@@ -46,6 +46,13 @@ def test_classes_as_names_number_themselves() -> None:
     ("changes", "message"),
     [
         ({"training__lr": -1}, r"training\.lr: -1: expected greater than 0"),
+        ({"training__learning_rate": 3}, r"training\.learning_rate: unknown field; remove it \(did you mean 'lr'\?\)"),
+        ({"training__num_rounds": 3}, r"training\.num_rounds: unknown field; remove it \(did you mean 'rounds'\?\)"),
+        ({"adapter__r": 3}, r"adapter\.r: unknown field; remove it \(did you mean 'rank'\?\)"),
+        ({"adapter__lora_alpha": 3}, r"adapter\.lora_alpha: unknown field; remove it \(did you mean 'alpha'\?\)"),
+        ({"adapter": {"rank": 0}}, r"^[^\n]*adapter\.rank: 0: expected greater than or equal to 1$"),
+        ({"task__classes": [["a"]]}, r"task\.classes: \[\['a'\]\]: expected a valid dictionary"),
+        ({"task__classes": ["a", "a"]}, r"task\.classes: .*every class once; 'a'"),
         ({"training__rouds": 3}, r"training\.rouds: unknown field; remove it \(did you mean 'rounds'\?\)"),
         ({"model__variant": "vit_x"}, r"model\.variant: 'vit_x': expected 'tiny', 'vit_b'"),
         ({"training": {"lr": 0.1}}, r"training\.rounds: missing; add it"),
@@ -84,6 +91,9 @@ def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tm
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
+        ("fedavg", r"strategy\.name: 'fedavg': expected one of .* \(did you mean 'fedit'\?\)"),
+        ("ffa", r"strategy\.name: 'ffa': expected one of .* \(did you mean 'ffa_lora'\?\)"),
+        ({"name": ["fedit"]}, r"strategy\.name: \['fedit'\]: expected one of"),
         ("fedia", r"strategy\.name: 'fedia': expected one of .* \(did you mean 'fediat'\?\)"),
         ({"name": "fediat", "split": "M5"}, r"strategy\.split: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
         ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it \(did you mean 'sor_weight'\?\)"),
@@ -126,6 +136,44 @@ def test_overrides_are_validated_like_the_file() -> None:
         load_job(JOBS / "quickstart", {"training.rounds": 0})
     with pytest.raises(ConfigError, match="there is no section above it"):
         load_job(JOBS / "quickstart", {"name.x.y": 0})
+
+
+def test_a_rank_without_alpha_scales_by_one(tmp_path: Path) -> None:
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.scaling == 1.0
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.scaling == 0.5
+
+
+def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) -> None:
+    path = written(tmp_path)  # rank 4, alpha 4
+    message = r"adapter\.rank: 16: the file has alpha 4\.0, and alpha / rank scales the adapter; set adapter\.alpha too"
+    with pytest.raises(ConfigError, match=message):
+        load_job(path, {"adapter.rank": 16})
+    assert load_job(path, {"adapter.rank": 16, "adapter.alpha": 16}).adapter.scaling == 1.0
+    assert load_job(path, {"adapter.rank": 4}).adapter.scaling == 1.0
+    assert load_job(path, {"adapter": {"rank": 16}}).adapter.scaling == 1.0
+
+
+LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter.dropout": 0.1}, r"adapter\.dropout: 0\.1 draws all masks of a batch at once"),
+        ({"training.precision": "bf16"}, r"training\.precision: 'bf16' rounds a record's gradient by who is beside it"),
+        ({"training.accumulate": 2}, r"training\.accumulate: cannot be over 1 with privacy\.unit record"),
+        ({"privacy.noise_multiplier": 0.01}, r"privacy\.noise_multiplier: 0\.01: under 0\.05 no accountant tells it from none"),
+        ({"model.config": LLAMA | {"attention_dropout": 0.1}}, r"model\.config\.attention_dropout: 0\.1 draws all masks"),
+        ({"model.config": LLAMA | {"model_type": "xlnet"}}, r"model\.config\.model_type: 'xlnet': not known to keep records"),
+        ({"model.config": LLAMA | {"model_type": "mixtral"}}, r"model\.config\.model_type: 'mixtral': not known to keep"),
+    ],
+)
+def test_what_ties_records_together_is_refused_at_record_level(changes: dict, message: str) -> None:
+    privacy = {"privacy": {"unit": "record", "noise_multiplier": 1.0}}
+    model = {"model.variant": "folder", "model.checkpoint": "x"} if "model.config" in changes else {}
+    load_job(JOBS / "quickstart_text", privacy)
+    with pytest.raises(ConfigError, match=message):
+        load_job(JOBS / "quickstart_text", privacy | model | changes)
 
 
 def test_site_files_and_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

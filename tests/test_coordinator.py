@@ -106,7 +106,7 @@ def test_a_run_goes_on_after_a_torn_line(small_job: MakeJob, tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"event": "resu')
     coordinator(small_job(), tmp_path, resume=True).start()
-    assert [line["event"] for line in read_lines(path)] == ["resumed", "started"]
+    assert [line["event"] for line in read_lines(path) if line["event"] != "joined"] == ["resumed", "started"]
 
 
 def test_all_sites_have_the_same_base_checkpoint(small_job: MakeJob, tmp_path: Path) -> None:
@@ -217,43 +217,6 @@ def test_weights_are_uniform_under_site_level_privacy(tmp_path: Path) -> None:
     server.conclude()
     name = next(iter(server.job.initial))
     assert torch.allclose(server.state.shared[name], server.job.initial[name] + 1.5, atol=1e-6)
-
-
-def test_a_poisson_sample_is_secret_survives_a_restart_and_has_a_constant_divisor(tmp_path: Path) -> None:
-    server, other = central(tmp_path / "one", 0.5, 8), central(tmp_path / "two", 0.5, 8)
-    server.normal = lambda shape: torch.zeros(shape, dtype=torch.float64)
-    cohorts: dict[str, list] = {"one": [], "two": [], "again": []}
-    for round in range(12):
-        place = replace(server.state, round=round)
-        server.state, other.state = place, place
-        cohorts["one"].append(sorted(server.start()))
-        cohorts["two"].append(sorted(other.start()))
-    server.state = replace(server.state, round=0)
-    asked = server.start()
-    before = server.state.shared
-    for name in asked:
-        assert server.accept(name, update(server.job, 1.0)) is None
-    server.conclude()
-    server.close()
-    name = next(iter(before))
-    assert torch.allclose(server.state.shared[name], before[name] + len(asked) / 4, atol=1e-6)  # 8 sites at rate 0.5
-    again = Coordinator(server.job, tmp_path / "one", lambda event: None, resume=True)
-    again.sites = server.sites
-    for round in range(12):
-        again.state = replace(again.state, round=round)
-        cohorts["again"].append(sorted(again.start()))
-    assert cohorts["one"] == cohorts["again"]
-    assert cohorts["one"] != cohorts["two"]  # the job's seed tells nobody who took part
-    assert len({len(c) for c in cohorts["one"]}) > 1
-
-
-def test_an_empty_poisson_sample_releases_noise_like_any_other(tmp_path: Path) -> None:
-    server = central(tmp_path, 0.01, 3, noise_multiplier=2.0)
-    while server.start():
-        server.state = replace(server.state, round=server.state.round + 1)
-    before = server.state.shared
-    server.conclude()
-    assert all(not torch.equal(server.state.shared[n], t) for n, t in before.items())
 
 
 def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:

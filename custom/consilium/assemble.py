@@ -16,9 +16,10 @@ from consilium.errors import ConfigError
 from consilium.models.causal_lm import build_causal_lm, load_tokenizer
 from consilium.models.clip import build_clip
 from consilium.models.sam import build_sam
-from consilium.privacy.guard import Guard, allowed_metrics
+from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.release import allowed_metrics
 from consilium.site import Observer, Site
 from consilium.strategies import build_strategy
 from consilium.strategy import Role, Strategy, Tensors
@@ -139,9 +140,16 @@ def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Ob
 
 
 def build_guard(
-    job: Job, name: str, site: SiteConfig, folder: Path, ledger: Path, observer: Observer, simulated: bool = False
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    root: Path,
+    observer: Observer,
+    simulated: bool = False,
+    job_id: str = "",
 ) -> Guard:
-    """Return the gate of one site for this job. `ledger` is used unless the site names its own.
+    """Return the gate of one site for this job. `root` holds the site's records of all runs and its ledger.
 
     In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
     """
@@ -157,8 +165,10 @@ def build_guard(
         site.privacy.dataset or str(data.path),
         len(data.splits["training"]),
         folder,
-        Ledger(site.privacy.ledger or ledger),
+        root,
+        Ledger(site.privacy.ledger or root / "ledger.sqlite"),
         observer,
+        job_id,
     )
 
 

@@ -15,8 +15,8 @@ from consilium import __version__
 from consilium.assemble import Job, metric_names
 from consilium.clean import shown
 from consilium.errors import RefusedError
-from consilium.privacy.guard import allowed_metrics, upload_shapes
 from consilium.privacy.plan import Plan
+from consilium.privacy.release import allowed_metrics, upload_shapes
 from consilium.site import Hello
 from consilium.strategy import Payload, Role, Tensors
 
@@ -41,7 +41,7 @@ def check_hello(hello: Hello) -> None:
         raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
     if hello.num_samples < 1:
         raise RefusedError(f"{name}: no training samples; add entries under `training` to its data list")
-    if type(hello.joined) is not bool or not _is_hash(hello.checkpoint):
+    if type(hello.joined) is not bool or not _is_hash(hello.checkpoint) or not _is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
@@ -70,6 +70,7 @@ def check_result(job: Job, result: Payload) -> None:
         missing = wrong & job.strategy.upload_scalars
         raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
     _check_numbers("scalar", result.scalars)
+    _check_seal(result)
     _check_metrics(job, result.metrics)
 
 
@@ -79,7 +80,13 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
         raise RefusedError("stale: the evaluation of another round; it is not recorded")
     if result.tensors or result.scalars:
         raise RefusedError("an evaluation with tensors or scalars; it is not recorded")
+    _check_seal(result)
     _check_metrics(job, result.metrics)
+
+
+def _check_seal(result: Payload) -> None:
+    if not _is_hash(result.ledger):
+        raise RefusedError("the seal of its privacy ledger is none")
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
@@ -110,7 +117,7 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> 
     """
     adapter, update = _norm(job.initial | sent.tensors), _norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
-    noise = plan.config.clip + plan.site_noise(job.config.federation.min_sites) * math.sqrt(numbers) if plan else 0.0
+    noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")

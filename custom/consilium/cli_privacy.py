@@ -1,4 +1,4 @@
-"""The commands `consilium privacy plan` and `consilium privacy ledger`."""
+"""The commands `consilium privacy plan`, `ledger` and `accept`."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from consilium.clean import line
 from consilium.cli_options import Format, FormatOption, check_finite
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -36,7 +36,6 @@ def plan(
     delta: Annotated[float, typer.Option(help="0 < delta < 1")] = 1e-5,
     phases: Annotated[int, typer.Option(help="releases a round; deer has 2", min=1)] = 1,
     sites: Annotated[int, typer.Option(min=1)] = 12,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate of sites; helps under central trust only")] = 1.0,
     accountant: Annotated[str, typer.Option(help="exact, prv, rdp, or all")] = "all",
     clip: Annotated[float, typer.Option(help="norm of one site's update")] = 1.0,
     parameters: Annotated[
@@ -48,15 +47,13 @@ def plan(
 
     Site level, zero-out adjacency: a site's update against none at all.
     """
-    check_finite(epsilon=epsilon, delta=delta, sample_rate=sample_rate, clip=clip)
+    check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
     if unknown := set(wanted) - {"exact", "prv", "rdp"}:
         raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")
-    if not 0 < sample_rate <= 1:
-        raise ConfigError(f"--sample-rate: {sample_rate}: expected a number above 0, at most 1")
-    asked = Asked(epsilon, delta, rounds, phases, sites, sample_rate, clip, parameters)
+    asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters)
     found = {one: asked.answer(one) for one in wanted}
-    if format == "json":
+    if format is Format.JSON:
         meaning = {"unit": "site", "adjacency": "zero-out"}
         print(json.dumps({"asked": asdict(asked) | meaning, "plans": found}, indent=1))
     else:
@@ -72,31 +69,22 @@ class Asked:
     rounds: int
     phases: int
     sites: int
-    sample_rate: float
     clip: float
     parameters: int
 
     def answer(self, accountant: str) -> dict[str, Any]:
-        """Return one accountant's plan. Sampled rounds are one release at noise / sqrt(phases), see privacy/plan.py."""
+        """Return one accountant's plan."""
         from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
 
-        whole = self.sample_rate == 1
-        count, together = (self.rounds * self.phases, 1.0) if whole else (self.rounds, math.sqrt(self.phases))
-        sigma = noise_multiplier(self.epsilon, self.delta, count, self.sample_rate, accountant)
+        count = self.rounds * self.phases
+        sigma = noise_multiplier(self.epsilon, self.delta, count, 1.0, accountant)
         deltas = sorted({self.delta, 1e-5, 1e-6, *([1 / self.sites] if self.sites > 1 else [])}, reverse=True)
-        spend = Spend(sigma, self.sample_rate, count)
+        size, spend = math.sqrt(self.parameters), Spend(sigma, 1.0, count)
         return {
-            "noise_multiplier": sigma * together,
+            "noise_multiplier": sigma,
             "epsilon": {f"{d:g}": epsilon_of([spend], d, accountant) for d in deltas},
-            "noise_to_signal": {trust: sigma * together * ratio for trust, ratio in self._ratios().items()},
+            "noise_to_signal": {"local": sigma * size / math.sqrt(self.sites), "central": sigma * size / self.sites},
         }
-
-    def _ratios(self) -> dict[str, float]:
-        """Return ||noise|| / ||signal|| of the mean at noise multiplier 1, by who adds it; sampling means the server."""
-        size = math.sqrt(self.parameters)
-        if self.sample_rate < 1:
-            return {"central": size / (self.sites * self.sample_rate)}
-        return {"local": size / math.sqrt(self.sites), "distributed": size / self.sites, "central": size / self.sites}
 
 
 def _print_plans(asked: Asked, found: dict[str, Any]) -> None:
@@ -109,52 +97,93 @@ def _print_plans(asked: Asked, found: dict[str, Any]) -> None:
         table.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
     console.print(table)
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
-    console.print(f"noise / signal of the mean update, at best: {ratios}")
+    console.print(f"noise / signal of one release's mean update, at best: {ratios}")
     console.print(f"    (all sites at the clip {asked.clip:g} and of one mind; {asked.parameters:,} numbers in a release)")
-    if asked.sample_rate < 1:
-        console.print("    sampling helps under central trust only, against anyone but the server")
 
 
 @app.command()
 def ledger(
-    where: Annotated[Path, typer.Argument(help="a ledger.sqlite, a site.yaml, or a folder to search for ledgers")],
+    where: Annotated[
+        Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
+    ],
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
+    seal: Annotated[str, typer.Option(help="tell whether the ledger still holds what a job's results name")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Show what each data set has spent in all jobs, and what its budget leaves."""
+    """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
     from consilium.privacy.ledger import Ledger, summary
 
     paths, budgets = _ledgers(where)
+    _check_seal(seal, [Ledger(p) for p in paths])
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
-    found = [{"ledger": str(p), **one} for p in paths for one in summary(Ledger(p), deltas)]
-    for one in found:
-        if budget := budgets.get(one["unit"]):
-            one["budget"] = {"epsilon": budget.epsilon, "delta": budget.delta}
-    every = [_row(p, e, t) for p in paths for e, t in zip(Ledger(p).entries(), Ledger(p).times(), strict=True)] if rows else []
-    if format == "json":
-        print(json.dumps({"data_sets": found, **({"rows": every} if rows else {})}, indent=1))
+    found = [{"ledger": str(p), **one, "budgets": budgets} for p in paths for one in summary(Ledger(p), deltas)]
+    every = [_row(p, when, entry) for p in paths for when, entry in Ledger(p).rows()] if rows else []
+    if format is Format.JSON:
+        plain = [one | {"budgets": _plain(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
+        print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
         return
     _print_ledger(found, every)
 
 
-def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the ledgers meant, and the budgets if a site.yaml was given."""
+@app.command()
+def accept(
+    where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
+    reason: Annotated[str, typer.Option(help="what happened, for the record")],
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Go on with a privacy ledger that was lost or altered, as it stands now. Puts reason, user and seals on record."""
+    from consilium.privacy.ledger import Ledger
+    from consilium.privacy.recovery import accept as go_on
+
+    if not reason.strip():
+        raise ConfigError("--reason: empty; say what happened to the ledger")
+    root, path, _ = _site(where)
+    said = go_on(root, Ledger(path), reason)
+    if format is Format.JSON:
+        print(json.dumps(said, indent=1))
+    else:
+        kept = f"; as it was: {said['kept']}" if said["kept"] else ""
+        typer.echo(f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}")
+
+
+def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Return a site's folder of records, its ledger, and its budgets, by its site.yaml or startup kit."""
     from consilium.config import load_site
 
-    if where.suffix in (".yaml", ".yml"):
-        site = load_site(where)
-        path = site.privacy.ledger or (site.state / "ledger.sqlite" if site.state else None)
-        if path is None:
-            raise ConfigError(f"{where}: names no ledger; set privacy.ledger or state, or give the ledger.sqlite itself")
-        return [path] if path.is_file() else [], dict(site.privacy.budgets)
+    settings = where / "local" / "site.yaml" if where.is_dir() else where
+    site = load_site(settings)
+    root = site.state or settings.parent.parent / "consilium"  # beside FLARE's run folders
+    return root, site.privacy.ledger or root / "ledger.sqlite", dict(site.privacy.budgets)
+
+
+def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Return the ledgers meant, and the budgets if a site.yaml or kit was given."""
+    if where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file():
+        _, path, budgets = _site(where)
+        return [path] if path.is_file() else [], budgets
     found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
     if not found or not all(p.is_file() for p in found):
         raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
     return found, {}
 
 
-def _row(path: Path, entry: Any, when: float) -> dict[str, Any]:
+def _check_seal(seal: str, ledgers: list[Any]) -> None:
+    """Raise ConsiliumError unless one of the ledgers holds the seal that is asked for, if any."""
+    if seal and not any(seal in one.seals() for one in ledgers):
+        raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
+
+
+def _plain(budgets: dict[str, Any]) -> dict[str, Any]:
+    return {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
+
+
+def _finite(epsilon: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Return epsilons with None, which JSON knows, for no bound."""
+    return {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in epsilon.items()}
+
+
+def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     return {"ledger": str(path), "time": stamp} | vars(entry)
 
@@ -162,11 +191,12 @@ def _row(path: Path, entry: Any, when: float) -> dict[str, Any]:
 def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
-        spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in one["epsilon"].items())
-        meaning = f"{one['unit']} level, {one['adjacency']}, trust {'/'.join(one['trust'])}"
-        budget = f"; budget {one['budget']['epsilon']:g} at delta {one['budget']['delta']:g}" if "budget" in one else ""
-        console.print(line(f"{one['dataset']}: {spent} ({meaning}{budget})", limit=1000))
-        console.print(line(f"    {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000))
+        console.print(
+            line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
+        )
+        for unit, by_delta in one["epsilon"].items():
+            console.print(f"    one {unit}: {_spent(by_delta)}{_budget(one['budgets'].get(unit))}", markup=False)
+        console.print(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}", markup=False)
         if not one["private"]:
             console.print("    not private: noise came from a seed (noise_seed in site.yaml)", style="yellow")
     for row in rows:
@@ -175,3 +205,13 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
         console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", limit=1000))
     if not found:
         console.print("nothing was released yet")
+
+
+def _spent(by_delta: dict[str, float]) -> str:
+    if any(math.isinf(value) for value in by_delta.values()):
+        return "no bound: a job of a finer unit, or without noise, ran on these data"
+    return ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
+
+
+def _budget(budget: Any) -> str:
+    return f"; budget {budget.epsilon:g} at delta {budget.delta:g}" if budget else ""

@@ -163,10 +163,6 @@ class JobConfig(Section):
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":
             keep_apart(self.privacy.noise_multiplier, self.training, self.adapter, self.model)
-        if self.privacy.unit == "site" and self.privacy.trust == "distributed" and self.federation.min_sites < 2:
-            raise ValueError(
-                "federation.min_sites: 1 with privacy.trust distributed: a lone site has no one to share; use local"
-            )
         return self
 
     @field_validator("strategy", mode="before")
@@ -195,6 +191,7 @@ class SiteConfig(Section):
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
     because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
+    `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`.
     """
 
     datalist: Path | None = None
@@ -203,6 +200,7 @@ class SiteConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     share_metrics: bool | None = None
+    approve: Literal["digest"] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: PolicyConfig = PolicyConfig()
 

@@ -9,16 +9,14 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from consilium.adapters.export import export
 from consilium.assemble import Job
 from consilium.checks import check_evaluation, check_hello, check_update
 from consilium.clean import shown
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
-from consilium.privacy.guard import geometries, upload_shapes
 from consilium.privacy.mechanism import Normal, release, system_normal
 from consilium.privacy.plan import Plan, make_plan
+from consilium.privacy.release import geometries, upload_shapes
 from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
@@ -50,8 +48,8 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy)
         self.plan = make_plan(job.config, job.strategy)
         self.normal: Normal = system_normal
-        fresh = (secrets.token_hex(6), secrets.token_hex(16), None, job.strategy.init_state(job.initial))
-        self.run, self._secret, self.checkpoint, self.state = self._load() if resume else fresh
+        fresh = (secrets.token_hex(6), None, job.strategy.init_state(job.initial))
+        self.run, self.checkpoint, self.state = self._load() if resume else fresh
         if resume:
             self.log.resumed(self.state)
         else:
@@ -70,12 +68,7 @@ class Coordinator:
     @property
     def has_quorum(self) -> bool:
         """True once this phase has enough accepted results."""
-        return len(self.accepted) >= (len(self.asked) if self._poisson else self.quorum)
-
-    @property
-    def _poisson(self) -> bool:
-        """True when each site is drawn on its own, unknown to the others, as amplification by sampling needs."""
-        return self.plan is not None and self.plan.in_advance
+        return len(self.accepted) >= self.quorum
 
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
@@ -84,6 +77,7 @@ class Coordinator:
         with self._lock:
             self.checkpoint = hello.checkpoint
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, hello.capacity)
+        self.log.joined(self.state.round, hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -138,15 +132,12 @@ class Coordinator:
     def _announce(self, plan: Plan) -> None:
         """Tell, before any training, what is promised and what that will do to the result."""
         shapes = upload_shapes(self.job.strategy, self._payload())
-        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites), self.quorum)
+        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
         self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
         names, config = sorted(self.sites), self.job.config
-        if self._poisson:
-            draw = random.Random(seed_for(int(self._secret, 16), "sample", self.state.round))
-            return [name for name in names if draw.random() < config.federation.sample]
         count = min(len(names), max(self.quorum, math.ceil(config.federation.sample * len(names))))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
@@ -188,7 +179,7 @@ class Coordinator:
     def conclude(self) -> None:
         """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
         with self._lock:
-            if not (self.has_quorum or self._poisson):
+            if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
             mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
@@ -207,19 +198,12 @@ class Coordinator:
         return self.plan.epsilon(before + self.state.phase + 1)
 
     def _noised_mean(self) -> Tensors:
-        """Return the mean update with the server's noise (central trust): sigma S over the number of sites it counts.
-
-        That number is how many answered; of a Poisson sample it is the expected one, a constant that tells nothing.
-        """
-        state, expected = self.state, float(len(self.accepted))
-        shapes = upload_shapes(self.job.strategy, self._payload())
-        mean = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-        if self._poisson:
-            expected = self.job.config.federation.sample * len(self.sites)
-        if self.accepted:
-            mean = {name: tensor * (len(self.accepted) / expected) for name, tensor in self.aggregate.mean().items()}
+        """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
+        state, mean = self.state, self.aggregate.mean()
         maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
-        return release(mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / expected, self.normal)[0]
+        return release(
+            mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / len(self.accepted), self.normal
+        )[0]
 
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site."""
@@ -264,10 +248,10 @@ class Coordinator:
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         place = {"round": self.state.round, "phase": self.state.phase}
         place |= {"reported": self.state.reported, "weights": self.state.weights}
-        whose = {"run": self.run, "secret": self._secret, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
+        whose = {"run": self.run, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
         save_state(self._file(), tensors, place | whose)
 
-    def _load(self) -> tuple[str, str, str | None, ServerState]:
+    def _load(self) -> tuple[str, str | None, ServerState]:
         tensors, meta = load_state(self._file())
         if meta["job"] != _fingerprint(self.job):
             raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
@@ -275,7 +259,7 @@ class Coordinator:
         sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
         place = (meta["round"], meta["phase"])
         state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
-        return meta["run"], meta["secret"], meta["checkpoint"], state
+        return meta["run"], meta["checkpoint"], state
 
 
 def _group(tensors: Tensors, group: str) -> Tensors:

@@ -1,4 +1,4 @@
-"""The errors a user meets, one line each: what is wrong (file, field, value) and what to do; and what of them may leave a site."""
+"""The errors a user meets, one line each: what is wrong (file, field, value), what to do, and what of it may leave a site."""
 
 from enum import StrEnum
 

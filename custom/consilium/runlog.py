@@ -52,6 +52,10 @@ class RunLog:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
+    def joined(self, round: int, site: str, ledger: str) -> None:
+        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
+        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger})
+
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
         self._down[site] = payload_bytes(payload.tensors)
@@ -61,7 +65,7 @@ class RunLog:
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
         values = result.metrics | {"comm/bytes_up": float(up), "comm/bytes_down": float(down)}
         place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
-        self._line(place | {"weight": weight, "metrics": values})
+        self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
         self._scalars(site, values, result.round)
 
     def refused(self, refusal: dict[str, Any]) -> None:
@@ -104,7 +108,8 @@ class RunLog:
     def final(self, site: str, result: Payload) -> None:
         """Record a site's closing evaluation."""
         self._results[site] = result.metrics
-        self._line({"event": "final", "site": site, "round": result.round, "metrics": result.metrics})
+        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
+        self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
 
     def finish(self, plan: Plan | None = None) -> None:

@@ -1,6 +1,6 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -9,7 +9,7 @@ from consilium.assemble import Job, build_guard, build_model, build_pooled_site,
 from consilium.config import SiteConfig
 from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError
-from consilium.privacy.guard import Guard
+from consilium.privacy.guard import Guard, Kind
 from consilium.site import Hello, Observer, Site
 from consilium.strategy import Payload
 
@@ -25,19 +25,19 @@ class Member:
 
     def hello(self, run: str) -> Hello:
         """Return the site's hello, if its guard admits the job."""
-        self.guard.admit(run)
-        shown = replace(self.site.hello(run), num_samples=self.guard.shown_samples)
-        self.guard.note("hello", values=shown.to_dict())
-        return shown
+        task = self.guard.authorize(Kind.HELLO, run)
+        shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
+        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Train and return what the guard releases."""
-        self.guard.receive(run, payload)
-        return self.guard.release(run, self.site.train(run, payload))
+        task = self.guard.authorize(Kind.TRAIN, run, payload)
+        return self.guard.release(task, self.site.train(task.run, task.payload))
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Evaluate and return what the guard lets out."""
-        return self.guard.report(self.site.evaluate(run, payload))
+        task = self.guard.authorize(Kind.EVALUATE, run, payload)
+        return self.guard.report(task, self.site.evaluate(task.run, task.payload))
 
 
 def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
@@ -65,7 +65,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
 
 
 def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
-    guard = build_guard(job, name, site, folder, folder / "ledger.sqlite", observer, simulated=True)
+    guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
     return Member(build_site(job, name, site, folder, observer, model), guard)
 
 

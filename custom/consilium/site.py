@@ -29,7 +29,9 @@ Observer = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Hello:
-    """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them."""
+    """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
+    `ledger`: the last seal of its privacy ledger, which the guard fills in.
+    """
 
     name: str
     num_samples: int
@@ -37,6 +39,7 @@ class Hello:
     version: str
     checkpoint: str = ""
     capacity: dict[str, float] = field(default_factory=dict)
+    ledger: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

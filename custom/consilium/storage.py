@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"meta": json.dumps(dict(meta)), "sha256": _digest(ready)}
+    header = {"meta": json.dumps(dict(meta)), "sha256": digest(ready)}
     write_atomic(path, save(ready, metadata=header))
 
 
@@ -39,7 +39,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
-    if _digest(tensors) != expected:
+    if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
     return tensors, meta
 
@@ -117,10 +117,11 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors: names, types, shapes, bytes."""
+    found = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

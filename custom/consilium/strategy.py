@@ -47,13 +47,17 @@ class SiteInfo:
 
 @dataclass(frozen=True)
 class Payload:
-    """All that crosses the wire, both ways. Down: `tensors` are values. Up: updates (end - start of the local training)."""
+    """All that crosses the wire, both ways. Down: `tensors` are values. Up: updates (end - start of the local training).
+
+    `ledger`, up: the last seal of the site's privacy ledger, so that somebody else can tell should rows of it go missing.
+    """
 
     round: int
     phase: int
     tensors: Tensors
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    ledger: str = ""
 
 
 @dataclass(frozen=True)

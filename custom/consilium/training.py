@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config import TrainingConfig
-from consilium.errors import ConsiliumError
+from consilium.errors import ConsiliumError, Reason
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategy import Step
@@ -168,7 +168,9 @@ def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig
     with autocast(next(model.parameters()).device, config.precision):
         loss = task.loss(model, batch) * share
     if not torch.isfinite(loss):
-        raise ConsiliumError(f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data")
+        raise ConsiliumError(
+            f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
+        )
     loss.backward()
     return loss.item()
 
@@ -222,7 +224,7 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto")
+        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto", Reason.POLICY)
     return torch.device(wanted)
 
 

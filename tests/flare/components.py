@@ -72,12 +72,20 @@ class InitialFedAvg(FedAvg):
 
 
 class Thief(SiteExecutor):
-    """An executor gone wrong: at site-3 it sends its whole adapter around the guard's hand-over."""
+    """An executor gone wrong: at site-3 it hands its whole adapter to the guard as its update."""
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         result = super().execute(task_name, shareable, fl_ctx, abort_signal)
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
-        payload, run = wire.take(result)
+        answer = wire.take(result)
         everything = {n: p.detach().clone() for n, p in adapter.tensors(self._site.model).items()}
-        return wire.encode(replace(payload, tensors=everything), run, update=True)
+        return wire.hold(replace(answer, result=replace(answer.result, tensors=everything)))
+
+
+class Smuggler(SiteExecutor):
+    """An executor gone wrong: it makes a message itself instead of leaving that to the guard."""
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        answer = wire.take(super().execute(task_name, shareable, fl_ctx, abort_signal))
+        return wire.encode(answer.result, "", update=True) if task_name == wire.TRAIN else wire.hold(answer)

@@ -60,7 +60,7 @@ def test_epsilon_on_record_is_the_ledgers(section: dict, tmp_path: Path) -> None
     (spent,) = summary(Ledger(tmp_path / "sites/site-1/ledger.sqlite"))
     releases = [m["privacy"] for m in audit.report(path)["messages"] if "privacy" in m]
     assert len(releases) == 2
-    assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"]["1e-05"])
+    assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][section["unit"]]["1e-05"])
     assert releases[0]["epsilon"] < releases[1]["epsilon"]
 
 
@@ -75,7 +75,7 @@ def test_the_norm_on_record_is_that_of_the_noised_update(tmp_path: Path) -> None
 def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> None:
     path = tmp_path / "run" / audit.FILE
     for number in (1, 2, 3, 1):
-        audit.record(path, {"kind": "hello", "values": {"n": number}})
+        audit.Record(path).add({"kind": "hello", "values": {"n": number}})
     whole = path.read_text().splitlines()
     assert len(whole) == 3
     assert audit.report(path)["broken_line"] is None
@@ -89,10 +89,21 @@ def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> No
     assert audit.report(path)["seal"] != seal
 
 
+def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Path) -> None:
+    path = tmp_path / audit.FILE
+    one, other = audit.Record(path), audit.Record(path)
+    for record in (one, other, one, one, other):
+        record.add({"kind": "refusal", "reason": "task"}, again=True)
+    other.add({"kind": "hello"})
+    one.add({"kind": "hello"})
+    assert [m["kind"] for m in audit.report(path)["messages"]] == [*["refusal"] * 5, "hello"]
+    assert audit.report(path)["broken_line"] is None
+
+
 def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where a folder must be")
     with pytest.raises(RefusedError, match="cannot be written"):
-        audit.record(tmp_path / "run" / audit.FILE, {"kind": "hello"})
+        audit.Record(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
 
 
 def test_the_command_prints_a_page_and_json_and_tells_a_change(tmp_path: Path) -> None:

@@ -112,6 +112,21 @@ def test_a_parameter_of_another_layer_is_named() -> None:
         PerSampleGradients(model, {"norm": model[1].weight})
 
 
+@pytest.mark.parametrize("tie", [nn.BatchNorm1d(4), nn.Dropout(0.1)])
+def test_a_module_that_ties_records_together_is_named(tie: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), tie)
+    with pytest.raises(ConfigError, match=rf"'1' \({type(tie).__name__}\) ties the records of a batch together"):
+        PerSampleGradients(model, {"weight": model[0].weight, "bias": model[0].bias})
+
+
+def test_a_layer_that_sees_some_rows_only_is_refused() -> None:
+    """An expert's: its rows cannot be told apart by record."""
+    layer = nn.Linear(3, 4)
+    collector = PerSampleGradients(layer, {"weight": layer.weight, "bias": layer.bias})
+    with pytest.raises(ConfigError, match="mixes the records of a batch"), collector.collect(2):
+        layer(torch.randn(4, 3)[:3]).sum().backward()
+
+
 def steps(dp: DpSgd, lr: float = 1.0) -> tuple[nn.Linear, PrivateSteps]:
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)

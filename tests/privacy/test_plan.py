@@ -6,7 +6,7 @@ import pytest
 
 from consilium.config import JobConfig
 from consilium.errors import ConfigError
-from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.accounting import Spend
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
 from consilium.strategies import build_strategy
 from tests.conftest import small_config
@@ -37,29 +37,25 @@ def test_deer_releases_twice_a_round() -> None:
 def test_replace_adjacency_needs_twice_the_noise_for_the_same_claim() -> None:
     one, other = plan(SITE), plan(SITE | {"adjacency": "replace"})
     assert other.noise_multiplier == one.noise_multiplier
-    assert other.site_noise(12) == 2 * one.site_noise(12)
+    assert other.site_noise == 2 * one.site_noise
     assert "replace" in other.claim()
 
 
-@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("distributed", 1 / 2), ("central", 0.0)])
+@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("central", 0.0)])
 def test_where_the_noise_is_added(trust: str, share: float) -> None:
-    found = plan(SITE | {"trust": trust}, min_sites=4)
-    assert found.site_noise(4) == pytest.approx(found.noise_multiplier * 0.3 * share)
+    found = plan(SITE | {"trust": trust})
+    assert found.site_noise == pytest.approx(found.noise_multiplier * 0.3 * share)
 
 
-def test_sampled_sites_under_central_trust_are_amplified_and_elsewhere_not() -> None:
-    """Both phases of a round meet the same sample: T sampled releases at sigma / sqrt 2, not 2 T at sigma."""
-    central = plan(SITE | {"trust": "central", "delta": 1e-5}, sample=0.1)
-    assert central.in_advance
-    assert central.release == Spend(central.noise_multiplier / math.sqrt(2), 0.1, 50)
-    assert epsilon_of([central.release], 1e-5) <= 3
-    assert central.noise_multiplier < plan(SITE | {"trust": "central", "delta": 1e-5}).noise_multiplier / 2
-    assert not plan(SITE | {"delta": 1e-5}, sample=0.1).in_advance
-    assert "but the server" in central.claim()
+@pytest.mark.parametrize("trust", ["local", "central"])
+def test_sampling_sites_makes_no_release_cheaper(trust: str) -> None:
+    """Amplification needs secret cohorts, and logs, status and downloads show who took part."""
+    asked = SITE | {"trust": trust, "delta": 1e-5}
+    assert plan(asked, sample=0.1).noise_multiplier == plan(asked).noise_multiplier
 
 
 def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
-    for trust in ("local", "distributed", "central"):
+    for trust in ("local", "central"):
         words = plan(SITE | {"trust": trust}).claim()
         assert all(word in words for word in ("site level", "zero-out", f"trust {trust}", "delta 0.0833"))
     report = plan(SITE).report()
@@ -89,9 +85,9 @@ def test_a_given_noise_multiplier_is_taken_and_its_epsilon_told() -> None:
 
 
 def test_noise_to_signal_of_a_vit_b() -> None:
-    """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with shared noise, sqrt 12 more with local noise."""
-    distributed = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "distributed"}, min_sites=12)
+    """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with the server's noise, sqrt 12 more with local noise."""
+    central = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "central"})
     dimensions = 36 * 768 * 8
-    assert noise_to_signal(distributed, dimensions, 12) == pytest.approx(450, rel=0.01)
+    assert noise_to_signal(central, dimensions, 12) == pytest.approx(450, rel=0.01)
     local = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3})
     assert noise_to_signal(local, dimensions, 12) == pytest.approx(450 * math.sqrt(12), rel=0.01)

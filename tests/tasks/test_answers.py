@@ -35,6 +35,9 @@ def test_of_two_labels_at_one_place_the_longer_counts() -> None:
         ("It is 3.", "3"),
         ("none", None),
         ("12 ####", "12"),
+        ("#### -0.0", "0"),
+        ("#### 007.50", "7.5"),
+        ("#### " + "9" * 5000, "9" * 5000),  # more digits than Python reads as one number
     ],
 )
 def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str, answer: str | None) -> None:

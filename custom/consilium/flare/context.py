@@ -14,8 +14,9 @@ from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
+from consilium.approval import check_approved
 from consilium.assemble import Job, assemble_job
-from consilium.config import SiteConfig, find_site, job_file, load_job
+from consilium.config import SiteConfig, find_site, load_job
 from consilium.errors import ConfigError
 from consilium.runs import OWNER, RUNS, check_name, default_name, run_folder
 from consilium.site import Observer
@@ -28,7 +29,13 @@ OUTPUT = "CONSILIUM_OUTPUT"
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    return federated_job(job_file(folder / "config"))
+    return federated_job(folder / "config" / "job.yaml")
+
+
+def check_approval(fl_ctx: FLContext, site: SiteConfig) -> None:
+    """Raise RefusedError if the site runs only jobs that its administrator has approved, and this is none."""
+    workspace = _workspace(fl_ctx)
+    check_approved(Path(workspace.get_app_dir(fl_ctx.get_job_id())), site, Path(workspace.get_site_config_dir()))
 
 
 def federated_job(path: Path) -> Job:
@@ -80,7 +87,7 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy what an admin may download into FLARE's run folder: all but the server's state, which has a sampling secret."""
+    """Copy what an admin may download into FLARE's run folder: all but the server's state."""
     if not simulated():
         shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server", OWNER), dirs_exist_ok=True)
 
@@ -104,11 +111,11 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     return _run_folder(fl_ctx, job, _state(fl_ctx)) / "sites" / name
 
 
-def ledger_path(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's ledger for all jobs; a simulation has one of its own."""
+def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
     if simulated():
-        return site_folder(fl_ctx, job, name, site) / "ledger.sqlite"
-    return (site.state or _state(fl_ctx)) / "ledger.sqlite"
+        return site_folder(fl_ctx, job, name, site)
+    return site.state or _state(fl_ctx)
 
 
 def simulated() -> bool:

@@ -1,110 +1,88 @@
 """The site's guard and the server's result check, as FLARE filters. All fail closed: on any doubt nothing passes.
 
-The guard is a pair: one filter sees what arrives, the other what leaves. A hospital puts both into its privacy.json; our job
-folders carry them too. Where both do, the second pair meets what the first released and lets just those bytes pass.
+The guard is a pair: one filter authorizes what arrives, the other makes the message that leaves. A hospital puts both into its
+privacy.json; our job folders carry them too. Where both do, the second pair meets the very objects of the first and lets them
+pass.
 """
 
-import re
 from abc import abstractmethod
 
 from nvflare.apis.filter import Filter
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.assemble import Job, build_guard
 from consilium.checks import check_result
-from consilium.config import JobConfig
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.flare import context, wire
-from consilium.privacy.guard import Guard
-from consilium.site import Hello
-from consilium.strategy import HELD_OUT, Payload
-
-_PATH = re.compile(
-    r"(?<![\w.])(?:[A-Za-z]:|~|\.\.?)?[/\\][^\s'\",:;]+|[^\s'\",:;]+[/\\][^\s'\",:;]*\.\w+"
-    r"|[^\s'\",:;]+\.(?:png|jpe?g|tiff?|bmp|nii(?:\.gz)?)\b"
-)
-"""Paths, and names of pictures: a patient's name may be in them."""
+from consilium.flare.executor import Answer
+from consilium.privacy.guard import Guard, Kind, Task
 
 _guards: dict[tuple[str, str], Guard] = {}
 """This process' guards by job id and site: the two filters of a pair, and both pairs, share one."""
 
+_sent: dict[tuple[str, str], Shareable] = {}
+"""The last message that a guard has made, by the same key: the second pair lets exactly it pass."""
+
 
 class ClosedFilter(Filter):
-    """A filter whose every failure becomes a reply that carries the reason only. FLARE's DXOFilter would let the data pass."""
+    """A filter whose every failure becomes a reply that carries a word only. FLARE's DXOFilter would let the data pass."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return what `handle` makes of it, or a refusal; a refusal that comes in keeps its code and reason, nothing else."""
-        if (reason := wire.failure(shareable)) is not None:
-            return _refused(shareable, self.said(reason, fl_ctx), shareable.get_return_code())
+        """Return what `handle` makes of it, or a refusal."""
         try:
-            return self.handle(shareable, fl_ctx)
+            return _with_cookies(self.handle(shareable, fl_ctx), shareable)
         except ConsiliumError as error:
             self.log_error(fl_ctx, str(error))
-            return _refused(shareable, self.said(str(error), fl_ctx))
-        except Exception as error:
+            return self.refused(error.reason, shareable, fl_ctx)
+        except Exception:
             self.log_exception(fl_ctx, "unexpected error in a filter")
-            return _refused(shareable, f"the check failed ({type(error).__name__})")
+            return self.refused(Reason.ERROR, shareable, fl_ctx)
 
-    def said(self, reason: str, fl_ctx: FLContext) -> str:
-        """Return how a refusal's reason goes on."""
-        return reason
+    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a refusal in the place of `shareable`."""
+        return _with_cookies(wire.refusal(reason), shareable)
 
     @abstractmethod
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return what may pass. Any exception means nothing does."""
 
-    def _guard(self, fl_ctx: FLContext) -> Guard:
-        name = fl_ctx.get_identity_name()
-        key = (fl_ctx.get_job_id(), name)
-        if key not in _guards:
-            job, site = context.load(fl_ctx), context.site_config(fl_ctx, name)
-            folder, ledger = context.site_folder(fl_ctx, job, name, site), context.ledger_path(fl_ctx, job, name, site)
-            observe = context.observer(self, fl_ctx, f"{name}-guard")
-            _guards[key] = build_guard(job, name, site, folder, ledger, observe, context.simulated())
-        return _guards[key]
-
 
 class GuardTaskFilter(ClosedFilter):
-    """The guard's ear: sees each task before the executor. A refusal reaches the executor in the task's place."""
+    """The guard's ear: authorizes each task before the executor. A refusal reaches the executor in the task's place."""
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Admit the job at its hello; note a training task's broadcast."""
-        guard = self._guard(fl_ctx)
-        if wire.HELLO in shareable:
-            guard.admit(str(shareable[wire.HELLO]["run"]))
-        else:
-            payload, run = wire.decode(shareable)
-            if not _evaluation(payload, guard.config):
-                guard.receive(run, payload)
-        return shareable
+        """Return a shareable that only names the task as authorized; what came is not passed on."""
+        if isinstance(wire.held(shareable), Task):
+            return shareable  # the first pair's
+        if (reason := wire.reason_of(shareable)) is not None:  # the first pair's refusal
+            return wire.refusal(reason)
+        return wire.hold(_authorize(_guard(self, fl_ctx), shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
 
 class GuardResultFilter(ClosedFilter):
     """The guard's gate: makes a new message of what may leave; nothing else of the reply does."""
 
-    def said(self, reason: str, fl_ctx: FLContext) -> str:
-        """Return a reason without paths, which may name patients, and put it on record. The site's log has it whole."""
-        shown = without_paths(reason)
-        try:
-            self._guard(fl_ctx).note("refusal", reason=shown)
-        except Exception as error:  # where the guard itself cannot be made, as without a data list, the log is the record
-            self.log_warning(fl_ctx, f"not on record, but sent: refusal {shown!r} ({type(error).__name__})")
-        return shown
-
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Release an update, report an evaluation, or mask a hello."""
-        guard = self._guard(fl_ctx)
-        if wire.HELLO in shareable:
-            _check_hello(shareable)
-            values = shareable[wire.HELLO] | {"num_samples": guard.shown_samples}
-            guard.note("hello", values=values)
-            return wire.encode_dict(wire.HELLO, values)
-        payload, run = wire.take(shareable)
-        if _evaluation(payload, guard.config):
-            return wire.encode(guard.report(payload), run, update=True)
-        return wire.encode(guard.release(run, payload), run, update=True, num_samples=guard.shown_samples)
+        """Release an update, report an evaluation, or greet; a refusal keeps its word only."""
+        if _sent.get(_key(fl_ctx)) is shareable:
+            return shareable
+        if (reason := wire.reason_of(shareable)) is not None:
+            return self.refused(reason, shareable, fl_ctx)
+        return self._keep(_message(_guard(self, fl_ctx), wire.take(shareable)), fl_ctx)
+
+    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Put the refusal on record, each one, and return it."""
+        try:
+            _guard(self, fl_ctx).refuse(reason)
+        except Exception as error:  # where the guard itself cannot be made, as without a data list, the log is the record
+            self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
+        return self._keep(super().refused(reason, shareable, fl_ctx), fl_ctx)
+
+    def _keep(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
+        _sent[_key(fl_ctx)] = message
+        return message
 
 
 class ResultCheckFilter(ClosedFilter):
@@ -115,47 +93,60 @@ class ResultCheckFilter(ClosedFilter):
         self._job: Job | None = None
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result itself if checks.check_result accepts it; an evaluation's is checked where it is recorded."""
+        """Return the result itself if checks.check_result accepts it; hellos and evaluations are checked where used."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return wire.bare(shareable)
+        self._job = self._job or context.load(fl_ctx)
         try:
-            self._check(shareable, fl_ctx)
+            if fl_ctx.get_prop(FLContextKey.TASK_NAME) == Kind.TRAIN:
+                check_result(self._job, wire.decode(shareable)[0])
         except RefusedError as error:
             fl_ctx.set_prop(wire.REASON, str(error), private=True, sticky=False)  # for the controller: a reply is a site's word
             raise
         return shareable
 
-    def _check(self, shareable: Shareable, fl_ctx: FLContext) -> None:
-        self._job = self._job or context.load(fl_ctx)
-        if wire.HELLO in shareable:
-            _check_hello(shareable)
-            return
-        payload: Payload = wire.decode(shareable)[0]
-        if not _evaluation(payload, self._job.config):
-            check_result(self._job, payload)
+
+def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
+    """Return the task that the guard makes of a message, which must be of the kind its name says."""
+    if name == Kind.HELLO:
+        return guard.authorize(Kind.HELLO, wire.decode_hello(shareable))
+    if name not in (Kind.TRAIN, Kind.EVALUATE):
+        raise RefusedError(f"{guard.name}: there is no task {str(name)[:80]!r}; nothing was sent", Reason.TASK)
+    if wire.HELLO in shareable:
+        raise RefusedError(f"{guard.name}: a task {name} that is a hello too; nothing was sent", Reason.TASK)
+    payload, run = wire.decode(shareable)
+    return guard.authorize(Kind(name), run, payload)
 
 
-def without_paths(reason: str) -> str:
-    """Return an error's text without the file it begins with or names."""
-    head, colon, rest = reason.partition(": ")
-    return _PATH.sub("[path]", f"[path]: {rest}" if colon and "/" in head else reason)
+def _message(guard: Guard, answer: Answer) -> Shareable:
+    """Return the message of what the guard lets out of an answer."""
+    if not isinstance(answer, Answer):
+        raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
+    if answer.task.kind is Kind.HELLO:
+        return wire.encode_dict(wire.HELLO, guard.greet(answer.task, answer.result))
+    if answer.task.kind is Kind.EVALUATE:
+        return wire.encode(guard.report(answer.task, answer.result), "", update=True)
+    return wire.encode(guard.release(answer.task, answer.result), "", update=True, num_samples=guard.shown_samples)
 
 
-def _evaluation(payload: Payload, config: JobConfig) -> bool:
-    """Tell whether a message asks for, or answers, an evaluation: after the last round, or of a site held out of a round."""
-    return payload.phase == HELD_OUT or payload.round >= config.training.rounds
+def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
+    key = _key(fl_ctx)
+    if key not in _guards:
+        name = fl_ctx.get_identity_name()
+        site = context.site_config(fl_ctx, name)
+        context.check_approval(fl_ctx, site)
+        job = context.load(fl_ctx)
+        folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
+        observe = context.observer(component, fl_ctx, f"{name}-guard")
+        _guards[key] = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")
+    return _guards[key]
 
 
-def _refused(shareable: Shareable, reason: str, code: str = ReturnCode.TASK_RESULT_FILTER_ERROR) -> Shareable:
-    """Return a refusal in the place of `shareable`, with its cookies: by them the server knows which task is answered."""
-    refusal = wire.refusal(reason, code)
-    refusal.set_cookie_jar(shareable.get_cookie_jar() or {})
-    return refusal
+def _key(fl_ctx: FLContext) -> tuple[str, str]:
+    return fl_ctx.get_job_id(), fl_ctx.get_identity_name()
 
 
-def _check_hello(shareable: Shareable) -> None:
-    """Raise RefusedError unless a hello holds just the declared plain values."""
-    values, content = shareable[wire.HELLO], set(shareable) - {wire.HELLO}
-    if not isinstance(values, dict) or values.keys() != Hello.__dataclass_fields__.keys() or "DXO" in content:
-        raise RefusedError("hello holds something that is not declared; nothing was sent")
-    plain = [*(values | {"capacity": ""}).values(), *dict(values["capacity"]).values()]
-    if not all(isinstance(value, str | int | bool | float) for value in plain):
-        raise RefusedError("hello holds a value that is not plain; nothing was sent")
+def _with_cookies(message: Shareable, came: Shareable) -> Shareable:
+    """Give a message the cookies of what came: by them the server knows which task is answered."""
+    message.set_cookie_jar(came.get_cookie_jar() or {})
+    return message

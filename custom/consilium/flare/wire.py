@@ -1,5 +1,10 @@
-"""Our messages as FLARE shareables: tensors in a DXO, everything else in its meta under one key."""
+"""Our messages as FLARE shareables: tensors in a DXO, everything else in its meta under one key.
 
+Inside a site, tasks and results go from filter to executor and back by `hold` and `take`: as objects of this process, under a
+name that nobody else can know. So what the guard authorized is what runs, and what no guard takes up cannot leave.
+"""
+
+import secrets
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -9,15 +14,18 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
 
-from consilium.errors import RefusedError
+from consilium.errors import Reason, RefusedError
+from consilium.privacy.guard import Kind
 from consilium.strategy import Payload
 
-HELLO, TRAIN, EVALUATE = "hello", "train", "evaluate"
+HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
+REFUSED = ReturnCode.EXECUTION_EXCEPTION
+"""The one return code of every refusal: a choice of codes would tell more than the reason does."""
 
-_held: dict[str, Payload] = {}
+_held: dict[str, Any] = {}
 
 
 def register() -> None:
@@ -29,7 +37,7 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1) -> Sh
     """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
-    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest})
+    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest | {"ledger": payload.ledger}})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
     shareable = dxo.to_shareable()
@@ -46,27 +54,59 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
     try:
         dxo = from_shareable(shareable)
         rest: dict[str, Any] = dxo.get_meta_prop(KEY) or {}
-        round = int(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
-        tensors, scalars = dict(dxo.data), dict(rest.get("scalars", {}))
-        return Payload(round, int(rest.get("phase", 0)), tensors, scalars, dict(rest.get("metrics", {}))), rest.get("run", "")
+        round = _whole(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
+        payload = Payload(
+            round,
+            _whole(rest.get("phase", 0)),
+            dict(dxo.data),
+            dict(rest.get("scalars", {})),
+            dict(rest.get("metrics", {})),
+            _text(rest.get("ledger", "")),
+        )
+        return payload, _text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RefusedError(f"not a consilium message: {error}") from None
+        raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
 
-def hold(payload: Payload, run: str) -> Shareable:
-    """Keep a result in this process and return a shareable that only names it: what no guard takes up cannot leave."""
-    _held[run] = payload
-    return Shareable({HELD: run})
+def decode_hello(shareable: Shareable) -> str:
+    """Return the run that a server's hello names. Raises RefusedError for anything that is no hello, or more than one."""
+    asked = shareable.get(HELLO)
+    if not isinstance(asked, dict) or asked.keys() != {"run"} or "DXO" in shareable:
+        raise RefusedError("not a hello of consilium", Reason.TASK)
+    return _text(asked["run"])
 
 
-def take(shareable: Shareable) -> tuple[Payload, str]:
-    """Return the (payload, run) that was held, or that the message itself carries. Raises RefusedError."""
-    if HELD not in shareable:
-        return decode(shareable)
-    run = str(shareable[HELD])
-    if run not in _held:
-        raise RefusedError("the result is gone; nothing was sent; the site trains again when asked again")
-    return _held.pop(run), run
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("no whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RefusedError("not a consilium message: a name is no text", Reason.TASK)
+    return value
+
+
+def hold(item: Any) -> Shareable:
+    """Keep a task or a result in this process and return a shareable that only names it."""
+    name = secrets.token_hex(16)
+    _held[name] = item
+    return Shareable({HELD: name})
+
+
+def held(shareable: Shareable) -> Any:
+    """Return what a shareable names and this process keeps, or None."""
+    name = shareable.get(HELD)
+    return _held.get(name) if isinstance(name, str) else None
+
+
+def take(shareable: Shareable) -> Any:
+    """Return what a shareable names, which is then kept no longer. Raises RefusedError where there is nothing of that name."""
+    found = held(shareable)
+    if found is None:
+        raise RefusedError("nothing that the guard has seen; nothing was sent", Reason.TASK)
+    return _held.pop(shareable[HELD])
 
 
 def encode_dict(key: str, values: dict[str, Any]) -> Shareable:
@@ -76,12 +116,22 @@ def encode_dict(key: str, values: dict[str, Any]) -> Shareable:
     return shareable
 
 
-def refusal(reason: str, code: str = ReturnCode.EXECUTION_EXCEPTION) -> Shareable:
-    """Return a reply that carries nothing but the reason why there is no result."""
-    return make_reply(code, {REASON: reason})
+def refusal(reason: Reason) -> Shareable:
+    """Return a reply that carries nothing but the word for why there is no result."""
+    return make_reply(REFUSED, {REASON: reason.value})
 
 
-def failure(shareable: Shareable) -> str | None:
-    """Return why a reply holds no result, or None if it does."""
-    code = shareable.get_return_code()
-    return None if code == ReturnCode.OK else shareable.get_header(REASON, f"FLARE return code {code}; see the site's log")
+def reason_of(shareable: Shareable) -> Reason | None:
+    """Return the word for why a reply holds no result, None if it does. Whatever else it says is not repeated."""
+    if shareable.get_return_code() == ReturnCode.OK:
+        return None
+    try:
+        return Reason(shareable.get_header(REASON))
+    except ValueError:
+        return Reason.ERROR
+
+
+def bare(shareable: Shareable) -> Shareable:
+    """Return a reply that holds no result without anything but its word, or its return code where it has no word."""
+    said = shareable.get_header(REASON)
+    return refusal(reason_of(shareable)) if said is not None else make_reply(shareable.get_return_code())

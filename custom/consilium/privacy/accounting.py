@@ -159,7 +159,8 @@ def _on_grid(rows: Sequence[Spend], delta: float, failure: float, reach: float, 
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # overflows where a probability is 1, an integral that converges slowly
         try:
-            grid = Domain.create_aligned(-max(reach, error) - 3, max(reach, error) + 3, mesh)
+            half = 2 ** math.ceil(math.log2((max(reach, error) + 3) / mesh + 1))  # a power of 2: one plan of the FFT for all
+            grid = Domain.create_aligned(-(half - 1.5) * mesh, (half - 1.5) * mesh, mesh)
             losses = [PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
             parts = [discretize(TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
             whole = compose_heterogeneous(parts, [row.count for row in rows])

@@ -6,15 +6,17 @@ line changed, added or taken out later shows, and the last line's own is the sea
 whether the file is whole. The same message sent again tells nothing new and has one line.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from consilium.errors import RefusedError
+from consilium.errors import Reason, RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.ledger import merge
 from consilium.privacy.plan import Plan
@@ -25,18 +27,42 @@ FILE = "audit.jsonl"
 Line = dict[str, Any]
 
 
-def record(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append one message, unless it has its line already. Raises RefusedError where that cannot be: then nothing may leave."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if any(_content(json.loads(line)) == json.loads(json.dumps(entry)) for line in lines):
-            return
-        private_folder(path.parent)
-        with open_private(path, "a") as file:
-            file.write(json.dumps({"time": time.time(), **entry, "previous": _seal(lines)}) + "\n")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "a line is damaged"
-        raise RefusedError(f"{path}: the record of what leaves cannot be written ({why}); nothing was sent; mend it") from None
+class Record:
+    """One audit.jsonl, to which any number of processes may append. It is read once, and again when another has written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size, self._seal, self._known = 0, "", set[str]()
+
+    def add(self, entry: Mapping[str, Any], again: bool = False) -> None:
+        """Append one message, unless it has its line already (`again`: even then).
+
+        Raises RefusedError where that cannot be: then nothing may leave.
+        """
+        try:
+            private_folder(self.path.parent)
+            with open_private(self.path, "a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._catch_up(file)
+                if again or _content(entry) not in self._known:
+                    file.write(json.dumps({"time": time.time(), **entry, "previous": self._seal}) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    self._catch_up(file)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "a line is damaged"
+            what = f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it"
+            raise RefusedError(what, Reason.LEDGER) from None
+
+    def _catch_up(self, file: TextIO) -> None:
+        """Read what was written since the last time; all of it where the file is no longer what it was."""
+        if os.fstat(file.fileno()).st_size < self._size:
+            self._size, self._seal, self._known = 0, "", set()
+        file.seek(self._size)
+        for line in file.read().splitlines():
+            self._known.add(_content(json.loads(line)))
+            self._seal = _seal([line])
+        self._size = file.tell()
 
 
 def describe(tensors: Tensors) -> dict[str, Line]:
@@ -57,7 +83,7 @@ def cost(plan: Plan) -> Line:
     private = plan.config
     named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
     numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
-    return named | numbers | {"whole_run": plan.in_advance, "spend": asdict(plan.release)}
+    return named | numbers | {"spend": asdict(plan.release)}
 
 
 def report(path: Path) -> Line:
@@ -74,14 +100,15 @@ def report(path: Path) -> Line:
     spent: dict[tuple[int, int], Spend] = {}
     for line in lines:
         if private := line.get("privacy"):
-            place = (-1, -1) if private["whole_run"] else (line["round"], line["phase"])
-            spent[place] = Spend(**private["spend"])
+            spent[line["round"], line["phase"]] = Spend(**private["spend"])
             private["epsilon"] = epsilon_of(merge(list(spent.values())), private["delta"])
     return {"file": str(path), "seal": _seal(texts), "broken_line": broken, "messages": [x for x in lines if x]}
 
 
-def _content(line: Line) -> Line:
-    return {key: value for key, value in line.items() if key not in ("time", "previous")}
+def _content(line: Mapping[str, Any]) -> str:
+    """Return what a line says, without its time, its place in the chain and what the ledger held then, as a hash."""
+    said = {key: value for key, value in line.items() if key not in ("time", "previous", "ledger")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _seal(lines: list[str]) -> str:

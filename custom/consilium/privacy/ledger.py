@@ -1,29 +1,40 @@
 """A site's privacy ledger: SQLite, append-only, one file for all jobs, so that a budget outlives every job.
 
-A row is one release (or one block of equal releases). Rows of one data set and unit compose; a budget is checked and the row
-written in one exclusive transaction, so concurrent jobs cannot spend the same budget twice. A row's key is (data set, unit,
-run, round, phase): writing it again spends nothing.
+A row is one release (or one block of equal releases). A budget is checked and the row written in one exclusive transaction, so
+concurrent jobs cannot spend the same budget twice. A row's key is (data set, unit, run, round, phase), `run` being the site's
+own name for a job (see guard.py): writing it again spends nothing, writing it on other terms is refused.
+
+Every row holds a seal, the SHA-256 of the seal before it and its own content. An edited row breaks the chain; a row cut off,
+or a file that is gone, shows because the record of what left (audit.py) and the server's results hold the last seal.
+
+What the rows cost one record or one whole site is `cost`, the composition rule; all jobs on a data set count together.
 """
 
+import hashlib
+import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import RefusedError
+from consilium.errors import Reason, RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.storage import open_private, private_folder
 
-WHOLE_RUN = -1
-"""Round and phase of a row that stands for a whole run, written before it starts."""
+UNITS = ("record", "site")
+"""What a claim may be about, the finer first."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row. `private` is False where the noise came from a seed, so that somebody could take it off again."""
+    """One row. `private` is False where the noise came from a seed, so that somebody could take it off again.
+
+    `digest` is the SHA-256 of the released tensors. A release that is charged before it is made (record level: training itself
+    is the cost) has two rows: one with its `count` and no digest, and later one with count 0 and the digest.
+    """
 
     dataset: str
     unit: str
@@ -38,98 +49,129 @@ class Entry:
     count: int
     clip: float
     private: bool = True
+    digest: str = ""
 
     @property
-    def spend(self) -> Spend:
-        """What the row costs."""
-        return Spend(self.noise_multiplier, self.sample_rate, self.count)
-
-    @property
-    def key(self) -> tuple[str, str, str, int, int]:
+    def key(self) -> tuple[str, str, str, int, int, bool]:
         """What makes a row the same release."""
-        return self.dataset, self.unit, self.run, self.round, self.phase
+        return self.dataset, self.unit, self.run, self.round, self.phase, self.count > 0
+
+    @property
+    def name(self) -> str:
+        """The release in words."""
+        return f"round {self.round} phase {self.phase} of job {self.job!r} (run {self.run})"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a data set may spend in all, in one unit of privacy."""
+    """How much a data set may spend in all, for one unit of privacy."""
 
     epsilon: float
     delta: float
 
 
+Budgets = Mapping[str, Budget]
+"""By unit."""
+
 COLUMNS = [field.name for field in fields(Entry)]
 _CREATE = f"""CREATE TABLE IF NOT EXISTS releases (time REAL NOT NULL, {", ".join(f'"{c}" NOT NULL' for c in COLUMNS)},
-UNIQUE (dataset, unit, run, round, phase))"""
-_INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}) VALUES (?{', ?' * len(COLUMNS)})"
-_SELECT = f"SELECT {', '.join(COLUMNS)} FROM releases"
+seal NOT NULL)"""
+_INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
+_SELECT = f"SELECT time, {', '.join(COLUMNS)}, seal FROM releases ORDER BY rowid"
+
+
+def cost(entry: Entry, unit: str) -> Spend:
+    """Return what one row costs one `unit` of its data set: the rule by which rows of different units compose.
+
+    - The row's own unit: as it was planned.
+    - A finer unit (a record under a site-level release): two data sets that differ in one record may have any two site updates
+      within the clip, which lie up to 2 C apart. Noise sized for `replace` (2 C) covers that; noise sized for `zero-out` (C)
+      counts as half its multiplier.
+    - A coarser unit (a site under record-level training): no bound, so no noise: a record-level job ends a site-level claim.
+    """
+    if entry.unit == unit:
+        return Spend(entry.noise_multiplier, entry.sample_rate, entry.count)
+    if UNITS.index(entry.unit) < UNITS.index(unit):
+        return Spend(0.0, 1.0, entry.count)
+    halved = entry.noise_multiplier / 2 if entry.adjacency == "zero-out" else entry.noise_multiplier
+    return Spend(halved, 1.0, entry.count)
 
 
 class Ledger:
-    """The ledger in one file, made when first written. Any number of processes may use it at once."""
+    """The ledger in one file, made when first written. Any number of processes may use it at once.
+
+    Everything that reads it raises RefusedError if it cannot be read or its chain of seals is broken.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def entries(self, dataset: str | None = None, unit: str | None = None) -> list[Entry]:
-        """Return all rows, oldest first, of one data set and unit where given."""
-        if not self.path.is_file():
-            return []
-        with self._connect() as db:
-            rows = self._select(db)
-        return [e for e in rows if dataset in (None, e.dataset) and unit in (None, e.unit)]
+    def entries(self, dataset: str | None = None) -> list[Entry]:
+        """Return all rows, oldest first, of one data set where given."""
+        return [entry for _, entry in self.rows() if dataset in (None, entry.dataset)]
 
-    def times(self) -> list[float]:
-        """Return the rows' times in seconds since 1970, in the order of `entries`."""
-        if not self.path.is_file():
-            return []
-        with self._connect() as db:
-            return [row[0] for row in db.execute("SELECT time FROM releases ORDER BY rowid")]
+    def rows(self) -> list[tuple[float, Entry]]:
+        """Return every row with its time in seconds since 1970, oldest first."""
+        return [(when, entry) for when, entry, _ in self._sealed()]
 
-    def has(self, entry: Entry) -> bool:
-        """Tell whether this release is in the ledger already."""
-        return any(row.key == entry.key for row in self.entries(entry.dataset, entry.unit))
+    def seals(self) -> list[str]:
+        """Return the seals of all rows, oldest first."""
+        return [seal for *_, seal in self._sealed()]
 
-    def check(self, planned: list[Entry], budget: Budget | None) -> float:
-        """Return the epsilon after `planned` (rows that are here already count once), at the budget's delta.
+    def seal(self) -> str:
+        """Return the last row's seal, which stands for the whole ledger; "" for an empty one."""
+        return next(reversed(self.seals()), "")
 
-        Raises RefusedError, with the numbers, where that exceeds `budget`. Writes nothing. Without a budget returns 0.
+    def released(self, entry: Entry) -> bool:
+        """Tell whether this release has been made: then only its kept bytes may be sent again."""
+        keys = (entry.key, replace(entry, count=0).key)
+        return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
+
+    def check(self, planned: list[Entry], budgets: Budgets) -> None:
+        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; rows that are here already count once.
+
+        Also where one is here on other terms. Writes nothing.
         """
-        rows = self.entries(planned[0].dataset, planned[0].unit) if planned else []
-        return self._after(rows, planned, budget)
+        if planned:
+            _check(self.entries(planned[0].dataset), planned, budgets)
 
-    def spend(self, entry: Entry, budget: Budget | None) -> None:
+    def spend(self, entry: Entry, budgets: Budgets) -> None:
         """Write one release, before it leaves the site; once, however often it is asked. Raises RefusedError as `check`."""
-        private_folder(self.path.parent)
+        with self._writing() as db:
+            sealed = _select(db, self.path)
+            rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
+            if _check(rows, [entry], budgets):
+                _insert(db, entry, sealed[-1][2] if sealed else "", time.time())
+
+    def reseal(self) -> int:
+        """Give every row a new seal, so that the file counts as it stands; return how many seals have changed.
+
+        For an administrator who has looked at a broken chain; see recovery.py, which records it.
+        """
+        with self._writing() as db:
+            sealed = _select(db, self.path, whole=False)
+            db.execute("DELETE FROM releases")
+            before = ""
+            for when, entry, _ in sealed:
+                before = _insert(db, entry, before, when)
+            return sum(old != new for (*_, old), (*_, new) in zip(sealed, _select(db, self.path), strict=True))
+
+    def _sealed(self) -> list[tuple[float, Entry, str]]:
+        if not self.path.is_file():
+            return []
         with self._connect() as db:
-            db.execute("BEGIN IMMEDIATE")  # no other process reads or writes between the check and the row
+            return _select(db, self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Open the file, made if need be, so that no other process reads or writes until the block ends."""
+        private_folder(self.path.parent)
+        open_private(self.path, "a").close()
+        with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")
             db.execute(_CREATE)
-            rows = [e for e in self._select(db) if (e.dataset, e.unit) == (entry.dataset, entry.unit)]
-            if all(row.key != entry.key for row in rows):
-                self._after(rows, [entry], budget)
-                db.execute(_INSERT, (time.time(), *asdict(entry).values()))
+            yield db
             db.execute("COMMIT")
-
-    @staticmethod
-    def _after(rows: list[Entry], planned: list[Entry], budget: Budget | None) -> float:
-        if budget is None:
-            return 0.0
-        known = {row.key for row in rows}
-        spends = [row.spend for row in rows] + [entry.spend for entry in planned if entry.key not in known]
-        after = epsilon_of(merge(spends), budget.delta)
-        if after > budget.epsilon * (1 + 1e-6):
-            before = epsilon_of(merge([row.spend for row in rows]), budget.delta)
-            raise RefusedError(
-                f"privacy budget: data set {planned[0].dataset!r} (unit {planned[0].unit}) has spent epsilon {before:.4g} of "
-                f"{budget.epsilon:g} at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; plan "
-                "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
-            )
-        return after
-
-    @staticmethod
-    def _select(db: sqlite3.Connection) -> list[Entry]:
-        found = db.execute(f"{_SELECT} ORDER BY rowid").fetchall()
-        return [Entry(*row[:-1], private=bool(row[-1])) for row in found]
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
@@ -140,8 +182,79 @@ class Ledger:
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
-        except (sqlite3.Error, OSError) as error:
-            raise RefusedError(f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; mend it") from None
+        except sqlite3.Error as error:
+            what = f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; restore it"
+            raise RefusedError(what, Reason.LEDGER) from None
+
+
+def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[tuple[float, Entry, str]]:
+    """Return time, row and seal of all rows. Raises RefusedError unless the chain is `whole`, where that is wanted."""
+    found, before = [], ""
+    for number, (when, *values, seal) in enumerate(db.execute(_SELECT), start=1):
+        row = dict(zip(COLUMNS, values, strict=True))
+        entry = Entry(**row | {"private": bool(row["private"])})
+        before = _seal(before, when, entry)
+        if whole and seal != before:
+            raise RefusedError(
+                f"{path}: row {number} of the privacy ledger was altered; nothing was sent; restore the file from a backup, or "
+                "look at it and run `consilium privacy accept`",
+                Reason.LEDGER,
+            )
+        found.append((when, entry, seal))
+    return found
+
+
+def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> str:
+    """Append a row and return its seal."""
+    seal = _seal(before, when, entry)
+    db.execute(_INSERT, (when, *asdict(entry).values(), seal))
+    return seal
+
+
+def _seal(before: str, when: float, entry: Entry) -> str:
+    return hashlib.sha256(json.dumps([before, when, asdict(entry)]).encode()).hexdigest()
+
+
+def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
+    """Return whether any of `planned` is new. Raises RefusedError for known ones on other terms, and over a budget."""
+    known = {row.key: row for row in rows}
+    for entry in planned:
+        _check_terms(known.get(entry.key, entry), entry)
+    new = [entry for entry in planned if entry.key not in known]
+    for unit, budget in budgets.items() if any(entry.count for entry in new) else ():
+        _check_budget(unit, budget, rows, new)
+    return bool(new)
+
+
+def _check_terms(known: Entry, entry: Entry) -> None:
+    if replace(known, digest="") != replace(entry, digest=""):
+        raise RefusedError(
+            f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {known.noise_multiplier:.6g}, now "
+            f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
+            Reason.LEDGER,
+        )
+    if known.digest and entry.digest and known.digest != entry.digest:
+        raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
+
+
+def _check_budget(unit: str, budget: Budget, rows: list[Entry], planned: list[Entry]) -> None:
+    after = epsilon_for(unit, [*rows, *planned], budget.delta)
+    if after <= budget.epsilon * (1 + 1e-6):
+        return
+    before = epsilon_for(unit, rows, budget.delta)
+    why = "fewer rounds or more noise, or raise `privacy.budgets` in site.yaml"
+    if planned[0].unit != unit:
+        why = f"the job is {planned[0].unit} level: {why}"
+    raise RefusedError(
+        f"privacy budget: one {unit} of data set {planned[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
+        f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
+        Reason.BUDGET,
+    )
+
+
+def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
+    """Return the epsilon of all `rows` together for one `unit` of their data set."""
+    return epsilon_of(merge([cost(row, unit) for row in rows if row.count]), delta)
 
 
 def merge(spends: list[Spend]) -> list[Spend]:
@@ -160,20 +273,24 @@ def weakest(adjacencies: Iterable[str]) -> str:
 
 
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
-    """Return, per data set and unit, rows, jobs and epsilon at every delta, named by unit, adjacency and trust."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    """Return, per data set, what all jobs together have cost one record and one site, with rows and jobs.
+
+    A unit's epsilon is infinite where a job of a finer unit ran (see `cost`).
+    """
+    groups: dict[str, list[Entry]] = {}
     for entry in ledger.entries():
-        groups.setdefault((entry.dataset, entry.unit), []).append(entry)
-    return [
-        {
-            "dataset": dataset,
-            "unit": unit,
-            "adjacency": weakest(row.adjacency for row in rows),
-            "trust": sorted({row.trust for row in rows}),
-            "releases": sum(row.count for row in rows),
-            "jobs": sorted({row.job for row in rows}),
-            "private": all(row.private for row in rows),
-            "epsilon": {f"{d:g}": epsilon_of(merge([row.spend for row in rows]), d) for d in deltas},
-        }
-        for (dataset, unit), rows in groups.items()
-    ]
+        groups.setdefault(entry.dataset, []).append(entry)
+    return [_summary(dataset, rows, deltas) for dataset, rows in groups.items()]
+
+
+def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict[str, Any]:
+    return {
+        "dataset": dataset,
+        "adjacency": weakest(row.adjacency for row in rows),
+        "trust": sorted({row.trust for row in rows}),
+        "releases": sum(row.count for row in rows),
+        "jobs": sorted({row.job for row in rows}),
+        "units": sorted({row.unit for row in rows}),
+        "private": all(row.private for row in rows),
+        "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
+    }

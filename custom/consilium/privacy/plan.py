@@ -1,14 +1,13 @@
 """What a job's `privacy:` section comes to: noise multiplier, what one release costs, what the whole run costs.
 
-Site-level, full participation: each phase of each round is one release, composed exactly. Under central trust with sampled
-sites (federation.sample < 1) the sites of a round are a secret Poisson sample, amplification holds against anyone but the
-server, and both phases of a round meet the same sample, so that p phases are one sampled release with noise sigma / sqrt(p);
-a whole run is accounted before it starts, because a round a site is not asked in counts too. Under local and distributed trust
-a site accounts the releases it really makes, with no amplification. Record-level: the rounds' DP-SGD steps on Poisson batches.
+Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Sampling
+sites (federation.sample < 1) makes nothing cheaper: amplification needs cohorts that nobody but the server ever learns, and a
+federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on Poisson batches, which
+stay inside the site.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from consilium.config import JobConfig
@@ -20,17 +19,22 @@ from consilium.strategy import Strategy
 from consilium.training import steps_per_round
 
 OTHER_DELTAS = (1e-5, 1e-6)
+HIDDEN = {
+    ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
+    ("site", "replace"): "which data a site has",
+    ("record", "zero-out"): "one record, against an empty one in its place; how many records a site has is public",
+}
+"""What a claim hides, by unit and adjacency: the one place that says it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`release`: the cost of one release; `releases` of them make the run, or `release` is the whole run (`in_advance`)."""
+    """`release`: the cost of one release; `releases` of them make the run."""
 
     config: SitePrivacyConfig | RecordPrivacyConfig
     noise_multiplier: float
     release: Spend
     releases: int
-    in_advance: bool = False
 
     @property
     def sensitivity(self) -> float:
@@ -39,30 +43,23 @@ class Plan:
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
         """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
-        count = 1 if self.in_advance else self.releases if releases is None else releases
+        count = self.releases if releases is None else releases
         spend = Spend(self.release.noise_multiplier, self.release.sample_rate, self.release.count * count)
         return epsilon_of([spend], delta or self.config.delta, self.config.accountant)
 
-    def site_noise(self, min_sites: int) -> float:
-        """Return the noise deviation a site adds to its update; a `distributed` share is sized for the quorum."""
-        share = {"local": 1.0, "distributed": min_sites**-0.5, "central": 0.0}[self.config.trust]
-        return self.noise_multiplier * self.sensitivity * share
+    @property
+    def site_noise(self) -> float:
+        """The noise deviation that a site adds to its update."""
+        return self.noise_multiplier * self.sensitivity if self.config.trust == "local" else 0.0
 
-    def warnings(self, dimensions: int, sites: int, min_sites: int) -> list[str]:
-        """Return what a user must know before training: drowned signal, and a claim that rests on secure aggregation."""
+    def warnings(self, dimensions: int, sites: int) -> list[str]:
+        """Return what a user must know before training: a drowned signal, no noise at all."""
         found = []
         ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
         if ratio > 1:
             found.append(
                 f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
                 f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
-            )
-        if self.config.trust == "distributed":
-            own = replace(self.release, noise_multiplier=self.release.noise_multiplier / math.sqrt(min_sites))
-            seen = epsilon_of([replace(own, count=self.releases)], self.config.delta)
-            found.append(
-                f"trust distributed without secure aggregation: this server sees each site's update, whose own noise gives "
-                f"epsilon {seen:.3g} only"
             )
         if self.noise_multiplier == 0:
             found.append("noise_multiplier 0 clips and protects nothing")
@@ -86,9 +83,9 @@ class Plan:
     def claim(self) -> str:
         """Return the guarantee in words, never without unit, adjacency and trust."""
         named = f"{self.config.unit} level, {self.config.adjacency}, trust {self.config.trust}"
-        against = {"local": "against everyone", "central": "against everyone but the server"}
-        whom = against.get(self.config.trust, "against everyone, if the server sees sums only (secure aggregation)")
-        return f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}; {whom})"
+        against = {"local": "against everyone", "central": "against everyone but the server"}[self.config.trust]
+        hidden = HIDDEN[self.config.unit, self.config.adjacency]
+        return f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
 
 
 def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = None) -> Plan | None:
@@ -103,16 +100,8 @@ def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = N
     phases = [strategy.phases(round) for round in rounds]
     if privacy.unit == "record":
         return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples)
-    if privacy.trust == "central" and config.federation.sample < 1:
-        return _sampled_plan(privacy, config.federation.sample, len(rounds), max(phases))
     sigma = _sigma(privacy, sum(phases), 1.0)
     return Plan(privacy, sigma, Spend(sigma), sum(phases))
-
-
-def _sampled_plan(privacy: SitePrivacyConfig, rate: float, rounds: int, phases: int) -> Plan:
-    together = math.sqrt(phases)
-    sigma = privacy.noise_multiplier if privacy.epsilon is None else _sigma(privacy, rounds, rate) * together
-    return Plan(privacy, sigma, Spend(sigma / together, rate, rounds), rounds * phases, in_advance=True)
 
 
 def _record_plan(config: JobConfig, privacy: RecordPrivacyConfig, releases: int, num_samples: int) -> Plan:
@@ -143,8 +132,9 @@ def dpsgd(plan: Plan | None, seed: int | None) -> DpSgd | None:
 def noise_to_signal(plan: Plan, dimensions: int, sites: int) -> float:
     """Return the expected ||noise|| / ||signal|| of one aggregated release: all `sites` at the clip and of one mind.
 
-    `dimensions` counts the noised coordinates. The mean's noise per coordinate is sigma S / sqrt(K) (local), sigma S / sqrt(K
-    quorum) at most (distributed, quorum = K here), or sigma S / K (central); real updates disagree, so this is a lower bound.
+    `dimensions` counts the noised coordinates. The mean's noise per coordinate is sigma S / sqrt(K) (local) or sigma S / K
+    (central); real updates disagree, so this is a lower bound for one release. Over a run of T releases of one mind the signal
+    grows with T and the noise with sqrt(T).
     """
-    shrink = {"local": sites**-0.5, "distributed": 1 / sites, "central": 1 / sites}[plan.config.trust]
+    shrink = {"local": sites**-0.5, "central": 1 / sites}[plan.config.trust]
     return plan.noise_multiplier * plan.sensitivity * shrink * math.sqrt(dimensions) / plan.config.clip

@@ -90,5 +90,4 @@ def test_a_record_moves_the_clipped_sum_by_the_clip_at_most(job: str, tmp_path: 
     for seed, batch, joins in batches():
         both = sorted([*batch, joins])
         distance = float((sums.of(both, seed) - sums.of(sorted(batch), seed)).norm())
-        print(job, distance / CLIP - 1)
         assert 0.5 * CLIP < distance <= CLIP * (1 + 1e-6)

@@ -1,0 +1,58 @@
+"""What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
+
+from collections.abc import Set
+
+import torch
+
+from consilium.config import JobConfig
+from consilium.errors import RefusedError
+from consilium.privacy import mechanism
+from consilium.strategy import Payload, Role, Strategy, Tensors, factor
+
+STAGES = ("received", "personal", "base")
+TRAIN_METRICS = frozenset({"train/loss", "train/steps", "train/seconds"})
+
+
+def allowed_metrics(task_metrics: Set[str]) -> frozenset[str]:
+    """Return the metric names a site may report: "<split>/<stage>/<metric>" and the training loop's own."""
+    splits = ("validation", "test")
+    return TRAIN_METRICS | {f"{split}/{stage}/{m}" for split in splits for stage in STAGES for m in task_metrics}
+
+
+def check_release(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
+    """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
+    for name, tensor in payload.tensors.items():
+        role = strategy.role(name, payload.round, payload.phase)
+        if role is not Role.SHARED:
+            raise RefusedError(f"release: tensor {name!r} is {role}, only shared tensors may leave; nothing was sent")
+        if not torch.isfinite(tensor).all():
+            raise RefusedError(f"release: tensor {name!r} has NaN or Inf; nothing was sent; lower training.lr")
+    for kind, given, known in (
+        ("scalar", payload.scalars, strategy.upload_scalars),
+        ("metric", payload.metrics, metrics),
+    ):
+        if extra := sorted(given.keys() - known):
+            raise RefusedError(f"release: {kind} {extra[0]!r} is not declared, so it may not leave; nothing was sent")
+        if wrong := sorted(name for name, value in given.items() if type(value) is not float):
+            raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent")
+
+
+def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that a site uploads in answer to `sent`: the shared ones, as they came."""
+    names = strategy.names(sent.tensors, Role.SHARED, sent.round, sent.phase)
+    return {name: tuple(sent.tensors[name].shape) for name in names}
+
+
+def geometries(
+    strategy: Strategy, config: JobConfig, update: Tensors, public: Tensors, round: int, phase: int
+) -> dict[str, mechanism.Geometry]:
+    """Return the whitening of every tensor that has a peer, from the `public` values. Raises RefusedError without them."""
+    maps: dict[str, mechanism.Geometry] = {}
+    for name in update:
+        if (peer := strategy.peer(name, round, phase)) is None:
+            continue
+        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is not Role.FROZEN:
+            raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
+        side = "right" if factor(name) == "B" else "left"
+        maps[name] = mechanism.geometry(public[peer], side, config.adapter.scaling)
+    return maps

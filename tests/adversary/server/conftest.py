@@ -1,0 +1,100 @@
+"""A site's guard, filters and executor in this process, driven by a server that may send anything."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from consilium.assemble import Job, assemble_job, build_guard
+from consilium.config import JobConfig, SiteConfig
+from consilium.config_privacy import PolicyConfig
+from consilium.flare import filters, wire
+from consilium.flare.executor import SiteExecutor
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
+from consilium.privacy.guard import Guard
+from consilium.privacy.release import upload_shapes
+from consilium.site import Hello
+from consilium.strategy import Payload, SiteInfo
+from tests.conftest import small_config
+
+SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}
+RECORD_LEVEL = {"unit": "record", "epsilon": 3}
+
+
+class Trainer:
+    """Stands for the site's training, which these attacks must never reach; keeps what it was asked."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.did = job, []
+
+    def hello(self, run: str) -> Hello:
+        self.did.append(("hello", run))
+        return Hello("site-1", 4, False, "1")
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        self.did.append(("train", run, payload))
+        shapes = upload_shapes(self.job.strategy, payload)
+        return Payload(payload.round, payload.phase, {n: torch.ones(s) for n, s in shapes.items()}, {}, {"train/loss": 0.5})
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        self.did.append(("evaluate", run, payload))
+        return Payload(payload.round, payload.phase, {}, {"gate": 1.0}, {"test/received/dice": 0.5})
+
+
+@dataclass
+class Client:
+    """One site as FLARE runs it: task filter, executor, result filter."""
+
+    job: Job
+    guard: Guard
+    trainer: Trainer
+    sent: list[Shareable] = field(default_factory=list)
+
+    def ask(self, task: str, message: Shareable) -> Shareable:
+        """Return what the site answers to a task of this name."""
+        context = FLContext()
+        context.set_prop(FLContextKey.TASK_NAME, task, private=True, sticky=False)
+        admitted = GuardTaskFilter().process(message, context)
+        executor = SiteExecutor()
+        with patch.object(executor, "_ready", return_value=self.trainer):
+            result = executor.execute(task, admitted, context, Signal())
+        self.sent.append(GuardResultFilter().process(result, context))
+        return self.sent[-1]
+
+    def broadcast(self, round: int = 0, phase: int = 0) -> Payload:
+        """Return what an honest server sends in round 0, under another place."""
+        sent = self.job.strategy.broadcast(self.job.strategy.init_state(self.job.initial), SiteInfo("site-1", 1))
+        return Payload(round, phase, sent.tensors)
+
+    def task(self, round: int = 0, phase: int = 0, run: str = "run-1") -> Shareable:
+        """Return that as a message."""
+        return wire.encode(self.broadcast(round, phase), run, update=False)
+
+
+MakeClient = Callable[..., Client]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[MakeClient]:
+    """Make a site's client for a job with a `privacy` section, a site's `policy` and fields of the job; one at a time."""
+
+    def make(
+        privacy: dict | None = None, strategy: str = "fedit", folder: str = "one", site: dict | None = None, **policy: Any
+    ) -> Client:
+        raw = small_config(strategy).model_dump() | {"privacy": privacy}
+        job = assemble_job(JobConfig.model_validate(raw))
+        settings = SiteConfig(**site or {}, privacy=PolicyConfig.model_validate({"dataset": "ward-7", **policy}))
+        guard = build_guard(job, "site-1", settings, tmp_path / folder, tmp_path, lambda event: None, job_id="flare-1")
+        filters._guards[None, FLContext().get_identity_name()] = guard
+        return Client(job, guard, Trainer(job))
+
+    with patch.dict(filters._guards), patch.dict(filters._sent):
+        yield make

@@ -1,0 +1,118 @@
+"""Somebody at the site who loses, cuts or edits the privacy ledger: every job stops until that is accepted on record."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from consilium.cli import app
+from consilium.errors import ConsiliumError, RefusedError
+from consilium.privacy import audit, recovery
+from consilium.privacy.ledger import Entry, Ledger
+
+ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.0, 1.0, 1, 0.3)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """A ledger of three releases, and the record of the run that made them."""
+    found = Ledger(tmp_path / "ledger.sqlite")
+    record = audit.Record(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE)
+    for round in range(3):
+        found.spend(replace(ONE, round=round), {})
+        record.add({"kind": "update", "round": round, "ledger": found.seal()})
+    return found
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    _run(path, "DELETE FROM releases WHERE round = 2")
+
+
+def edit(path: Path) -> None:
+    _run(path, "UPDATE releases SET noise_multiplier = 2000.0 WHERE round = 0")
+
+
+def rename(path: Path) -> None:
+    _run(path, "UPDATE releases SET dataset = 'ward-8'")
+
+
+def swap(path: Path) -> None:
+    _run(path, "UPDATE releases SET round = 1 - round WHERE round < 2")
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(b"not a database" * 500)
+
+
+def _run(path: Path, command: str) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(command)
+
+
+HARMS = [lose, empty, cut, edit, rename, swap, damage]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_ledger_that_was_harmed_stops_every_job(harm: Callable[[Path], None], ledger: Ledger, tmp_path: Path) -> None:
+    recovery.check(tmp_path, ledger)
+    harm(ledger.path)
+    with pytest.raises(RefusedError, match="ledger"):
+        recovery.check(tmp_path, ledger)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], None], ledger: Ledger, tmp_path: Path) -> None:
+    harm(ledger.path)
+    left = ledger.path.read_bytes() if ledger.path.exists() else None
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "site.yaml").write_text(f"state: {tmp_path}\n")
+    command = ["privacy", "accept", str(tmp_path / "local" / "site.yaml"), "--reason", "disk failed", "--format", "json"]
+    said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    recovery.check(tmp_path, ledger)
+    ledger.spend(replace(ONE, round=9), {})
+    recovery.check(tmp_path, ledger)
+    (line,) = audit.report(tmp_path / audit.FILE)["messages"]
+    assert (line["kind"], line["reason"]) == ("acceptance", "disk failed")
+    assert line["by"]
+    assert (Path(said["kept"]).read_bytes() if left is not None else None) == left
+
+
+def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, tmp_path: Path) -> None:
+    lose(ledger.path)
+    recovery.accept(tmp_path, ledger, "disk failed")
+    ledger.spend(replace(ONE, round=5), {})
+    audit.Record(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    lose(ledger.path)
+    with pytest.raises(RefusedError, match="is gone"):
+        recovery.check(tmp_path, ledger)
+
+
+def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger: Ledger, tmp_path: Path) -> None:
+    """Ledger and records both cut back: only who holds a seal elsewhere can tell, and this is the command for it."""
+    seal = ledger.seal()
+    command = ["privacy", "ledger", str(ledger.path), "--seal", seal]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    cut(ledger.path)
+    with pytest.raises(ConsiliumError, match="rows are gone or altered"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Path) -> None:
+    backup = ledger.path.read_bytes()
+    ledger.spend(replace(ONE, round=3), {})
+    audit.Record(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    ledger.path.write_bytes(backup)
+    with pytest.raises(RefusedError, match="lacks rows"):
+        recovery.check(tmp_path, ledger)
