@@ -43,7 +43,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text in any encoding
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without any words the help was shown
         _fail([_usage(error)] if error.format_message() else [], error.exit_code)
     except ConfigError as error:
