@@ -98,10 +98,13 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
 
 @app.command()
 def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare simulator`, or a startup kit")]) -> None:
-    """Let FLARE run consilium's installed classes there: adds "consilium." to class_allow_list in local/resources.json."""
-    from consilium.flare.allow import allow_classes
+    """Let FLARE run our classes there, and no other name of ours: their list by the kit's role, in local/resources.json.
 
-    typer.echo(f"{allow_classes(folder)}: lists consilium.")
+    It is also how a kit made by an older version is brought up to date; restart the participant after it.
+    """
+    from consilium.flare.kits import update
+
+    typer.echo(f"{update(folder)}: lists the classes that jobs may name")
 
 
 @data_app.command("check")

@@ -1,4 +1,4 @@
-"""The commands of a deployment: `consilium provision`, `export` and `doctor`."""
+"""The commands of a deployment: `consilium provision`, `export`, `doctor` and `approve`."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from consilium.cli_approve import approve
 from consilium.cli_options import Format, FormatOption
 from consilium.errors import ConfigError
 
 app = typer.Typer()
+app.command()(approve)
 SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
 
 

@@ -192,6 +192,7 @@ class SiteConfig(Section):
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
     because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
+    `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`.
     """
 
     datalist: Path | None = None
@@ -200,6 +201,7 @@ class SiteConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     share_metrics: bool | None = None
+    approve: Literal["digest"] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: PolicyConfig = PolicyConfig()
 

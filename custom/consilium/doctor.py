@@ -28,11 +28,12 @@ DISK_GIB = 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report. `remedy` is empty where all is well."""
+    """One line of the doctor's report. `remedy` is empty where all is well; `advice` is worth a thought, and no problem."""
 
     check: str
     found: str
     remedy: str = ""
+    advice: str = ""
 
     @property
     def ok(self) -> bool:
@@ -41,7 +42,8 @@ class Finding:
 
     def line(self) -> str:
         """Return it as one line of text."""
-        return f"ok       {self.check}: {self.found}" if self.ok else f"PROBLEM  {self.check}: {self.found}; {self.remedy}"
+        kind = "PROBLEM " if self.remedy else "warning " if self.advice else "ok      "
+        return "; ".join(part for part in (f"{kind} {self.check}: {self.found}", self.remedy or self.advice) if part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -28,6 +28,12 @@ from consilium.site import Hello
 from consilium.strategy import Payload, Role, SiteInfo
 from tests.conftest import JOBS, small_config
 
+NAMES = {
+    "server": ["controller.RoundController", "aggregator.StrategyAggregator", "filters.ResultCheckFilter"],
+    "site": ["executor.SiteExecutor", "filters.GuardTaskFilter", "filters.GuardResultFilter"],
+}
+"""All that a job may name, by role, as the issue of the finding asks."""
+
 
 @pytest.fixture(scope="module")
 def job() -> Job:
@@ -187,16 +193,20 @@ def test_the_aggregator_serves_scatter_and_gather(job: Job) -> None:
     assert all(torch.equal(t, torch.full_like(t, 2.0)) and t.dtype == torch.float32 for t in model.params.values())
 
 
-def test_allow_keeps_what_is_there_and_adds_our_prefix_once(tmp_path: Path) -> None:
+def test_allow_keeps_what_is_there_and_replaces_what_is_ours(tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.mkdir()
-    (local / "resources.json.default").write_text(json.dumps({"class_allow_list": ["nvflare.x.Y"], "keep": 1}))
-    for _ in range(2):
-        found = json.loads(allow_classes(tmp_path).read_text())
-        assert found == {"class_allow_list": ["nvflare.x.Y", "consilium."], "keep": 1}
+    (local / "resources.json.default").write_text(json.dumps({"class_allow_list": ["nvflare.x.Y", "consilium."], "keep": 1}))
+    ours = {role: [f"consilium.flare.{name}" for name in names] for role, names in NAMES.items()}
+    for roles in (["site"], ["site"], ["server"], ["server", "site"]):
+        found = json.loads(allow_classes(tmp_path, *roles).read_text())
+        assert found == {"class_allow_list": ["nvflare.x.Y", *(name for role in roles for name in ours[role])], "keep": 1}
     (local / "resources.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        allow_classes(tmp_path)
+        allow_classes(tmp_path, "site")
+    (local / "resources.json").write_text(json.dumps({"class_allow_list": "consilium."}))
+    with pytest.raises(ConfigError, match="expected a list of class names"):
+        allow_classes(tmp_path, "site")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ class Federation(RoundController):
     """The controller over sites that answer at once by a function, or (None) never."""
 
     def __init__(self, folder: Path, answers: dict[str, Answer]) -> None:
-        super().__init__(task_check_period=0.01)
+        super().__init__()
+        self.task_check_period = 0.01
         config = small_config("fedit")
         federation = config.federation.model_copy(update={"grace": 0.05})
         job = assemble_job(config.model_copy(update={"federation": federation}))

@@ -16,6 +16,7 @@ import yaml
 
 from consilium.flare import doctor
 from consilium.flare.doctor import examine
+from consilium.flare.kits import update
 from consilium.flare.provision import provision
 from tests.deployment.federation import free_port
 
@@ -33,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kit(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made / "clinic", tmp_path / "clinic"))
+    return Path(shutil.copytree(made / "clinic", tmp_path / "clinic", symlinks=True))
 
 
 @pytest.fixture
@@ -71,6 +72,17 @@ def change(name: str, edit: Callable[[Any], None]) -> Callable[[Path], None]:
     return apply
 
 
+def listing(entry: str) -> Callable[[Path], None]:
+    """Add one entry to the allow-list."""
+    return change("resources.json", lambda r: r["class_allow_list"].append(entry))
+
+
+def unsafe_start(kit: Path) -> None:
+    """Make the start script FLARE's own."""
+    path = kit / "startup/sub_start.sh"
+    path.write_text(path.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
+
+
 def test_a_new_kit_lacks_only_data_and_reaches_its_server(kit: Path, server: None) -> None:
     found = {f.check: f for f in examine(kit)}
     assert [f.line() for f in found.values() if not f.ok] == [
@@ -95,8 +107,27 @@ def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp
 @pytest.mark.parametrize(
     ("weaken", "check", "says"),
     [
-        (change("resources.json", lambda r: r.update(class_allow_list=["consilium"])), "allow-list", "consilium allow KIT"),
-        (change("resources.json", lambda r: r["class_allow_list"].append("*")), "allow-list", "every class"),
+        (listing("consilium."), "allow-list", "'consilium.' is a prefix: a job can call any name under it"),
+        (listing("consilium.flare.provision"), "allow-list", "'consilium.flare.provision' is a prefix"),
+        (
+            listing("consilium.flare."),
+            "allow-list",
+            "a site needs consilium.flare.executor.SiteExecutor, ",
+        ),
+        (listing("nvflare.app_common.workflows"), "allow-list", "name single classes"),
+        (listing("*"), "allow-list", "'*' is a prefix"),
+        (
+            listing("consilium.cli.app"),
+            "allow-list",
+            "app' is none that a site needs; run `consilium allow KIT`",
+        ),
+        (listing("consilium.flare.controller.RoundController"), "allow-list", "RoundController' is none that a site needs"),
+        (change("resources.json", lambda r: r["class_allow_list"].pop(0)), "allow-list", "SiteExecutor' is missing"),
+        (change("resources.json", lambda r: r.update(class_allow_list="consilium.")), "allow-list", "is no list of names"),
+        (change("resources.json", lambda r: r.pop("class_allow_list")), "allow-list", "is missing"),
+        (lambda kit: (kit / "comm_config.json").unlink(), "settings", "code with them; run `consilium allow KIT`"),
+        (lambda kit: (kit / "resources.json").unlink(), "settings", "run `consilium allow KIT`"),
+        (unsafe_start, "start script", "loads Python modules from the folder it is called in"),
         (change("resources.json", lambda r: r.update(class_list_enforcement_mode="warn")), "allow-list", "mode warn"),
         (change("resources.json", lambda r: r.pop("allow_log_streaming")), "log streaming", "error logs"),
         (change("privacy.json", lambda p: p.pop("default_scope")), "privacy scope", "default None"),
@@ -133,5 +164,38 @@ def test_the_clock_is_held_against_the_certificate(days: int, says: str, kit: Pa
     assert says in problems(kit)["clock"]
 
 
-def test_the_servers_kit_is_told_apart(made: Path) -> None:
-    assert "is the server's" in problems(made / "localhost")["startup kit"]
+@pytest.mark.parametrize("weaken", [listing("consilium."), unsafe_start, lambda kit: (kit / "comm_config.json").unlink()])
+def test_allow_brings_an_older_kit_up_to_date(weaken: Callable[[Path], None], kit: Path) -> None:
+    """But for a signed start script, which is the hub's."""
+    (kit / "startup/signature.json").unlink()
+    weaken(kit)
+    before = problems(kit)
+    update(kit)
+    assert set(problems(kit)) < set(before)
+    assert not {"allow-list", "settings", "start script"} & set(problems(kit))
+
+
+def test_classes_of_others_are_a_warning(kit: Path) -> None:
+    listing("nvflare.app_common.workflows.fedavg.FedAvg")(kit)
+    (found,) = [f for f in examine(kit) if f.check == "allow-list"]
+    assert found.ok
+    assert found.line().startswith(
+        "warning  allow-list: just the classes of ours that a site needs, enforced; any job can use 1"
+    )
+
+
+def test_approval_is_a_problem_where_jobs_bring_code(kit: Path) -> None:
+    (kit / "local/site.yaml").write_text("approve: digest\n")
+    assert "approval" not in problems(kit)
+    change("authorization.json", lambda a: a["permissions"]["lead"].update(byoc="any"))(kit)
+    assert "a job's code runs before it is checked" in problems(kit)["approval"]
+
+
+def test_the_servers_kit_is_looked_at_too(made: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    assert problems(kit) == {}
+    checks = {f.check for f in examine(kit)}
+    assert {"allow-list", "rights", "signature", "start script", "settings", "clock"} <= checks
+    assert not {"privacy scope", "site.yaml", "data list", "server"} & checks
+    listing("consilium.flare.executor.SiteExecutor")(kit)
+    assert "is none that a server needs" in problems(kit)["allow-list"]

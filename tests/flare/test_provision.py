@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from nvflare.lighter.utils import verify_folder_signature
 from consilium.config import load_site
 from consilium.config_deploy import load_deployment
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.flare.allow import CLASSES
+from consilium.flare.hardening import is_pinned, leave_callers_folder, leaves_callers_folder
 from consilium.flare.kits import apply_local, kit_name
 from consilium.flare.provision import project_of, provision
 
@@ -46,7 +49,7 @@ def test_a_site_forces_the_guard_and_lets_nobody_bring_code(kits: Path, name: st
     assert privacy["default_scope"] == scope["name"]
     assert [f["path"] for f in scope["task_data_filters"]] == ["consilium.flare.filters.GuardTaskFilter"]
     assert [f["path"] for f in scope["task_result_filters"]] == ["consilium.flare.filters.GuardResultFilter"]
-    assert resources["class_allow_list"] == ["consilium."]
+    assert resources["class_allow_list"] == list(CLASSES["site"])
     assert resources["class_list_enforcement_mode"] == "enforce"
     assert resources["allow_log_streaming"] is False
 
@@ -57,6 +60,42 @@ def test_no_role_may_bring_code_or_open_a_shell_anywhere(kits: Path) -> None:
         assert permissions.keys() == {"project_admin", "org_admin", "lead", "member"}
         for rights in permissions.values():
             assert rights["byoc"] == rights["shell_commands"] == rights["server-predeployed-flwr"] == "none"
+
+
+def test_the_server_lists_its_own_classes_only(kits: Path) -> None:
+    assert local(kits / "fl.hub.example", "resources.json")["class_allow_list"] == list(CLASSES["server"])
+    assert not set(CLASSES["server"]) & set(CLASSES["site"])
+
+
+def test_every_kit_is_closed_to_a_jobs_settings_and_to_the_callers_folder(kits: Path) -> None:
+    """Scripts leave the folder they are called from before Python runs; settings lie where FLARE looks first."""
+    for name in ("fl.hub.example", "hospital-a"):
+        assert is_pinned(kits / name)
+        assert json.loads((kits / name / "comm_config.json").read_text()) == {}
+        script = (kits / name / "startup/sub_start.sh").read_text()
+        assert script.index('cd "$WORKSPACE/.empty" || exit 1') < script.index("python3")
+        assert subprocess.run(["bash", "-n", kits / name / "startup/sub_start.sh"], check=False).returncode == 0
+    assert "python3 -P -m" in (kits / "lead@hub.example/startup/fl_admin.sh").read_text()
+
+
+def test_unsigned_kits_are_closed_by_provision_local_and_signed_scripts_are_left_alone(kits: Path, tmp_path: Path) -> None:
+    for signed in (True, False):
+        kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / str(signed), symlinks=True))
+        script = kit / "startup/sub_start.sh"
+        script.write_text(script.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
+        (kit / "comm_config.json").unlink()
+        (kit / "resources.json").unlink()
+        if not signed:
+            (kit / "startup/signature.json").unlink()
+        apply_local(EXAMPLE, kit)
+        assert is_pinned(kit)
+        assert leaves_callers_folder(kit / "startup") is not signed
+
+
+def test_a_script_of_another_flare_is_not_guessed_at(tmp_path: Path) -> None:
+    (tmp_path / "sub_start.sh").write_text("python3 -m nvflare\n")
+    with pytest.raises(ConsiliumError, match="is not the script of FLARE"):
+        leave_callers_folder(tmp_path)
 
 
 def test_values_of_each_site_and_of_the_server_arrive(kits: Path) -> None:

@@ -1,4 +1,9 @@
-"""FLARE 2.9 runs pre-installed classes only where a site lists them: put ours on the list of a workspace or startup kit."""
+"""Which of our classes a job may name, by role, and how they get onto the list of a startup kit or a simulator's workspace.
+
+FLARE 2.9 builds every `path` of a job's configuration that the site's `class_allow_list` permits, by calling
+getattr(module, name)(**args): any function and any imported name will do. An entry that ends in a dot is a prefix, and so is a
+module's name without one. So the list names classes, one by one, and nothing else of ours is ever on it.
+"""
 
 import json
 from pathlib import Path
@@ -9,28 +14,49 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from consilium.errors import ConfigError
 from consilium.storage import write_atomic
 
-PREFIX = "consilium."  # the trailing dot makes it a prefix; without it FLARE rejects every job
+CLASSES = {
+    "server": (
+        "consilium.flare.controller.RoundController",
+        "consilium.flare.aggregator.StrategyAggregator",
+        "consilium.flare.filters.ResultCheckFilter",
+    ),
+    "site": (
+        "consilium.flare.executor.SiteExecutor",
+        "consilium.flare.filters.GuardTaskFilter",
+        "consilium.flare.filters.GuardResultFilter",
+    ),
+}
+"""By role, all that a job may name of this package. A new component goes in here, and into every existing kit by `allow`."""
 KEY = "class_allow_list"
+OURS = __name__.partition(".")[0]
 
 
-def allow_classes(folder: Path) -> Path:
-    """Add our prefix to `class_allow_list` in FOLDER/local/resources.json, keeping all else; return that file.
+def is_ours(entry: str) -> bool:
+    """Tell whether an entry of an allow-list speaks of this package."""
+    return entry.partition(".")[0] == OURS
 
-    FLARE takes resources.json instead of resources.json.default, so the default is its start. Raises ConfigError if the
-    file there is not readable.
+
+def allow_classes(folder: Path, *roles: str) -> Path:
+    """Put the classes of `roles`, and no other of ours, on the list in FOLDER/local/resources.json; return that file.
+
+    Entries of others stay. FLARE takes resources.json instead of resources.json.default, so the default is its start. Raises
+    ConfigError if the file there is not readable.
     """
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)
     resources = _read(source) if source else {"format_version": 2}
-    listed = resources.setdefault(KEY, list(DEFAULT_CLASS_ALLOW_LIST))
-    if PREFIX not in listed:
-        listed.append(PREFIX)
-        write_atomic(path, json.dumps(resources, indent=2).encode())
+    others = [one for one in resources.get(KEY, DEFAULT_CLASS_ALLOW_LIST) if not is_ours(one)]
+    resources[KEY] = [*others, *(name for role in roles for name in CLASSES[role])]
+    write_atomic(path, json.dumps(resources, indent=2).encode())
     return path
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error}); mend it or restore it from resources.json.default") from None
+    listed = found.get(KEY, []) if isinstance(found, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{path}: {KEY}: expected a list of class names; restore it from resources.json.default")
+    return found

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
@@ -11,8 +13,11 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
+from pydantic import Field, StrictBool, StrictFloat
 
 from consilium.clean import shown
+from consilium.config import validate
+from consilium.config_section import Section
 from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.flare import context, wire
@@ -25,10 +30,23 @@ OnResult = Callable[[str, Shareable], None]
 Messages = dict[str, Shareable]
 
 
+class Arguments(Section):
+    """What config_fed_server.json, which the job's author writes, may set. `task_check_period`: seconds between two looks."""
+
+    aggregator_id: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "aggregator"
+    resume: StrictBool = False
+    task_check_period: Annotated[StrictFloat, Field(ge=0.05, le=60)] = 0.2
+
+
 class RoundController(Controller):
-    """Sends every site its own payload as a task of its own: FLARE hands all receivers of one task the first one's data."""
+    """Sends every site its own payload as a task of its own: FLARE hands all receivers of one task the first one's data.
+
+    Raises ConfigError for an argument that is none of these, of another type or out of bounds.
+    """
 
     def __init__(self, aggregator_id: str = "aggregator", resume: bool = False, task_check_period: float = 0.2) -> None:
+        given = {"aggregator_id": aggregator_id, "resume": resume, "task_check_period": task_check_period}
+        validate(Arguments, given, Path("config_fed_server.json: RoundController"))
         super().__init__(task_check_period=task_check_period)
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None

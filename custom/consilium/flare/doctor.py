@@ -5,12 +5,14 @@ import socket
 import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nvflare.lighter.constants import ProvFileName
 from nvflare.lighter.utils import load_crt, verify_folder_signature
 
+from consilium.approval import approvals
 from consilium.config import SiteConfig, load_site
 from consilium.doctor import (
     Finding,
@@ -22,9 +24,10 @@ from consilium.doctor import (
     examine_versions,
 )
 from consilium.errors import ConfigError
-from consilium.flare.allow import KEY, PREFIX
+from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.flare.kits import certificate, kit_name
+from consilium.flare.hardening import is_pinned, leaves_callers_folder
+from consilium.flare.kits import certificate, kit_name, kit_role
 
 EXPIRES_SOON = 30
 """Days."""
@@ -32,7 +35,7 @@ GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResul
 
 
 def examine(kit: Path) -> list[Finding]:
-    """Return all findings about this machine and the site's startup kit `kit`."""
+    """Return all findings about this machine and the startup kit `kit` of a site, or the server's, which has no data."""
     return [*examine_versions(), *_examine_kit(kit)]
 
 
@@ -41,14 +44,14 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield named
     if not named.ok:
         return
-    if certificate(kit).name != "client.crt":
-        yield Finding("startup kit", "is the server's", "run this command at a site, with the site's kit")
-        return
     yield _signature(kit)
-    yield from _policies(kit)
-    yield from _site(kit)
+    yield _start_script(kit)
+    yield _settings(kit)
+    yield from _policies(kit, kit_role(kit))
     yield _clock(kit)
-    yield checked("server", lambda: _server(kit))
+    if kit_role(kit) == "site":
+        yield from _site(kit)
+        yield checked("server", lambda: _server(kit))
 
 
 def _signature(kit: Path) -> Finding:
@@ -63,22 +66,67 @@ def _signature(kit: Path) -> Finding:
     )
 
 
-def _policies(kit: Path) -> Iterator[Finding]:
-    """Yield what the three policy files allow. A file that is missing is FLARE's default, which allows too much."""
+def _start_script(kit: Path) -> Finding:
+    if leaves_callers_folder(kit / "startup"):
+        return Finding("start script", "starts Python in an empty folder of the kit")
+    remedy = (
+        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit"
+    )
+    return Finding("start script", "loads Python modules from the folder it is called in", remedy)
+
+
+def _settings(kit: Path) -> Finding:
+    if is_pinned(kit):
+        return Finding("settings", "a job cannot bring its own for connections or resources")
+    return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
+
+
+def _policies(kit: Path, role: str) -> Iterator[Finding]:
+    """Yield what the policy files allow. A file that is missing is FLARE's default, which allows too much."""
     local = kit / "local"
-    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json")))
-    yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
-    yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
+    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
     yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
+    if role == "site":
+        yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
+        yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
 
 
-def _allow_list(resources: dict[str, Any]) -> Finding | str:
+def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
+    """Return whether exactly the role's classes of ours are listed; every name on the list is any job's to call."""
     listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
-    if PREFIX not in listed:
-        return Finding("allow-list", f"{KEY} is without {PREFIX!r}", "run `consilium allow KIT`, or no job of ours runs here")
-    if "*" in listed or mode != "enforce":
-        return Finding("allow-list", f"lets every class run (mode {mode})", "remove '*' and set the mode to enforce")
-    return f"{', '.join(listed)}, enforced"
+    if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+        return Finding("allow-list", f"{KEY} is no list of names", "restore it from local/resources.json.default")
+    if mode != "enforce":
+        return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
+    if wide := [entry for entry in listed if _is_prefix(entry)]:
+        mend = f"run `consilium allow KIT`; {_needs(role)}" if is_ours(wide[0]) else "name single classes"
+        return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", mend)
+    if wrong := sorted({entry for entry in listed if is_ours(entry)} ^ set(CLASSES[role])):
+        what = "is missing" if wrong[0] in CLASSES[role] else f"is none that a {role} needs"
+        return Finding("allow-list", f"{wrong[0]!r} {what}", f"run `consilium allow KIT`; {_needs(role)}")
+    others = [entry for entry in listed if not is_ours(entry)]
+    found = f"just the classes of ours that a {role} needs, enforced"
+    if not others:
+        return found
+    first = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+    advice = (
+        f"any job can use {len(others)} classes of others, and some go past our guard: remove those you do not need ({first})"
+    )
+    return Finding("allow-list", found, advice=advice)
+
+
+def _needs(role: str) -> str:
+    return f"a {role} needs {', '.join(CLASSES[role])}"
+
+
+def _is_prefix(entry: str) -> bool:
+    """Tell whether an entry lets a job call more than itself: FLARE takes a module's name for all that is in it."""
+    if entry == "*" or entry.endswith("."):
+        return True
+    try:
+        return find_spec(entry) is not None
+    except (ImportError, ValueError, AttributeError):  # no module of that name: a class in one
+        return False
 
 
 def _log_streaming(resources: dict[str, Any]) -> Finding | str:
@@ -117,6 +165,7 @@ def _site(kit: Path) -> Iterator[Finding]:
     yield found
     if found.ok:
         site = load_site(file)
+        yield checked("approval", lambda: _approval(site, kit / "local"))
         yield examine_data(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
@@ -126,6 +175,15 @@ def _site(kit: Path) -> Iterator[Finding]:
 def _describe(site: SiteConfig) -> str:
     budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
     return "budget " + ", ".join(f"{u} {b}" for u, b in budgets.items()) if budgets else "no budget: jobs without privacy run"
+
+
+def _approval(site: SiteConfig, local: Path) -> Finding | str:
+    """Return whether jobs need the administrator's approval, which code in a job (BYOC) could go round."""
+    if site.approve is None:
+        return "not needed: any job of a person who may submit runs, within these policies"
+    if not (rights := checked("rights", lambda: _rights(_json(local / "authorization.json")))).ok:
+        return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
+    return f"by digest; {len(approvals(local))} jobs are approved"
 
 
 def _promised_gpus(kit: Path) -> int:

@@ -133,7 +133,9 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
     key = _key(fl_ctx)
     if key not in _guards:
         name = fl_ctx.get_identity_name()
-        job, site = context.load(fl_ctx), context.site_config(fl_ctx, name)
+        site = context.site_config(fl_ctx, name)
+        context.check_approval(fl_ctx, site)
+        job = context.load(fl_ctx)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
         observe = context.observer(component, fl_ctx, f"{name}-guard")
         _guards[key] = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")

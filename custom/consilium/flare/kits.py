@@ -11,11 +11,15 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.config_deploy import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.errors import ConfigError
+from consilium.flare.allow import CLASSES, KEY, allow_classes
+from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings
 from consilium.storage import write_atomic
 
 SITE_HEADER = '# This hospital\'s own settings; they win over every job. README, "Data" and "Privacy", lists all fields.\n'
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
+ROLES = {"client.crt": "site", "server.crt": "server"}
+"""A kit's role by the certificate it holds."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
@@ -34,13 +38,38 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
 
 
 def apply_local(sites: Path, kit: Path) -> Path:
-    """Write local/ of one startup kit from its entry in a sites.yml, and return that folder.
+    """Write local/ of one startup kit from its entry in a sites.yml, close the kit to jobs, and return that folder.
 
     For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
     """
     folder = kit / "local"
     write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
+    close(kit)
     return folder
+
+
+def update(folder: Path) -> Path:
+    """Let a startup kit, or a workspace of FLARE's simulator, run our classes and no other name of ours; return their list.
+
+    A kit gets the classes of its role and is closed to all else of a job; a workspace has no role and gets all classes. Raises
+    ConfigError if the list is not readable.
+    """
+    if (role := kit_role(folder)) is None:
+        return allow_classes(folder, *CLASSES)
+    close(folder)
+    return allow_classes(folder, role)
+
+
+def close(kit: Path) -> None:
+    """Keep a job's files and the caller's folder out of the kit's processes. A signed start script only the hub can change."""
+    pin_settings(kit)
+    if not is_signed(kit / "startup"):
+        leave_callers_folder(kit / "startup")
+
+
+def kit_role(kit: Path) -> str | None:
+    """Return whether a kit is a "site"'s or the "server"'s, as its certificate says; None where there is none."""
+    return next((role for name, role in ROLES.items() if (kit / "startup" / name).is_file()), None)
 
 
 def kit_name(kit: Path) -> str:
@@ -50,7 +79,7 @@ def kit_name(kit: Path) -> str:
 
 def certificate(kit: Path) -> Path:
     """Return the file of the kit's own certificate. Raises ConfigError if there is none."""
-    for name in ("client.crt", "server.crt"):
+    for name in ROLES:
         if (path := kit / "startup" / name).is_file():
             return path
     raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
@@ -72,13 +101,13 @@ def _authorization(bundles: bool) -> dict[str, Any]:
 
 
 def _site_resources(entry: SiteEntry) -> dict[str, Any]:
-    resources = _template("resources_site.json")
+    resources = _template("resources_site.json") | {KEY: list(CLASSES["site"])}
     _component(resources, "resource_manager")["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
     return resources
 
 
 def _server_resources(entry: ServerEntry) -> dict[str, Any]:
-    resources = _template("resources_server.json")
+    resources = _template("resources_server.json") | {KEY: list(CLASSES["server"])}
     _component(resources, "job_manager")["args"]["uri_root"] = str(entry.state / "jobs")
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     return resources

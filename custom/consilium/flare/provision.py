@@ -16,6 +16,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config_deploy import DeploymentConfig, load_deployment
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.flare.hardening import leave_callers_folder, pin_settings
 from consilium.flare.kits import find_entry, write_local
 from consilium.storage import write_atomic
 
@@ -31,11 +32,14 @@ class KitBuilder(Builder):
         self.sites = Path(sites)
 
     def build(self, project: Project, ctx: ProvisionContext) -> None:
-        """Write local/ of the server and every site, then sign startup/ of all."""
+        """Write local/ of the server and every site and close their kits to jobs, then sign startup/ of all."""
         deployment = load_deployment(self.sites)
         for participant in (project.get_server(), *project.get_clients()):
-            write_local(Path(ctx.get_local_dir(participant)), find_entry(deployment, participant.name, self.sites))
+            local = Path(ctx.get_local_dir(participant))
+            write_local(local, find_entry(deployment, participant.name, self.sites))
+            pin_settings(local.parent)
         for participant in project.get_all_participants():
+            leave_callers_folder(Path(ctx.get_kit_dir(participant)))
             sign_folders(ctx.get_kit_dir(participant), ctx[CtxKey.ROOT_PRI_KEY], signature_file=ProvFileName.SIGNATURE_JSON)
 
 

@@ -13,7 +13,7 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 from consilium.config import job_file
 from consilium.errors import ConfigError
 from consilium.flare.aggregator import StrategyAggregator
-from consilium.flare.allow import allow_classes
+from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import federated_job
 from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
@@ -47,7 +47,7 @@ class ConsiliumRecipe(Recipe):
     def process_env(self, env: ExecEnv) -> None:
         """Let a simulation's workspace run our classes; a real site decides for itself."""
         if isinstance(env, SimEnv):
-            allow_classes(Path(env.workspace_root) / self.name)
+            allow_classes(Path(env.workspace_root) / self.name, *CLASSES)
 
 
 def export(job: Path, folder: Path, bundle: bool = False) -> Path:

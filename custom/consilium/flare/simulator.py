@@ -14,7 +14,7 @@ import yaml
 
 from consilium.config import JobConfig
 from consilium.errors import ConsiliumError
-from consilium.flare.allow import allow_classes
+from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.site import Observer
@@ -38,7 +38,7 @@ def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observ
     `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. No process is left
     however this ends. Raises ConsiliumError with the reason if the job does not complete.
     """
-    allow_classes(workspace / "flare" / "workspace")
+    allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(

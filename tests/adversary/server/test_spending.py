@@ -129,5 +129,5 @@ def _phi(x: float) -> float:
 
 def test_noise_of_none_is_no_private_job(client: MakeClient) -> None:
     silent = {"unit": "site", "clip": 0.5, "noise_multiplier": 0}
-    site = client(silent, budgets={"site": {"epsilon": 1e6}})
+    site = client(silent, budgets={"site": {"epsilon": 1e4}})
     assert wire.reason_of(site.ask("train", site.task())) is Reason.BUDGET

@@ -1,0 +1,196 @@
+"""A submitter wants a job to run at a site that runs approved jobs only, and shows its administrator another one."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from typer.testing import CliRunner
+
+from consilium import approval
+from consilium.cli import app
+from consilium.config import SiteConfig
+from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.flare import context, filters, wire
+from consilium.flare.filters import GuardTaskFilter
+from consilium.flare.recipe import export
+from consilium.flare.submission import prepare, prepare_again
+from tests.conftest import JOBS
+
+SITE = SiteConfig(approve="digest")
+QUICKSTART = JOBS / "quickstart"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Return local/ of a site's kit that has approved the quickstart."""
+    folder = tmp_path / "kit" / "local"
+    folder.mkdir(parents=True)
+    approval.approve(QUICKSTART / "app", folder)
+    return folder
+
+
+@pytest.fixture
+def received(tmp_path: Path) -> Path:
+    """Return the quickstart's app as it lies at a site: with FLARE's signatures in every folder."""
+    folder = Path(shutil.copytree(QUICKSTART / "app", tmp_path / "app_clinic"))
+    for place in (folder, folder / "config"):
+        (place / ".__nvfl_sig.json").write_text("{}")
+        (place / ".__nvfl_submitter.crt").write_text("somebody")
+    return folder
+
+
+def test_every_way_to_submit_an_approved_job_is_the_same_job(local: Path, received: Path, tmp_path: Path) -> None:
+    """The run's name and `resume` do not count, nor how a file is written."""
+    apps = [received]
+    apps.append(prepare(QUICKSTART, {}, "first", tmp_path) / "app")
+    apps.append(prepare(QUICKSTART / "app/config/job.yaml", {}, "second", tmp_path) / "app")
+    apps.append(export(QUICKSTART, tmp_path / "export") / "app")
+    for one in apps:
+        approval.check_approved(one, SITE, local)
+    approval.check_approved(prepare_again("first", tmp_path, None) / "app", SITE, local)
+
+
+def setting(old: str, new: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config/job.yaml"
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return edit
+
+
+def client(edit: Callable[[dict], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config/config_fed_client.json"
+        values = json.loads(path.read_text())
+        edit(values)
+        path.write_text(json.dumps(values))
+
+    return change
+
+
+def added(name: str, text: str = "{}") -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setting("seed: 0", "seed: 1"),
+        setting("min_sites: 2", "min_sites: 1"),
+        lambda folder: (folder / "config/job.yaml").open("a").write("privacy: {unit: site, epsilon: 1, clip: 1.0}\n"),
+        client(lambda c: c.pop("task_result_filters")),
+        client(lambda c: c["components"].append({"id": "x", "path": "a.B"})),
+        client(lambda c: c.update(get_task_timeout=1)),
+        added("custom/evil.py", "import os"),
+        added("config/comm_config.json"),
+        added("config/config_fed_client.conf"),
+        added("config/app/config/job.yaml", (QUICKSTART / "app/config/job.yaml").read_text()),
+        added("config/more/config_fed_server.json"),
+    ],
+)
+def test_a_job_changed_after_approval_is_refused(change: Callable[[Path], object], local: Path, received: Path) -> None:
+    change(received)
+    with pytest.raises(RefusedError, match=r"is not approved here .*; review it and run: consilium approve ") as told:
+        approval.check_approved(received, SITE, local)
+    assert told.value.reason is Reason.APPROVAL
+    assert approval.digest(received) in str(told.value)
+    approval.check_approved(received, SiteConfig(), local)  # a site that does not ask
+
+
+def test_components_in_another_form_cannot_be_approved(local: Path, received: Path) -> None:
+    """FLARE would also read config_fed_client.conf, which may include files that the digest leaves out."""
+    (received / "config/config_fed_client.json").rename(received / "config/config_fed_client.conf")
+    with pytest.raises(ConfigError, match="a job to approve has its components there") as told:
+        approval.check_approved(received, SITE, local)
+    assert told.value.reason is Reason.APPROVAL
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}'])
+def test_a_damaged_record_approves_nothing(text: str, local: Path, received: Path) -> None:
+    (local / approval.FILE).write_text(text)
+    with pytest.raises(ConfigError, match="remove it and approve the jobs again"):
+        approval.check_approved(received, SITE, local)
+
+
+def test_a_revoked_job_is_refused(local: Path, received: Path) -> None:
+    digest = approval.digest(received)
+    for start in ("", "0" * 64):
+        with pytest.raises(ConfigError, match="begins 0 approved digests"):
+            approval.revoke(start, local)
+    assert approval.revoke(digest[:12], local) == digest
+    with pytest.raises(RefusedError, match=digest):
+        approval.check_approved(received, SITE, local)
+
+
+def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Path, received: Path, tmp_path: Path) -> None:
+    """No guard is made, no folder, no ledger: the job's configuration is all that was read."""
+    setting("seed: 0", "seed: 1")(received)
+    (local / "site.yaml").write_text(f"approve: digest\nstate: {tmp_path / 'state'}\n")
+    workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
+    for message in (wire.encode_dict(wire.HELLO, {"run": "r"}), Shareable()):
+        with patch.object(context, "_workspace", lambda fl_ctx: workspace), patch.object(filters, "build_guard") as made:
+            reply = GuardTaskFilter().process(message, FLContext())
+        assert wire.failure(reply) is not None
+        made.assert_not_called()
+    assert not (tmp_path / "state").exists()
+
+
+def test_what_is_obeyed_is_what_was_shown(local: Path, received: Path) -> None:
+    """A second job.yaml, deeper in the folder, is not read in the first one's place."""
+    added("config/app/config/job.yaml", "name: other\n")(received)
+    workspace = SimpleNamespace(get_app_dir=lambda job: str(received))
+    with patch.object(context, "_workspace", lambda fl_ctx: workspace):
+        assert context.load(FLContext()).config.name == "quickstart"
+
+
+def run(*words: object) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["approve", *map(str, words)])
+    return found.exit_code, found.stdout if found.exit_code == 0 else str(found.exception)
+
+
+def test_the_command_shows_what_leaves_and_keeps_a_record(tmp_path: Path) -> None:
+    """One factor a layer is shared: of 4 encoder blocks' fused qkv, and of q, k, v, out in the decoder's 7 attentions."""
+    kit = tmp_path / "kit"
+    (kit / "local").mkdir(parents=True)
+    code, shown = run(QUICKSTART, "--kit", kit, "--format", "json")
+    found = json.loads(shown)
+    assert code == 0
+    assert found["name"] == "quickstart"
+    assert found["other files"] == []
+    assert found["privacy"] is None
+    assert found["leaves"]["tensors"] == 4 + 7 * 4
+    (digest,) = json.loads(run("--list", "--kit", kit, "--format", "json")[1])
+    assert digest == found["approved"] == approval.digest(QUICKSTART / "app")
+    assert (kit / "local/approved.json").stat().st_mode & 0o777 == 0o600
+    assert run(QUICKSTART / "app", "--kit", kit)[1].splitlines()[-1] == f'approved: "{digest}"'
+    assert json.loads(run("--revoke", digest[:8], "--kit", kit, "--format", "json")[1]) == {"revoked": digest}
+    assert run("--list", "--kit", kit)[1] == "nothing is approved\n"
+
+
+def test_files_beyond_the_configuration_are_named_without_their_escapes(received: Path, tmp_path: Path) -> None:
+    added("config/\x1b[2Jclean.txt")(received)
+    (tmp_path / "kit/local").mkdir(parents=True)
+    code, shown = run(received, "--kit", tmp_path / "kit")
+    assert code == 0
+    assert "\x1b" not in shown
+    assert r'other files: ["config/\u001b[2Jclean.txt"]' in shown
+
+
+def test_wrong_use_is_told(tmp_path: Path) -> None:
+    assert run("--kit", tmp_path) == (1, "JOB, --list, --revoke: give exactly one")
+    assert run(QUICKSTART, "--list", "--kit", tmp_path) == (1, "JOB, --list, --revoke: give exactly one")
+    assert "is no site's startup kit" in run(QUICKSTART, "--kit", tmp_path / "none")[1]
+    for name in ("a", "b"):
+        shutil.copytree(QUICKSTART / "app", tmp_path / "job" / name)
+    assert "holds 2 apps; give the folder of the one that this site gets" in run(tmp_path / "job", "--kit", tmp_path)[1]
