@@ -1,8 +1,9 @@
 """The command `consilium`. Exit codes: 0 done, 1 the run failed or problems were found, 2 wrong usage or configuration."""
 
-import errno
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,7 +16,7 @@ from typer.exceptions import TyperException
 from consilium.clean import line, shown
 from consilium.cli_deploy import app as deploy_app
 from consilium.cli_import import data_import
-from consilium.cli_options import Format, FormatOption, JobArgument, load
+from consilium.cli_options import MOST_SITES, Format, FormatOption, JobArgument, check_finite, load
 from consilium.cli_privacy import app as privacy_app
 from consilium.cli_simulate import simulate
 from consilium.cli_submit import app as submit_app
@@ -39,21 +40,21 @@ MESSAGE = 4000
 
 def main() -> None:
     """Run the command line; every expected error is one line on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text in any encoding
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without any words the help was shown
         _fail([_usage(error)] if error.format_message() else [], error.exit_code)
     except ConfigError as error:
         _fail(str(error).split("\n"), 2)
     except ConsiliumError as error:
         _fail([str(error)], 2 if isinstance(error, DataError | CheckpointError) else 1)
-    except OSError as error:
-        if error.filename is not None:
-            where = os.fsdecode(error.filename)
-            _fail([f"{where}: {error.strerror}; check that the path is right and may be used"], 2)
-        if error.errno == errno.ENOSPC:
-            _fail(["the disk is full; free some space"], 1)
-        raise
+    except OSError as error:  # a path that may not be used, a full or broken disk, a server that does not answer
+        if error.errno is None:
+            raise
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        _fail([f"{where}{error.strerror}; check the paths given, their permissions and the disk"], 2 if where else 1)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -149,11 +150,11 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
     kind: Annotated[str, typer.Option(help="fundus, nuclei, cells or sentences")] = "fundus",
-    sites: Annotated[int, typer.Option(min=1)] = 3,
-    training: Annotated[int, typer.Option(min=1)] = 24,
-    validation: Annotated[int, typer.Option(min=0)] = 8,
-    test: Annotated[int, typer.Option(min=0)] = 16,
-    size: Annotated[int, typer.Option(min=16, help="pixels")] = 128,
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
+    training: Annotated[int, typer.Option(min=1, max=100_000)] = 24,
+    validation: Annotated[int, typer.Option(min=0, max=100_000)] = 8,
+    test: Annotated[int, typer.Option(min=0, max=100_000)] = 16,
+    size: Annotated[int, typer.Option(min=16, max=4096, help="pixels")] = 128,
     appearance: Annotated[float, typer.Option(min=0, max=1, help="strength of the appearance shift")] = 0.7,
     annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the shift of labels")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -162,6 +163,7 @@ def data_phantoms(
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
     from consilium.data.phantoms import LABELS, check_own, make_phantoms
 
+    check_finite(appearance=appearance, annotation=annotation)
     if kind not in LABELS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(LABELS)}")
     names = [f"site-{i}" for i in range(1, sites + 1)]
@@ -176,8 +178,10 @@ def data_phantoms(
 def data_partition(
     source: Annotated[Path, typer.Argument(help="a folder per class, with or without train/ and test/, or a datalist.json")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder per site, partition.json, partition.png")],
-    sites: Annotated[int, typer.Option(min=1)] = 12,
-    beta: Annotated[float, typer.Option(min=0.001, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")] = 0.1,
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 12,
+    beta: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")
+    ] = 0.1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     minimum: Annotated[int, typer.Option(min=1, help="training samples every site gets at least")] = 8,
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
@@ -186,6 +190,7 @@ def data_partition(
     """Share a classification set out among sites with uneven labels; pictures stay where they are, all sites test alike."""
     from consilium.data.partition import partition
 
+    check_finite(beta=beta)
     found = partition(source, folder, sites, beta, seed, minimum, exclude or [])
     if format is Format.JSON:
         print(json.dumps(found, indent=1))

@@ -18,11 +18,19 @@ def audit(
     format: PageFormatOption = PageFormat.MD,
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
-    from consilium.privacy.audit import report
-
-    found = [report(path) for path in _records(where)]
+    found = [_report(path) for path in _records(where)]
     print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(markdown, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    from consilium.privacy.audit import report
+
+    try:
+        return report(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
 
 
 def _records(where: Path) -> list[Path]:

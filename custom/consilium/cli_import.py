@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.clean import line, shown
-from consilium.cli_options import Format, FormatOption
+from consilium.cli_options import MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 
 
@@ -21,7 +21,9 @@ def data_import(
     validation: Annotated[float, typer.Option(help="share of patients, where the publisher has no validation split")] = 0.1,
     test: Annotated[float, typer.Option(help="share of patients, where the publisher has no test split")] = 0.2,
     seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
-    sites: Annotated[int, typer.Option(min=0, help="pool all and deal patients out to so many sites; 0: the set's own")] = 0,
+    sites: Annotated[
+        int, typer.Option(min=0, max=MOST_SITES, help="pool all and deal patients out to so many sites; 0: the set's own")
+    ] = 0,
     minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
     types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
@@ -31,6 +33,7 @@ def data_import(
     from consilium.data.importers.base import Options
     from consilium.data.importers.registry import IMPORTERS, import_set
 
+    check_finite(validation=validation, test=test)
     if show or not name:
         _print_layouts({key: one.layout for key, one in IMPORTERS.items()}, format)
     elif source is None or dest is None:

@@ -1,5 +1,6 @@
 """What several commands share: --format, --set, the job argument, and what they do with them."""
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,9 @@ from consilium.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config import JobConfig
+
+
+MOST_SITES = 10_000
 
 
 class Format(StrEnum):
@@ -45,6 +49,13 @@ def parse_override(override: str) -> tuple[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
         raise ConfigError(f"--set: {override[:80]!r}: the value is not valid YAML ({why}); put text in quotes") from None
+
+
+def check_finite(**values: float | None) -> None:
+    """Raise ConfigError for an option that is NaN or infinite; bounds alone let NaN through."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
 def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":

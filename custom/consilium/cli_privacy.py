@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.clean import line
-from consilium.cli_options import Format, FormatOption
+from consilium.cli_options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.runs import STATE
 
@@ -39,13 +39,16 @@ def plan(
     sites: Annotated[int, typer.Option(min=1)] = 12,
     accountant: Annotated[str, typer.Option(help="exact, prv, rdp, or all")] = "all",
     clip: Annotated[float, typer.Option(help="norm of one site's update")] = 1.0,
-    parameters: Annotated[int, typer.Option(help="numbers in a release; default: q, k, v of ViT-B, rank 8")] = PAPER_PARAMETERS,
+    parameters: Annotated[
+        int, typer.Option(min=1, max=10**12, help="numbers in a release; default: q, k, v of ViT-B, rank 8")
+    ] = PAPER_PARAMETERS,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
 
     Site level, zero-out adjacency: a site's update against none at all.
     """
+    check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
     if unknown := set(wanted) - {"exact", "prv", "rdp"}:
         raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")

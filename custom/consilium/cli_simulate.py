@@ -20,12 +20,11 @@ import typer
 from rich.console import Console
 
 from consilium.clean import shown
-from consilium.cli_options import Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli_options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli_privacy import claim_of
 from consilium.errors import ConfigError
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
 """What a run's folder calls by these names already."""
 FILE_WIDTH = 140
@@ -181,7 +180,7 @@ def _check_names(names: list[str], where: str) -> None:
     for name in names:
         if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > 100 or name in RESERVED:
             remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
-            raise ConfigError(f"{where}: {shown(name, 40)!r} cannot name a site; use {remedy}")
+            raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
     twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
     if twice:
         raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
@@ -200,6 +199,8 @@ def _site_folders(data: Path) -> list[str]:
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
     """Make the folder, or find the run to go on with in it. Raises ConfigError before anything starts."""
+    if engine is Engine.FLARE and not _is_word(str(folder.resolve())):
+        raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +216,14 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
         raise ConfigError("--resume: only with --engine inprocess")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--workspace: {folder}: cannot be written to; change its permissions or give another folder")
+
+
+def _is_word(path: str) -> bool:
+    """Tell whether FLARE's simulator, which puts paths into command lines unquoted, finds a path again."""
+    try:
+        return shlex.split(path, comments=True) == [path]
+    except ValueError:
+        return False
 
 
 def _print_results(

@@ -168,7 +168,9 @@ def result_table(results: Results, title: str, width: int = 120, losses: Mapping
     """
     names = {name for metrics in results.values() for name in metrics}
     if not names:
-        return fit([partial(_unscored, results, title, losses)] * 2, map(shown, results), width)
+        found = fit([partial(_unscored, results, title, losses)] * 2, map(shown, results), width)
+        found.min_width = min(width, len(str(found.title)))  # so that its title is one line
+        return found
     split = "test" if any(name.startswith("test/") for name in names) else "validation"
     score = leading(names, LEADING[0])
     remark = ", resized grid; HD95 in pixels of it" if score == "dice" else ""

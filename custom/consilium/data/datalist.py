@@ -75,7 +75,7 @@ def pool(lists: Iterable[DataList]) -> DataList:
 
 def _items(path: Path, split: str, entries: Any, classes: bool | None) -> Iterable[Item]:
     if not isinstance(entries, list):
-        raise DataError(f"{path}: {split}: is a {type(entries).__name__}, not a list of entries")
+        raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
     for index, entry in enumerate(entries):
         where = f"{path}: {split}[{index}]"
         yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes)
@@ -101,7 +101,7 @@ def _check_there(where: str, file: Path) -> None:
     except (OSError, ValueError):  # a name that no file can have
         there = False
     if not there:
-        raise DataError(f"{where}: {file}: no such file; paths are relative to the data list's folder")
+        raise DataError(f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder")
     try:
         check_file(file)
     except DataError as error:
