@@ -10,6 +10,7 @@ import typer
 from consilium.clean import cell
 from consilium.cli_options import PageFormat, PageFormatOption
 from consilium.errors import ConfigError
+from consilium.runs import STATE
 
 
 def audit(
@@ -40,7 +41,7 @@ def _records(where: Path) -> list[Path]:
     settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
     folder = settings
     if settings.suffix in (".yaml", ".yml"):
-        folder = load_site(settings).state or settings.parent.parent / "consilium"  # beside FLARE's run folders
+        folder = load_site(settings).state or settings.parent.parent / STATE  # beside FLARE's run folders
     records = (path for path in folder.rglob(FILE) if path.is_file())
     found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
     if not found or not all(path.is_file() for path in found):

@@ -16,6 +16,7 @@ from rich.table import Table
 from consilium.clean import line
 from consilium.cli_options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.runs import STATE
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -153,7 +154,7 @@ def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
 
     settings = where / "local" / "site.yaml" if where.is_dir() else where
     site = load_site(settings)
-    root = site.state or settings.parent.parent / "consilium"  # beside FLARE's run folders
+    root = site.state or settings.parent.parent / STATE  # beside FLARE's run folders
     return root, site.privacy.ledger or root / "ledger.sqlite", dict(site.privacy.budgets)
 
 

@@ -13,6 +13,7 @@ from consilium.config_data import PHANTOMS, DataConfig
 from consilium.config_errors import all_fields, describe
 from consilium.config_errors import nearest as nearest
 from consilium.config_language import CausalLmConfig, LanguageConfig
+from consilium.config_overrides import override
 from consilium.config_privacy import PolicyConfig, PrivacyConfig
 from consilium.config_records import keep_apart
 from consilium.config_section import MOST_CLASSES, ClassName, Positive, Seconds, Section, Seed, Sha256, Share
@@ -211,32 +212,9 @@ def load_job(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfi
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation.
     """
     path = job_file(path)
-    raw, overrides = read_yaml(path), overrides or {}
-    _refuse_another_scaling(raw, overrides, path)
-    for field, value in overrides.items():
-        _override(raw, field, value, path)
+    raw = read_yaml(path)
+    override(raw, overrides or {}, path)
     return validate(JobConfig, raw, path)
-
-
-def _refuse_another_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a rank set beside an alpha that stays: alpha / rank would change without a word."""
-    adapter = raw.get("adapter") if isinstance(raw, dict) else None
-    alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
-    if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):
-        what = f"the file has alpha {adapter['alpha']}, and alpha / rank scales the adapter"
-        remedy = "set adapter.alpha too (equal to the rank scales by 1), or take it out of the file"
-        raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
-
-
-def _override(raw: Any, field: str, value: Any, path: Path) -> None:
-    *sections, last = field.split(".")
-    for section in sections:
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-        raw = raw.setdefault(section, {})
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-    raw[last] = value
 
 
 def job_file(path: Path) -> Path:

@@ -10,6 +10,8 @@ from consilium.storage import locked, private_folder, write_atomic
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
+STATE = "_consilium"
+"""The folder of all our files in a kit. FLARE deletes KIT/<job id> whenever a server says so, and no job id begins with _."""
 RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)

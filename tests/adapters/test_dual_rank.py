@@ -1,5 +1,6 @@
 """The dual-rank adapter: the products it computes, what trains and what does not, ranks that change, a plain LoRA export."""
 
+import copy
 from pathlib import Path
 
 import peft
@@ -50,6 +51,18 @@ def dense(model: Net, given: dict[str, Tensor], x: Tensor) -> Tensor:
     return model.get_submodule(LAYER).base(x) + SCALING * x @ update.T
 
 
+def rounding(model: Net, given: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Return how far two float32 evaluations of `dense` may lie apart, whatever the order of their sums.
+
+    Each rounds at most 7 + 13 + 7 sums and 5 products on the way to a number, by 2^-24 of the sum of absolute values.
+    """
+    absolute = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in absolute.parameters():
+            parameter.abs_()
+        return 2 * (7 + 13 + 7 + 5) * 2.0**-24 * dense(absolute, {n: t.abs() for n, t in given.items()}, x.abs())
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in adapter.tensors(model).items() if isinstance(p, nn.Parameter)}
 
@@ -63,7 +76,7 @@ def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) ->
     leaves = {n: t.clone().requires_grad_(n.rpartition(".")[2].startswith("lora_")) for n, t in given.items()}
     again = x.detach().clone().requires_grad_()
     expected = dense(model, leaves, again)
-    torch.testing.assert_close(y, expected)
+    assert ((y - expected).abs() <= rounding(model, given, x)).all()
     y.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(x.grad, again.grad, rtol=1e-4, atol=1e-4)
@@ -175,7 +188,8 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     adapter.load(model, state)
     dual_rank.save_peft(tmp_path, {n: t.detach() for n, t in adapter.tensors(model).items()}, SCALING, "tiny")
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate
+    torch.testing.assert_close(theirs.float(), ours.float())
 
 
 def hash_of(layer: str) -> int:

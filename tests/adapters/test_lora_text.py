@@ -50,6 +50,7 @@ def test_plain_peft_loads_the_export_onto_the_base(targets: str, family: str, tm
     base = build_causal_lm("folder", folder)
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    torch.testing.assert_close(loaded.double()(ids).logits, model.double()(ids).logits)  # the order of sums does not show
+    model.float()
     with adapter.disabled(model):
         torch.testing.assert_close(model(ids).logits, before)

@@ -40,6 +40,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from consilium.config import JobConfig
 from consilium.flare.provision import provision
 from consilium.flare.simulator import export_job
+from consilium.runs import STATE
 
 ROOT = Path(__file__).parents[2]
 ADMIN, LEAD = "admin@hub.example", "lead@hub.example"
@@ -153,7 +154,7 @@ class Federation:
 
     def server_files(self) -> Path:
         """Return the newest run folder of the server: metrics.jsonl, server/state.safetensors, results.json."""
-        return max((self.kit("server") / "consilium").rglob("metrics.jsonl"), key=lambda p: p.stat().st_mtime).parent
+        return max((self.kit("server") / STATE).rglob("metrics.jsonl"), key=lambda p: p.stat().st_mtime).parent
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """Return the lines of the newest run's metrics.jsonl, of one kind where given; none before there is a run."""

@@ -10,6 +10,7 @@ import yaml
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
 from consilium.config import JobConfig
+from consilium.errors import Reason
 from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
 from consilium.models.sam import build_sam
@@ -93,7 +94,7 @@ def _check_run(federation: Federation) -> None:
     (round,) = federation.events("concluded")
     assert round["sites"] == ["site-1", "site-2"]
     reasons = [e["reason"] for e in federation.events("refused") if (e["site"], e["round"]) == ("site-3", 0)]
-    assert "'ward' (unit site) has spent epsilon 0 of 1 at delta 1e-05; with this it would be 8" in reasons[0]
+    assert Reason.BUDGET.text in reasons[0]
     for site, rows in {"site-1": [(0, 0)], "site-2": [(0, 0)], "site-3": []}.items():
         assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / "consilium/ledger.sqlite").entries()] == rows
     (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}

@@ -15,6 +15,7 @@ from consilium.config_privacy import PolicyConfig
 from consilium.models.sam import build_sam
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger
+from consilium.runs import STATE
 from consilium.simulate import simulate
 from consilium.storage import load_state
 from tests.conftest import small_config
@@ -82,7 +83,7 @@ def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> Non
         assert "resumed" in [e["event"] for e in federation.events()]
         for site in SITES:
             assert releases(federation, site) == [(0, 0), (1, 0), (2, 0)]  # what was released before the crash costs nothing
-            (record,) = (audit.report(p) for p in (federation.kit(site) / "consilium").rglob(audit.FILE))
+            (record,) = (audit.report(p) for p in (federation.kit(site) / STATE).rglob(audit.FILE))
             assert record["broken_line"] is None
             assert [m["round"] for m in record["messages"] if m["kind"] == "update"] == [0, 1, 2]
         _check_a_second_run(federation, job, ours)

@@ -42,24 +42,25 @@ def grads(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 def test_fused_image_attention_equals_the_original(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sam_attention, "CPU_FUSED_TOKENS", 0)
     torch.manual_seed(0)
-    original = ImageAttention(24, 2, use_rel_pos=True, input_size=size)
+    original = ImageAttention(24, 2, use_rel_pos=True, input_size=size).double()
     nn.init.normal_(original.rel_pos_h)
     nn.init.normal_(original.rel_pos_w)
-    x = torch.randn(3, *size, 24)
+    x = torch.randn(3, *size, 24, dtype=torch.float64)
     expected = grads(original, x)
     original.zero_grad()
     original.__class__ = FusedImageAttention
     found = grads(original, x)
-    assert torch.allclose(expected[0], found[0], atol=1e-5)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected[1], found[1], strict=True))
+    assert torch.allclose(expected[0], found[0], rtol=1e-9)
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(expected[1], found[1], strict=True))
 
 
 def test_fused_decoder_attention_equals_the_original() -> None:
     torch.manual_seed(0)
-    original, inputs = DecoderAttention(32, 4, downsample_rate=2), [torch.randn(2, n, 32) for n in (5, 9, 9)]
+    original = DecoderAttention(32, 4, downsample_rate=2).double()
+    inputs = [torch.randn(2, n, 32, dtype=torch.float64) for n in (5, 9, 9)]
     expected = original(*inputs)
     original.__class__ = FusedDecoderAttention
-    assert torch.allclose(expected, original(*inputs), atol=1e-6)
+    assert torch.allclose(expected, original(*inputs), rtol=1e-9)
 
 
 def test_whole_model_fused_and_original_agree(monkeypatch: pytest.MonkeyPatch) -> None:

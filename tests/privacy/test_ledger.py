@@ -175,4 +175,3 @@ def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_
 def test_the_weaker_adjacency_names_a_mixture() -> None:
     assert weakest(["replace", "replace"]) == "replace"
     assert weakest(["replace", "zero-out"]) == "zero-out"
-    assert weakest(["add-or-remove"]) == "add-or-remove"

@@ -17,8 +17,8 @@ from nvflare.apis.workspace import Workspace
 from consilium.approval import check_approved
 from consilium.assemble import Job, assemble_job
 from consilium.config import SiteConfig, find_site, load_job
-from consilium.errors import ConfigError
-from consilium.runs import OWNER, RUNS, check_name, default_name, run_folder
+from consilium.errors import ConfigError, Reason
+from consilium.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
 from consilium.site import Observer
 from consilium.storage import private_folder, sweep, write_atomic
 
@@ -47,8 +47,14 @@ def federated_job(path: Path) -> Job:
 
 
 def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
-    """Return the site's own configuration, from its kit's local/site.yaml in a deployment. Raises ConfigError."""
-    return find_site(name, Path(_workspace(fl_ctx).get_site_config_dir()))
+    """Return the site's own configuration, from its kit's local/site.yaml in a deployment. Raises ConfigError.
+
+    Also where a kit has none: FLARE deletes what a server names as a job's folder, and without the file there is no policy.
+    """
+    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
+        raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
+    return find_site(name, local)
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
@@ -141,7 +147,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
 
 def _state(fl_ctx: FLContext) -> Path:
     """Return the folder of all our files in a kit, or those of a simulation."""
-    return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / "consilium")
+    return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
 def _run_folder(fl_ctx: FLContext, job: Job, state: Path) -> Path:

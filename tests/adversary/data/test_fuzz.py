@@ -3,22 +3,20 @@
 import json
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consilium.data.check import check_datalist
 from consilium.data.check_text import check_texts
 from consilium.errors import ConfigError, DataError
-from tests.adversary.data.lists import SECONDS, picture
+from tests.adversary.data.lists import picture
+from tests.adversary.fuzzing import attack, fuzzed
 
-CASES = [pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
 TEXT = st.text(st.characters(), max_size=20)  # surrogates too
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT, st.just(10**400))
 JSON = st.recursive(
@@ -78,11 +76,6 @@ def survives(check: Callable[[], Any]) -> None:
         json.dumps(report.to_dict())
 
 
-def attack(cases: int) -> Callable[[Callable], Callable]:
-    limits = {"deadline": timedelta(seconds=SECONDS), "suppress_health_check": list(HealthCheck), "database": None}
-    return settings(max_examples=cases, **limits)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that has one of each."""
@@ -100,29 +93,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cases", CASES)
+@fuzzed
 def test_any_list(cases: int, place: Path) -> None:
     """Lists of all shapes, of good and bad files, and with bytes written over."""
 
-    @attack(cases)
-    @given(st.one_of(LIST, LIST, JSON), DAMAGE, CLASSES)
-    def run(raw: Any, places: list[tuple[float, bytes]], classes: Any) -> None:
+    def body(raw: Any, places: list[tuple[float, bytes]], classes: Any) -> None:
         (place / "datalist.json").write_bytes(damaged(json.dumps(raw).encode(), places))
         survives(lambda: check_datalist(place / "datalist.json", classes))
 
-    run()
+    attack(cases, body, raw=st.one_of(LIST, LIST, JSON), places=DAMAGE, classes=CLASSES)
 
 
-@pytest.mark.parametrize("cases", CASES)
+@fuzzed
 def test_any_records(cases: int, place: Path) -> None:
     """Records of all shapes, and with bytes written over."""
 
-    @attack(cases)
-    @given(RECORDS, RECORDS, DAMAGE)
-    def run(training: list[Any], test: list[Any], places: list[tuple[float, bytes]]) -> None:
+    def body(training: list[Any], test: list[Any], places: list[tuple[float, bytes]]) -> None:
         for name, records in (("training", training), ("test", test)):
             lines = "".join(f"{json.dumps(one)}\n" for one in records)
             (place / f"{name}.jsonl").write_bytes(damaged(lines.encode(), places))
         survives(lambda: check_texts(place))
 
-    run()
+    attack(cases, body, training=RECORDS, test=RECORDS, places=DAMAGE)

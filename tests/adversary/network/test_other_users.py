@@ -17,6 +17,7 @@ from consilium.assemble import assemble_job, build_guard, build_site
 from consilium.config import JobConfig, SiteConfig
 from consilium.coordinator import Coordinator
 from consilium.flare import context
+from consilium.runs import STATE
 from consilium.simulate import Member, run_phase
 from consilium.storage import PUBLIC, write_atomic
 from tests.conftest import small_config
@@ -55,17 +56,17 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     job, site = assemble_job(JobConfig.model_validate(raw)), SiteConfig(state=tmp_path / "new" / "state")
     fl_ctx = place(tmp_path)
     server = Coordinator(job, context.server_folder(fl_ctx, job), lambda event: None)
-    folder, ledger = context.site_folder(fl_ctx, job, "a", site), context.ledger_path(fl_ctx, job, "a", site)
-    guard = build_guard(job, "a", site, folder, ledger, lambda event: None)
+    folder, root = context.site_folder(fl_ctx, job, "a", site), context.site_root(fl_ctx, job, "a", site)
+    guard = build_guard(job, "a", site, folder, root, lambda event: None)
     member = Member(build_site(job, "a", site, folder, lambda event: None), guard)
     server.welcome(member.hello(server.run))
     run_phase(server, {"a": member})
     server.record_final("a", member.evaluate(server.run, server.final()["a"]))
     server.finish()
     server.close()
-    names = {p.name for root in (tmp_path / "consilium", site.state) for p in root.rglob("*") if p.is_file()}
+    names = {p.name for root in (tmp_path / STATE, site.state) for p in root.rglob("*") if p.is_file()}
     assert names >= {"ledger.sqlite", "audit.jsonl", "state.safetensors", "released.safetensors", "metrics.jsonl", "owner.json"}
-    assert open_to_others(tmp_path / "consilium") == []
+    assert open_to_others(tmp_path / STATE) == []
     assert open_to_others(tmp_path / "new") == []
 
 
@@ -76,11 +77,11 @@ def test_a_run_in_one_process_is_closed_at_its_folder(tmp_path: Path) -> None:
 
 
 def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Path) -> None:
-    old = tmp_path / "consilium" / "runs"
+    old = tmp_path / STATE / "runs"
     old.mkdir(parents=True)
-    (tmp_path / "consilium" / "ledger.sqlite").touch()
+    (tmp_path / STATE / "ledger.sqlite").touch()
     context.server_folder(place(tmp_path), assemble_job(small_config("fedit")))
-    assert (tmp_path / "consilium").stat().st_mode & 0o077 == 0
+    assert (tmp_path / STATE).stat().st_mode & 0o077 == 0
     assert old.stat().st_mode & 0o077 == 0
 
 

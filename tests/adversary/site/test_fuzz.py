@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consilium import __version__
@@ -16,18 +15,13 @@ from consilium.errors import RefusedError
 from consilium.runlog import read_lines
 from consilium.site import Hello
 from consilium.strategy import HELD_OUT, Payload, Role
+from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.conftest import small_config
 
-pytestmark = pytest.mark.slow
 JOB: Job = assemble_job(small_config("fedit"))
 NAMES = JOB.strategy.names(JOB.initial, Role.SHARED, 0, 0)
 GOOD = {name: torch.full_like(JOB.initial[name], 0.1) for name in NAMES}
-CASES = settings(max_examples=200, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-PLAIN = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=50), st.binary(max_size=20), st.just(10**400)
-)
-VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(PLAIN, PLAIN, max_size=3))
 KNOWN = st.sampled_from(["train/loss", "train/steps", "validation/received/dice", "test/base/iou"])
 NUMBERS = st.dictionaries(st.one_of(KNOWN, PLAIN), st.one_of(st.floats(0, 9), VALUES), max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool, torch.uint8])
@@ -66,41 +60,51 @@ def check(server: Coordinator, reason: str | None) -> None:
     server.log._file.seek(0)
 
 
-@CASES
-@given(tensors=UPDATES, whole=st.booleans(), scalars=NUMBERS, metrics=NUMBERS, round=PLACES, phase=PLACES)
-def test_updates(tensors: dict, whole: bool, scalars: dict, metrics: dict, round: int, phase: int, server: Coordinator) -> None:
-    server.accepted = set()
-    server.aggregate.reset()
-    sent = GOOD | tensors if whole else tensors
-    reason = server.accept("a", Payload(round, phase, sent, scalars, metrics))
-    check(server, reason)
-    assert (reason is None) == ("a" in server.accepted)
-    server.accept("b", Payload(0, 0, GOOD))
-    mean = server.aggregate.take()
-    assert all(torch.isfinite(mean[n]).all() and mean[n].shape == GOOD[n].shape for n in NAMES)
+@fuzzed
+def test_updates(cases: int, server: Coordinator) -> None:
+    def body(tensors: dict, whole: bool, scalars: dict, metrics: dict, round: int, phase: int) -> None:
+        server.accepted = set()
+        server.aggregate.reset()
+        sent = GOOD | tensors if whole else tensors
+        reason = server.accept("a", Payload(round, phase, sent, scalars, metrics))
+        check(server, reason)
+        assert (reason is None) == ("a" in server.accepted)
+        server.accept("b", Payload(0, 0, GOOD))
+        mean = server.aggregate.take()
+        assert all(torch.isfinite(mean[n]).all() and mean[n].shape == GOOD[n].shape for n in NAMES)
+
+    attack(cases, body, tensors=UPDATES, whole=st.booleans(), scalars=NUMBERS, metrics=NUMBERS, round=PLACES, phase=PLACES)
 
 
-@CASES
-@given(tensors=UPDATES, scalars=NUMBERS, metrics=NUMBERS, round=PLACES, phase=PLACES)
-def test_scores(tensors: dict, scalars: dict, metrics: dict, round: int, phase: int, server: Coordinator) -> None:
-    payload = Payload(round, phase, tensors, scalars, metrics)
-    for record in (server.record_final, server.record_held_out):
-        check(server, record("a", payload))
+@fuzzed
+def test_scores(cases: int, server: Coordinator) -> None:
+    def body(tensors: dict, scalars: dict, metrics: dict, round: int, phase: int, ledger: Any) -> None:
+        payload = Payload(round, phase, tensors, scalars, metrics, ledger)
+        for record in (server.record_final, server.record_held_out):
+            check(server, record("a", payload))
+
+    drawn = {"tensors": UPDATES, "scalars": NUMBERS, "metrics": NUMBERS, "round": PLACES, "phase": PLACES}
+    attack(cases, body, **drawn, ledger=st.one_of(st.just(""), VALUES))
 
 
-@CASES
-@given(
-    name=st.one_of(VALUES, st.just("d")),
-    count=st.one_of(VALUES, st.just(24)),
-    joined=st.one_of(VALUES, st.booleans()),
-    version=st.one_of(VALUES, st.just(__version__)),
-    checkpoint=st.one_of(VALUES, st.just("")),
-    capacity=st.one_of(VALUES, st.dictionaries(st.sampled_from(["time", "memory", "patients"]), VALUES, max_size=3)),
-)
-def test_hellos(name: Any, count: Any, joined: Any, version: Any, checkpoint: Any, capacity: Any, server: Coordinator) -> None:
-    server.sites.pop("d", None)
-    try:
-        server.welcome(Hello(name, count, joined, version, checkpoint, capacity))
-    except RefusedError as error:
-        check(server, server.refuse("d", str(error), joining=True))
-    assert server.sites.keys() <= {"a", "b", "c", name if isinstance(name, str) else "d"}
+@fuzzed
+def test_hellos(cases: int, server: Coordinator) -> None:
+    def body(name: Any, **values: Any) -> None:
+        server.sites.pop("d", None)
+        try:
+            server.welcome(Hello(name, **values))
+        except RefusedError as error:
+            check(server, server.refuse("d", str(error), joining=True))
+        assert server.sites.keys() <= {"a", "b", "c", name if isinstance(name, str) else "d"}
+
+    attack(
+        cases,
+        body,
+        name=st.one_of(VALUES, st.just("d")),
+        num_samples=st.one_of(VALUES, st.just(24)),
+        joined=st.one_of(VALUES, st.booleans()),
+        version=st.one_of(VALUES, st.just(__version__)),
+        checkpoint=st.one_of(VALUES, st.just("")),
+        capacity=st.one_of(VALUES, st.dictionaries(st.sampled_from(["time", "memory", "patients"]), VALUES, max_size=3)),
+        ledger=st.one_of(VALUES, st.just("")),
+    )

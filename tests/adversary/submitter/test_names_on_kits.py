@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.cli import app
+from consilium.runs import STATE
 from tests.adversary.network.test_other_users import open_to_others
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, LEAD, Federation
@@ -43,7 +44,7 @@ def test_names_owners_and_reasons_on_kits(tmp_path: Path) -> None:
         _check_names_of_files(federation)
         _check_owners(federation)
         for name in ("server", "site-1"):
-            assert open_to_others(federation.kit(name) / "consilium") == []
+            assert open_to_others(federation.kit(name) / STATE) == []
         federation.shutdown()
 
 

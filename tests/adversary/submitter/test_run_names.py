@@ -55,8 +55,8 @@ def test_a_run_named_like_a_file_of_ours_is_refused_and_the_ledger_goes_on(
         context.site_folder(fl_ctx, named(name), "site-1", site)
     with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
         context.server_folder(fl_ctx, named(name))
-    ledger = Ledger(context.ledger_path(fl_ctx, named("study"), "site-1", site))
-    ledger.spend(ENTRY, None)
+    ledger = Ledger(context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite")
+    ledger.spend(ENTRY, {})
     assert ledger.entries() == [ENTRY]
 
 
@@ -74,7 +74,7 @@ def test_usual_names_are_taken(name: str) -> None:
 
 def test_the_ledger_lies_beside_all_runs_and_in_none(submitted: Place, tmp_path: Path) -> None:
     fl_ctx, site = submitted("eve"), SiteConfig(state=tmp_path / "state")
-    ledger = context.ledger_path(fl_ctx, named("study"), "site-1", site)
+    ledger = context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite"
     for job in (named("study"), named("other"), named(None)):
         folder = context.site_folder(fl_ctx, job, "site-1", site)
         assert folder.parent == ledger.parent / "runs"

@@ -1,0 +1,35 @@
+"""Values that replace a file's before it is validated: `--set FIELD=VALUE`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from consilium.errors import ConfigError
+
+
+def override(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
+    """Write `overrides`, by dotted field, into `raw`, what the file `path` holds. Raises ConfigError."""
+    _keep_scaling(raw, overrides, path)
+    for field, value in overrides.items():
+        _override(raw, field, value, path)
+
+
+def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a rank set beside an alpha that stays: alpha / rank would change without a word."""
+    adapter = raw.get("adapter") if isinstance(raw, dict) else None
+    alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
+    if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):
+        what = f"the file has alpha {adapter['alpha']}, and alpha / rank scales the adapter"
+        remedy = "set adapter.alpha too (equal to the rank scales by 1), or take it out of the file"
+        raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
+
+
+def _override(raw: Any, field: str, value: Any, path: Path) -> None:
+    *sections, last = field.split(".")
+    for section in sections:
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
+        raw = raw.setdefault(section, {})
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
+    raw[last] = value
