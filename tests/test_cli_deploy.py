@@ -80,4 +80,4 @@ def test_doctor_exits_1_with_problems_and_tells_the_same_in_both_formats(
 
 def test_an_unknown_format_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "doctor", "--format", "xml") == 2
-    assert "--format: 'xml': expected txt or json" in capsys.readouterr().err
+    assert "'--format': 'xml' is not one of 'txt', 'json'" in capsys.readouterr().err

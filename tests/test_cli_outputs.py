@@ -98,5 +98,4 @@ def test_to_a_terminal(words: list[str], columns: int, monkeypatch: pytest.Monke
         assert run(monkeypatch, words) == 0
     text = b"".join(seen).decode()
     check(text)
-    assert "\x1b[" in text  # the live table was drawn
-    assert "step 1/1" in text or "scoring" in text
+    assert "\x1b[" in text  # the live table was drawn; what of it, depends on the machine's speed

@@ -23,6 +23,8 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.
 
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds. Raises ConfigError."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{path}: not a file; give an existing file")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)

@@ -15,6 +15,7 @@ from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
 from consilium.models.sam import build_sam
 from consilium.privacy.ledger import Ledger
+from consilium.runs import STATE
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 
@@ -96,7 +97,7 @@ def _check_run(federation: Federation) -> None:
     reasons = [e["reason"] for e in federation.events("refused") if (e["site"], e["round"]) == ("site-3", 0)]
     assert Reason.BUDGET.text in reasons[0]
     for site, rows in {"site-1": [(0, 0)], "site-2": [(0, 0)], "site-3": []}.items():
-        assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / "consilium/ledger.sqlite").entries()] == rows
+        assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / STATE / "ledger.sqlite").entries()] == rows
     (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}
     peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
     assert not list(federation.kit("site-3").rglob("adapter_config.json"))

@@ -47,7 +47,7 @@ def status(federation: Federation, name: str) -> dict:
 
 
 def releases(federation: Federation, site: str) -> list[tuple[int, int]]:
-    return [(row.round, row.phase) for row in Ledger(federation.kit(site) / "consilium/ledger.sqlite").entries()]
+    return [(row.round, row.phase) for row in Ledger(federation.kit(site) / STATE / "ledger.sqlite").entries()]
 
 
 def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> None:
