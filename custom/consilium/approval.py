@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from consilium.config import SiteConfig, load_job
+from consilium.config import JobConfig, SiteConfig, load_job
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.storage import write_atomic
 
@@ -24,12 +24,12 @@ FLARE_ADDS = frozenset({".__nvfl_sig.json", ".__nvfl_submitter.crt"})
 """FLARE's signatures of a submitted job, one pair a folder; they differ by submitter."""
 
 
-def digest(app: Path) -> str:
-    """Return the SHA-256 of an app folder (config/job.yaml and what lies beside it), see the module.
+def digest(app: Path, config: JobConfig) -> str:
+    """Return the SHA-256 of an app folder whose config/job.yaml holds `config`, see the module.
 
     Raises ConfigError if job.yaml cannot run or the site's components are not in config_fed_client.json.
     """
-    parts = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in _contents(app))
+    parts = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in _contents(app, config))
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
@@ -38,11 +38,14 @@ def other_files(app: Path) -> list[str]:
     return [name for name in _names(app) if name not in (JOB, CLIENT)]
 
 
-def check_approved(app: Path, site: SiteConfig, local: Path) -> None:
-    """Raise RefusedError if the site runs approved jobs only and this is none. `local`: the kit's folder of that name."""
+def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) -> None:
+    """Raise RefusedError if the site runs approved jobs only and this is none. `local`: the kit's folder of that name.
+
+    `config` is what was read of the app's job.yaml, and what will run.
+    """
     if site.approve is None:
         return
-    found = digest(app)
+    found = digest(app, config)
     if found not in approvals(local):
         review = f"review it and run: consilium approve {app} --kit {local.parent}"
         raise RefusedError(f"the job's digest {found} is not approved here (site.yaml: approve); {review}", Reason.APPROVAL)
@@ -64,8 +67,9 @@ def approvals(local: Path) -> dict[str, dict[str, str]]:
 
 def approve(app: Path, local: Path) -> str:
     """Put a job's digest on record, with the time and the user of this machine, and return it."""
-    found = digest(app)
-    one = {"job": load_job(app / JOB).name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
+    config = load_job(app / JOB)
+    found = digest(app, config)
+    one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
     _write(local, approvals(local) | {found: one})
     return found
 
@@ -92,14 +96,14 @@ def _write(local: Path, values: dict[str, dict[str, str]]) -> None:
 
 def _names(app: Path) -> list[str]:
     files = (path for path in app.rglob("*") if path.is_file() and path.name not in FLARE_ADDS)
-    names = sorted(path.relative_to(app).as_posix() for path in files if "__pycache__" not in path.parts)
+    names = sorted(path.relative_to(app).as_posix() for path in files)
     return [name for name in names if name != SERVER]
 
 
-def _contents(app: Path) -> Iterator[tuple[str, bytes]]:
+def _contents(app: Path, config: JobConfig) -> Iterator[tuple[str, bytes]]:
     """Yield every file's name and what counts of it: of the two configurations the values, however they are written."""
     values: dict[str, Any] = {
-        JOB: load_job(app / JOB).model_dump(mode="json", exclude={"experiment"}),
+        JOB: config.model_dump(mode="json", exclude={"experiment"}),
         CLIENT: _json(app / CLIENT),
     }
     for name in _names(app):

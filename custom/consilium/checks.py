@@ -22,6 +22,8 @@ from consilium.strategy import Payload, Role, Tensors
 
 LARGEST = float(torch.finfo(torch.float32).max)
 """The largest number a site may report: TensorBoard keeps single precision."""
+SMALLEST = 1e-3
+"""The fewest ranks a layer that a site may offer on average."""
 SAMPLES = 10**9
 """The most training samples a site may say it has."""
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -31,7 +33,12 @@ _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 
 def check_hello(hello: Hello) -> None:
     """Raise RefusedError unless every value has its kind and range, and the version is the server's."""
-    if not isinstance(hello.name, str) or not _NAME.fullmatch(hello.name) or hello.name == "server":
+    if (
+        not isinstance(hello.name, str)
+        or not _NAME.fullmatch(hello.name)
+        or hello.name == "server"
+        or len(hello.name.encode()) > 128
+    ):
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
     name, version = hello.name, hello.version
     if version != __version__:
@@ -45,15 +52,15 @@ def check_hello(hello: Hello) -> None:
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
-    if not all(_is_number(value) and value > 0 for value in hello.capacity.values()):
-        raise RefusedError(f"{name}: capacity is no number above 0; see that site")
+    if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
+        raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
 
 
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
     """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
     check_result(job, result)
     _check_shapes(job, result, sent)
-    _check_norm(job, plan, result, sent)
+    _check_norm(job, plan, result)
 
 
 def check_result(job: Job, result: Payload) -> None:
@@ -91,7 +98,13 @@ def _check_seal(result: Payload) -> None:
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
     """Raise RefusedError unless it holds finite numbers of `dtype`, no more than its memory has room for."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+    if (
+        type(tensor) is not Tensor
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.device.type != "cpu"
+    ):
         raise RefusedError(f"tensor {name!r} is not a plain one on the processor")
     if tensor.dtype is not dtype:
         raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
@@ -109,13 +122,13 @@ def _check_shapes(job: Job, result: Payload, sent: Payload) -> None:
             raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
 
 
-def _check_norm(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
+def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
     """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
 
-    The measure is the whole adapter as the site was sent it (what is not sent counts as it started), so that neither other
-    sites nor the order of arrival matter. Site-level noise is large by design: what it is expected to add is allowed for.
+    The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
+    further every round. Site-level noise is large by design: what it is expected to add is allowed for.
     """
-    adapter, update = _norm(job.initial | sent.tensors), _norm(result.tensors)
+    adapter, update = _norm(job.initial), _norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
     noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio

@@ -17,7 +17,7 @@ _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!"} | {"<": "&lt;", ">": "&gt;", "&"
 
 def shown(text: object, limit: int = LIMIT) -> str:
     """Return a text as one line of visible characters, the others as escapes such as \\x1b; at most `limit` of its own."""
-    whole = str(text)
+    whole = str(text) if not isinstance(text, int) or abs(text) < 10**20 else "a number of over 20 digits"
     visible = "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in whole[:limit])
     return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
 

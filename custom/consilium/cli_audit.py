@@ -76,7 +76,7 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     if not private:
         return ["- privacy: none; updates left as trained"]
     last = private[-1]
-    named = f"{last['unit']} level, {last['adjacency']}, trust {last['trust']}"
+    named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
     return [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
 
@@ -105,5 +105,8 @@ def _tensors(messages: list[dict[str, Any]]) -> list[str]:
             seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
     if not seen:
         return []
-    rows = [f"| {cell(n)} | {s} | {d} | {len(v)} | {min(v):.4g} to {max(v):.4g} |" for (n, s, d), v in sorted(seen.items())]
+    rows = [
+        f"| {cell(n)} | {cell(s)} | {cell(d)} | {len(v)} | {min(v):.4g} to {max(v):.4g} |"
+        for (n, s, d), v in sorted(seen.items())
+    ]
     return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]

@@ -197,7 +197,7 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
         )
         for unit, by_delta in one["epsilon"].items():
             console.print(f"    one {unit}: {_spent(by_delta)}{_budget(one['budgets'].get(unit))}", markup=False)
-        console.print(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}", markup=False)
+        console.print(line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}"))
         if not one["private"]:
             console.print("    not private: noise came from a seed (noise_seed in site.yaml)", style="yellow")
     for row in rows:

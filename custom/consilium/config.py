@@ -1,5 +1,7 @@
 """job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,6 +146,13 @@ class JobConfig(Section):
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig | None = None
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all settings but the number of rounds: what makes it the same job, which a resumption may prolong."""
+        settings = self.model_dump(mode="json")
+        del settings["training"]["rounds"]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     @property
     def weighting(self) -> str:

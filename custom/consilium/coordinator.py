@@ -1,13 +1,13 @@
 """The server's life: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
 
-import hashlib
-import json
 import math
 import random
 import secrets
 import threading
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from consilium.adapters.export import export
 from consilium.assemble import Job
@@ -21,7 +21,7 @@ from consilium.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.site import Hello, Observer
 from consilium.storage import load_state, save_state, sweep
-from consilium.strategy import HELD_OUT, Payload, Role, RoundAggregate, ServerState, SiteInfo, Tensors
+from consilium.strategy import HELD_OUT, Gathered, Payload, Role, RoundAggregate, ServerState, SiteInfo, Tensors
 
 
 class Coordinator:
@@ -99,7 +99,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
             self.accepted = set()
-            self.aggregate.reset()
+            self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
             self._announce(self.plan)
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
@@ -185,7 +185,7 @@ class Coordinator:
             mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
             self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
-            self.state = self.job.strategy.conclude(self.state, mean)
+            self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
             self.asked = {}
@@ -262,11 +262,22 @@ class Coordinator:
         return meta["run"], meta["checkpoint"], state
 
 
+def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
+    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
+    try:
+        merged = job.strategy.conclude(state, mean)
+    except RuntimeError as error:  # a decomposition that does not converge
+        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__})") from None
+    kept = [merged.shared, merged.matrices, *merged.sites.values()]
+    if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
+        raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
+    return merged
+
+
 def _group(tensors: Tensors, group: str) -> Tensors:
     return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
 
 
 def _fingerprint(job: Job) -> str:
-    """Return what a checkpoint must share with the job that resumes it: the strategy and every adapter tensor's shape."""
-    layout = [job.strategy.name, sorted((name, list(tensor.shape)) for name, tensor in job.initial.items())]
-    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+    """Return what a checkpoint must share with the job that resumes it: all settings but the number of rounds."""
+    return job.config.digest

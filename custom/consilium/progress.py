@@ -92,7 +92,9 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
 def _weights(lines: list[Line]) -> dict[str, Line]:
     """Return, by site, its weight and its share of the whole in the last mean it was part of."""
     found: dict[str, Line] = {}
-    for place in [_place(x) for x in lines if x["event"] == "concluded"]:
-        weights = {x["site"]: x.get("weight", 1) for x in lines if x["event"] == "result" and _place(x) == place}
+    by_place: dict[tuple[int, int], dict[str, int]] = {}
+    for line in (x for x in lines if x["event"] == "result"):
+        by_place.setdefault(_place(line), {})[line["site"]] = line.get("weight", 1)
+    for weights in [by_place.get(_place(x), {}) for x in lines if x["event"] == "concluded"]:
         found |= {site: {"weight": weight, "share": weight / sum(weights.values())} for site, weight in weights.items()}
     return found

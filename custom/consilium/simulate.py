@@ -98,4 +98,7 @@ def _evaluate(coordinator: Coordinator, members: dict[str, Member]) -> None:
     pooled: Payload | None = payloads.get(POOLED)
     for name, member in members.items():
         if pooled or name in payloads:  # not a site that was refused
-            coordinator.record_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
+            try:
+                coordinator.record_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
+            except ConsiliumError as error:
+                coordinator.refuse(name, str(error))

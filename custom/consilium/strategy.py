@@ -106,6 +106,10 @@ Gathered = Tensors | dict[str, Upload]
 """A phase's results: their mean update (float64), or all of them by site, as `Strategy.needs` says."""
 
 
+PARTIES = 1024
+"""How many updates a mean has room for, unless it is told."""
+
+
 class ExactMean:
     """Weighted mean that keeps one running sum and does not depend on the order of arrival.
 
@@ -113,14 +117,17 @@ class ExactMean:
     Memory: one int64 tensor per name, however many sites report.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parties: int = PARTIES) -> None:
         self._sums: Tensors = {}
-        self._weight = 0
+        self._weight, self._parties = 0, parties
 
     def add(self, update: Tensors, weight: int) -> None:
-        """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact."""
+        """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact.
+
+        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
+        """
         largest = max((float(t.abs().max()) for t in update.values() if t.numel()), default=0.0)
-        if largest / MEAN_UNIT * (self._weight + weight) >= 2.0**62:
+        if largest / MEAN_UNIT * weight >= 2.0**62 / self._parties:
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
         for name, tensor in update.items():
             term = tensor.detach().double().div(MEAN_UNIT).round_().to(torch.int64).mul_(weight)
@@ -247,9 +254,9 @@ class RoundAggregate:
         self.strategy = strategy
         self.reset()
 
-    def reset(self) -> None:
-        """Forget everything added."""
-        self._mean = ExactMean()
+    def reset(self, parties: int = PARTIES) -> None:
+        """Forget everything added; there is room for the results of so many `parties`."""
+        self._mean = ExactMean(parties)
         self._uploads: dict[str, Upload] = {}
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:

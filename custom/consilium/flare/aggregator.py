@@ -11,7 +11,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from consilium.assemble import Job
 from consilium.checks import SAMPLES, check_update
 from consilium.clean import shown
-from consilium.errors import RefusedError
+from consilium.errors import ConfigError, RefusedError
 from consilium.flare import context, wire
 from consilium.privacy.plan import Plan, make_plan
 from consilium.strategy import Payload, RoundAggregate, SiteInfo
@@ -71,7 +71,9 @@ class StrategyAggregator(ModelAggregator):
         return strategy.broadcast(state, SiteInfo("", 1, joined=True))
 
     def aggregate_model(self) -> FLModel:
-        """Return the mean difference in the tensors' own type."""
+        """Return the mean difference in the tensors' own type. Raises ConfigError where the server's noise is missing on it."""
+        if self._plan is not None and self._plan.config.trust == "central":
+            raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
         mean = {n: t.to(self._job.initial[n].dtype) for n, t in self._aggregate.mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 

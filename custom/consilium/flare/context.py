@@ -16,7 +16,7 @@ from nvflare.apis.workspace import Workspace
 
 from consilium.approval import check_approved
 from consilium.assemble import Job, assemble_job
-from consilium.config import SiteConfig, find_site, load_job
+from consilium.config import JobConfig, SiteConfig, find_site, load_job
 from consilium.errors import ConfigError, Reason
 from consilium.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
 from consilium.site import Observer
@@ -32,15 +32,33 @@ def load(fl_ctx: FLContext) -> Job:
     return federated_job(folder / "config" / "job.yaml")
 
 
-def check_approval(fl_ctx: FLContext, site: SiteConfig) -> None:
-    """Raise RefusedError if the site runs only jobs that its administrator has approved, and this is none."""
-    workspace = _workspace(fl_ctx)
-    check_approved(Path(workspace.get_app_dir(fl_ctx.get_job_id())), site, Path(workspace.get_site_config_dir()))
+def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
+    """Return this run's job and the site's configuration, read once in a process: guard and executor work on the same.
+
+    FLARE may write the job's folder anew while the job runs. Raises ConfigError, and RefusedError if the site runs only jobs
+    that its administrator has approved and this is none.
+    """
+    key = (fl_ctx.get_job_id(), name)
+    if key not in _opened:
+        site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
+        app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
+        config = load_job(app / "config" / "job.yaml")
+        check_approved(app, config, site, Path(workspace.get_site_config_dir()))
+        _opened[key] = (_federated(config, app / "config" / "job.yaml"), site)
+    return _opened[key]
+
+
+_opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
+"""This process' jobs by FLARE's id and site."""
 
 
 def federated_job(path: Path) -> Job:
     """Return the job of a job.yaml. Raises ConfigError if it is wrong, or pools data, which a federation never does."""
-    job = assemble_job(load_job(path), path)
+    return _federated(load_job(path), path)
+
+
+def _federated(config: JobConfig, path: Path) -> Job:
+    job = assemble_job(config, path)
     if job.strategy.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
     return job

@@ -57,7 +57,7 @@ class SiteExecutor(Executor):
     def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
         if self._site is None:
             name = fl_ctx.get_identity_name()
-            job, site = context.load(fl_ctx), context.site_config(fl_ctx, name)
+            job, site = context.approved(fl_ctx, name)
             folder = context.site_folder(fl_ctx, job, name, site)
             self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name))
         self._site.should_stop = lambda: _stop_if(abort_signal)

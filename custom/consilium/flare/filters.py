@@ -75,7 +75,8 @@ class GuardResultFilter(ClosedFilter):
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Put the refusal on record, each one, and return it."""
         try:
-            _guard(self, fl_ctx).refuse(reason)
+            if (instead := _guard(self, fl_ctx).refuse(reason)) is not None:
+                return self._keep(_with_cookies(wire.encode(instead, "", update=True), shareable), fl_ctx)
         except Exception as error:  # where the guard itself cannot be made, as without a data list, the log is the record
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
         return self._keep(super().refused(reason, shareable, fl_ctx), fl_ctx)
@@ -133,9 +134,7 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
     key = _key(fl_ctx)
     if key not in _guards:
         name = fl_ctx.get_identity_name()
-        site = context.site_config(fl_ctx, name)
-        context.check_approval(fl_ctx, site)
-        job = context.load(fl_ctx)
+        job, site = context.approved(fl_ctx, name)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
         observe = context.observer(component, fl_ctx, f"{name}-guard")
         _guards[key] = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")

@@ -77,8 +77,8 @@ def decode_hello(shareable: Shareable) -> str:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError("no whole number")
+    if type(value) is not int or abs(value) > 2**31:
+        raise ValueError("no round or phase")
     return value
 
 

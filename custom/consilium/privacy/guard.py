@@ -5,7 +5,6 @@ values, clips, adds noise, keeps what it releases, writes the ledger, and only t
 bytes again and spends nothing. On any doubt nothing is sent.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Set
@@ -16,17 +15,22 @@ from typing import Any
 
 from consilium.config import JobConfig
 from consilium.config_privacy import PolicyConfig
+from consilium.config_section import SMALLEST_NOISE
 from consilium.errors import Reason, RefusedError
 from consilium.privacy import audit, mechanism, recovery
 from consilium.privacy.ledger import Budget, Entry, Ledger
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import check_release, geometries, upload_shapes
 from consilium.seeding import seed_for
-from consilium.storage import digest, load_state, locked, save_state
+from consilium.storage import digest, load_state, locked, save_state, write_atomic
 from consilium.strategy import HELD_OUT, Payload, Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
 """What a site may say of its machine, see ranks.py."""
+
+
+TELLING = frozenset({Reason.DATA, Reason.TRAINING, Reason.RESULT, Reason.CHECKPOINT, Reason.ERROR})
+"""Words that a site's data may decide."""
 
 
 class Kind(StrEnum):
@@ -76,10 +80,9 @@ class Guard:
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
         self._budgets = {unit: Budget(b.epsilon, b.delta) for unit, b in self.policy.budgets.items()}
-        text = json.dumps(self.config.model_dump(mode="json"), sort_keys=True)
-        self._digest = hashlib.sha256(text.encode()).hexdigest()
         self._run, self._admitted = "", None
         self._task: Task | None = None
+        self._asked: Task | None = None
         self._records: dict[Path, audit.Record] = {}
 
     @property
@@ -98,14 +101,16 @@ class Guard:
         self._task = None
         if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or self.job_id):  # it becomes a folder's name
             raise RefusedError(f"{self.name}: {run[:80]!r} is no name of a run; nothing was sent", Reason.TASK)
-        task = Task(kind, run or f"job-{self.job_id}", payload or Payload(-1, -1, {}))
+        own = f"{run or f'job-{self.job_id}'}.{self.config.digest[:16]}"  # the server's word alone is not enough
+        task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
         self._check_place(task)
         if task.run != self._admitted:
             self._admit(task.run)
         if kind is Kind.TRAIN:
+            self._check_words(task)
             self._charge(task)
-        self._task = task
+        self._task = self._asked = task
         return task
 
     def _check_place(self, task: Task) -> None:
@@ -135,9 +140,13 @@ class Guard:
         if self.plan is None and self.policy.protects:
             what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
             raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
-        trusted = self.policy.trust or ("local",)
-        if self.policy.protects and self.plan.config.trust not in trusted:
+        if not self.policy.protects:
+            return
+        if self.plan.config.trust not in (self.policy.trust or ("local",)):
             what = f"privacy.trust {self.plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent"
+            raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
+        if self.plan.noise_multiplier < SMALLEST_NOISE:
+            what = f"a noise multiplier of {self.plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}"
             raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
 
     def _charge(self, task: Task) -> None:
@@ -174,6 +183,7 @@ class Guard:
             released, spends = self._private(task, result) if self.plan else (self._checked(result), False)
             released = replace(released, ledger=self.ledger.seal())
             self._note("update", released, spends)
+        self._asked = None
         return released
 
     def report(self, task: Task, result: Payload) -> Payload:
@@ -186,10 +196,37 @@ class Guard:
         self._note("evaluation", checked)
         return checked
 
-    def refuse(self, reason: Reason) -> None:
-        """Put a refusal on record before it leaves, each one. Raises RefusedError if that cannot be."""
-        self._task = None
+    def refuse(self, reason: Reason) -> Payload | None:
+        """Put a refusal on record before it leaves, each one; return what goes in its place, if anything.
+
+        A word that data decide is an answer like any other. In a private job it is final for its round and phase and costs what
+        a release costs; of an evaluation whose scores stay here nothing is told. Raises RefusedError if it cannot be kept.
+        """
+        task, self._task, self._asked = self._asked, None, None
         self._note("refusal", again=True, reason=reason.value)
+        if task is None or self.plan is None or reason not in TELLING:
+            return None
+        if task.kind is Kind.EVALUATE:
+            return None if self.share_metrics else Payload(*task.place, {}, ledger=self.ledger.seal())
+        if task.kind is Kind.TRAIN:
+            self._keep_word(task, reason)
+        return None
+
+    def _keep_word(self, task: Task, reason: Reason) -> None:
+        if self._unit == "site":  # record level was charged when the task came
+            self.ledger.spend(self._entry(task.run, *task.place), self._budgets)
+        write_atomic(self._words(task), json.dumps({"word": reason.value}).encode())
+
+    def _check_words(self, task: Task) -> None:
+        """Raise RefusedError with the same word again where this round and phase have ended in one."""
+        if self.plan is not None and (path := self._words(task)).is_file():
+            what = (
+                f"round {task.place[0]} phase {task.place[1]} has failed here before, and that answer stays; nothing was sent"
+            )
+            raise RefusedError(f"{self.name}: {what}", Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
+
+    def _words(self, task: Task) -> Path:
+        return self.folder / task.run / "refused" / "{}-{}.json".format(*task.place)
 
     def _take(self, task: Task, kind: Kind) -> None:
         """Use up the authorization. Raises RefusedError unless `task` is the one that stands."""
@@ -250,7 +287,7 @@ class Guard:
     def _note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **said: Any) -> None:
         """Put a message into the site's record before it leaves, see audit.py."""
         line = {"site": self.name, "job": self.config.name, "experiment": self.config.experiment, "run": self._run}
-        line |= {"flare_job": self.job_id, "job_digest": self._digest, "ledger": self.ledger.seal(), "kind": kind, **said}
+        line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
         if payload is not None:
             line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
             line |= {"scalars": payload.scalars, "metrics": payload.metrics}
@@ -269,11 +306,11 @@ class Guard:
         return mechanism.seeded_normal(seed_for(self.policy.noise_seed, self.name, result.round, result.phase))
 
     def _entry(self, run: str, round: int, phase: int) -> Entry:
-        """Return the ledger's row of a release. Its run is the site's own name for the job: the server's word is not enough."""
+        """Return the ledger's row of a release."""
         privacy, spend = self.plan.config, self.plan.release
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
-            job=self.config.name, run=f"{run}.{self._digest[:16]}", round=round, phase=phase,
+            job=self.config.name, run=run, round=round, phase=phase,
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
             private=self.policy.noise_seed is None,
         )  # fmt: skip
@@ -286,10 +323,8 @@ class Guard:
         if not self._file(run).exists():
             return None, True
         tensors, meta = load_state(self._file(run))
-        if meta["job"] != self._digest:
-            return None, True
         return Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta["spends"]
 
     def _store(self, run: str, released: Payload, spends: bool) -> None:
         meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
-        save_state(self._file(run), released.tensors, meta | {"spends": spends, "job": self._digest})
+        save_state(self._file(run), released.tensors, meta | {"spends": spends})

@@ -73,6 +73,9 @@ class Budget:
 Budgets = Mapping[str, Budget]
 """By unit."""
 
+Sealed = tuple[float, Entry, str]
+"""Time, row, seal."""
+
 COLUMNS = [field.name for field in fields(Entry)]
 _CREATE = f"""CREATE TABLE IF NOT EXISTS releases (time REAL NOT NULL, {", ".join(f'"{c}" NOT NULL' for c in COLUMNS)},
 seal NOT NULL)"""
@@ -105,6 +108,7 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last = ""
 
     def entries(self, dataset: str | None = None) -> list[Entry]:
         """Return all rows, oldest first, of one data set where given."""
@@ -138,10 +142,10 @@ class Ledger:
     def spend(self, entry: Entry, budgets: Budgets) -> None:
         """Write one release, before it leaves the site; once, however often it is asked. Raises RefusedError as `check`."""
         with self._writing() as db:
-            sealed = _select(db, self.path)
+            sealed = self._whole(_select(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
             if _check(rows, [entry], budgets):
-                _insert(db, entry, sealed[-1][2] if sealed else "", time.time())
+                self._last = _insert(db, entry, self._last, time.time())
 
     def reseal(self) -> int:
         """Give every row a new seal, so that the file counts as it stands; return how many seals have changed.
@@ -156,11 +160,19 @@ class Ledger:
                 before = _insert(db, entry, before, when)
             return sum(old != new for (*_, old), (*_, new) in zip(sealed, _select(db, self.path), strict=True))
 
-    def _sealed(self) -> list[tuple[float, Entry, str]]:
+    def _sealed(self) -> list[Sealed]:
         if not self.path.is_file():
-            return []
+            return self._whole([])
         with self._connect() as db:
-            return _select(db, self.path)
+            return self._whole(_select(db, self.path))
+
+    def _whole(self, sealed: list[Sealed]) -> list[Sealed]:
+        """Return the rows, if the last one that this process saw is among them: a file put back in between lacks it."""
+        if self._last and self._last not in {seal for *_, seal in sealed}:
+            what = f"{self.path}: the privacy ledger lacks rows that it had a moment ago; nothing was sent; restore it"
+            raise RefusedError(what, Reason.LEDGER)
+        self._last = sealed[-1][2] if sealed else ""
+        return sealed
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -187,12 +199,12 @@ class Ledger:
             raise RefusedError(what, Reason.LEDGER) from None
 
 
-def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[tuple[float, Entry, str]]:
+def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:
     """Return time, row and seal of all rows. Raises RefusedError unless the chain is `whole`, where that is wanted."""
     found, before = [], ""
     for number, (when, *values, seal) in enumerate(db.execute(_SELECT), start=1):
         row = dict(zip(COLUMNS, values, strict=True))
-        entry = Entry(**row | {"private": bool(row["private"])})
+        entry = _entry(row, number, path)
         before = _seal(before, when, entry)
         if whole and seal != before:
             raise RefusedError(
@@ -202,6 +214,16 @@ def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[tupl
             )
         found.append((when, entry, seal))
     return found
+
+
+def _entry(row: dict[str, Any], number: int, path: Path) -> Entry:
+    """Return a row as an entry. Raises RefusedError for values of another kind, which nothing could be counted with."""
+    numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
+    if row["unit"] not in UNITS or not all(isinstance(value, int | float) for value in numbers):
+        raise RefusedError(
+            f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
+        )
+    return Entry(**row | {"private": bool(row["private"])})
 
 
 def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> str:

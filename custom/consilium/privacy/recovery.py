@@ -36,13 +36,19 @@ def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
 
     The file as it was is kept beside it. One that is no ledger at all is replaced by an empty one.
     """
-    copy = ledger.path.with_name(f"{ledger.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
     changed = _reseal(ledger)
     lost = sorted({seal for _, seal in _lost(records, ledger)})
     said = {"kind": ACCEPTANCE, "by": getpass.getuser(), "reason": reason, "rows": len(ledger.seals()), "lost": lost}
-    said |= {"rows_with_new_seals": changed, "kept": str(copy) if copy.is_file() else None, "ledger": ledger.seal()}
+    said |= {
+        "rows_with_new_seals": changed,
+        "kept": str(copy) if copy.is_file() else None,
+        "records_set_aside": aside,
+        "ledger": ledger.seal(),
+    }
     Record(records / FILE).add(said, again=True)
     return said
 
@@ -51,28 +57,42 @@ def _reseal(ledger: Ledger) -> int:
     try:
         return ledger.reseal()
     except RefusedError:
-        ledger.path.unlink()
+        ledger.path.unlink(missing_ok=True)
         return ledger.reseal()
 
 
 def _lost(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
-    """Yield every record whose last seal is neither in the ledger nor accepted as lost."""
+    """Yield every seal of every record that is neither in the ledger nor accepted as lost, with the record."""
     known = {"", *ledger.seals(), *_accepted(records)}
     for path in sorted(records.rglob(FILE)):
-        if (seal := _last(path).get("ledger", "")) not in known:
-            yield path, seal
+        yield from ((path, seal) for seal in (line.get("ledger", "") for line in _lines(path)) if seal not in known)
 
 
 def _accepted(records: Path) -> set[str]:
     path = records / FILE
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    return {seal for line in lines if line.get("kind") == ACCEPTANCE for seal in line["lost"]}
+    found = [line for line in _lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
+    return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
 
 
-def _last(path: Path) -> dict[str, Any]:
-    """Return the last line of a record. Raises RefusedError for a damaged one: it may be the one that knows."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a record. Raises RefusedError for a damaged one: it may be the one that knows."""
     try:
-        return json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        raise RefusedError(f"{path}: the last line is damaged; nothing was sent; look at it", Reason.LEDGER) from None
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        lines = [None]
+    if not all(isinstance(line, dict) and isinstance(line.get("ledger", ""), str) for line in lines):
+        raise RefusedError(
+            f"{path}: a line is damaged; nothing was sent; look at it, or run `consilium privacy accept`", Reason.LEDGER
+        )
+    return lines
+
+
+def _set_aside(records: Path, stamp: str) -> list[str]:
+    """Rename damaged records, so that they stay and no longer count; return their new names."""
+    found = []
+    for path in sorted(records.rglob(FILE)):
+        try:
+            _lines(path)
+        except RefusedError:
+            found.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
+    return found

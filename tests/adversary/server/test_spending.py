@@ -129,5 +129,7 @@ def _phi(x: float) -> float:
 
 def test_noise_of_none_is_no_private_job(client: MakeClient) -> None:
     silent = {"unit": "site", "clip": 0.5, "noise_multiplier": 0}
-    site = client(silent, budgets={"site": {"epsilon": 1e4}})
-    assert wire.reason_of(site.ask("train", site.task())) is Reason.BUDGET
+    for policy in ({"budgets": {"site": {"epsilon": 1e4}}}, {"trust": ["local"]}):
+        site = client(silent, **policy)
+        assert wire.reason_of(site.ask("train", site.task())) is Reason.POLICY
+        assert not site.trainer.did

@@ -80,6 +80,7 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     (tmp_path / "local" / "site.yaml").write_text(f"state: {tmp_path}\n")
     command = ["privacy", "accept", str(tmp_path / "local" / "site.yaml"), "--reason", "disk failed", "--format", "json"]
     said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    ledger = Ledger(ledger.path)  # a new process
     recovery.check(tmp_path, ledger)
     ledger.spend(replace(ONE, round=9), {})
     recovery.check(tmp_path, ledger)
@@ -91,12 +92,13 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
 
 def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, tmp_path: Path) -> None:
     lose(ledger.path)
+    ledger = Ledger(ledger.path)  # a new process
     recovery.accept(tmp_path, ledger, "disk failed")
     ledger.spend(replace(ONE, round=5), {})
     audit.Record(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
-        recovery.check(tmp_path, ledger)
+        recovery.check(tmp_path, Ledger(ledger.path))
 
 
 def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger: Ledger, tmp_path: Path) -> None:
@@ -116,3 +118,33 @@ def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Pat
     ledger.path.write_bytes(backup)
     with pytest.raises(RefusedError, match="lacks rows"):
         recovery.check(tmp_path, ledger)
+
+
+@pytest.mark.parametrize("harm", [lose, empty, cut])
+def test_a_ledger_lost_while_a_job_runs_is_noticed(harm: Callable[[Path], None], ledger: Ledger) -> None:
+    """It started a new file in silence, whose seal then stood in the record as the last one."""
+    harm(ledger.path)
+    for do in (ledger.seal, lambda: ledger.spend(replace(ONE, round=3), {})):
+        with pytest.raises(RefusedError, match="privacy ledger"):
+            do()
+
+
+def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Path) -> None:
+    """The second hello after the loss passed: the first one's refusal had put the new ledger's seal last in the record."""
+    lose(ledger.path)
+    new = Ledger(ledger.path)
+    for _ in range(3):
+        with pytest.raises(RefusedError, match="is gone"):
+            recovery.check(tmp_path, new)
+        path = tmp_path / "runs" / "experiment" / "run-1" / audit.FILE
+        audit.Record(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
+
+
+@pytest.mark.parametrize("text", [b"not json\n", b"5\n", b"\xff\n", b'{"ledger": []}\n'])
+def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: Ledger, tmp_path: Path) -> None:
+    (tmp_path / audit.FILE).write_bytes(text)
+    with pytest.raises(RefusedError, match="a line is damaged"):
+        recovery.check(tmp_path, ledger)
+    said = recovery.accept(tmp_path, ledger, "disk failed")
+    recovery.check(tmp_path, ledger)
+    assert Path(said["records_set_aside"][0]).read_bytes() == text

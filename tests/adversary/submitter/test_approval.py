@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from consilium import approval
 from consilium.cli import app
-from consilium.config import SiteConfig
+from consilium.config import SiteConfig, load_job
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.flare import context, filters, wire
 from consilium.flare.filters import GuardTaskFilter
@@ -24,6 +24,14 @@ from tests.conftest import JOBS
 
 SITE = SiteConfig(approve="digest")
 QUICKSTART = JOBS / "quickstart"
+
+
+def check(app: Path, site: SiteConfig, local: Path) -> None:
+    approval.check_approved(app, load_job(app / approval.JOB), site, local)
+
+
+def digest_of(app: Path) -> str:
+    return approval.digest(app, load_job(app / approval.JOB))
 
 
 @pytest.fixture
@@ -52,8 +60,8 @@ def test_every_way_to_submit_an_approved_job_is_the_same_job(local: Path, receiv
     apps.append(prepare(QUICKSTART / "app/config/job.yaml", {}, "second", tmp_path) / "app")
     apps.append(export(QUICKSTART, tmp_path / "export") / "app")
     for one in apps:
-        approval.check_approved(one, SITE, local)
-    approval.check_approved(prepare_again("first", tmp_path, None) / "app", SITE, local)
+        check(one, SITE, local)
+    check(prepare_again("first", tmp_path, None) / "app", SITE, local)
 
 
 def setting(old: str, new: str) -> Callable[[Path], None]:
@@ -102,17 +110,17 @@ def added(name: str, text: str = "{}") -> Callable[[Path], None]:
 def test_a_job_changed_after_approval_is_refused(change: Callable[[Path], object], local: Path, received: Path) -> None:
     change(received)
     with pytest.raises(RefusedError, match=r"is not approved here .*; review it and run: consilium approve ") as told:
-        approval.check_approved(received, SITE, local)
+        check(received, SITE, local)
     assert told.value.reason is Reason.APPROVAL
-    assert approval.digest(received) in str(told.value)
-    approval.check_approved(received, SiteConfig(), local)  # a site that does not ask
+    assert digest_of(received) in str(told.value)
+    check(received, SiteConfig(), local)  # a site that does not ask
 
 
 def test_components_in_another_form_cannot_be_approved(local: Path, received: Path) -> None:
     """FLARE would also read config_fed_client.conf, which may include files that the digest leaves out."""
     (received / "config/config_fed_client.json").rename(received / "config/config_fed_client.conf")
     with pytest.raises(ConfigError, match="a job to approve has its components there") as told:
-        approval.check_approved(received, SITE, local)
+        check(received, SITE, local)
     assert told.value.reason is Reason.APPROVAL
 
 
@@ -120,17 +128,17 @@ def test_components_in_another_form_cannot_be_approved(local: Path, received: Pa
 def test_a_damaged_record_approves_nothing(text: str, local: Path, received: Path) -> None:
     (local / approval.FILE).write_text(text)
     with pytest.raises(ConfigError, match="remove it and approve the jobs again"):
-        approval.check_approved(received, SITE, local)
+        check(received, SITE, local)
 
 
 def test_a_revoked_job_is_refused(local: Path, received: Path) -> None:
-    digest = approval.digest(received)
+    digest = digest_of(received)
     for start in ("", "0" * 64):
         with pytest.raises(ConfigError, match="begins 0 approved digests"):
             approval.revoke(start, local)
     assert approval.revoke(digest[:12], local) == digest
     with pytest.raises(RefusedError, match=digest):
-        approval.check_approved(received, SITE, local)
+        check(received, SITE, local)
 
 
 def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Path, received: Path, tmp_path: Path) -> None:
@@ -171,7 +179,7 @@ def test_the_command_shows_what_leaves_and_keeps_a_record(tmp_path: Path) -> Non
     assert found["privacy"] is None
     assert found["leaves"]["tensors"] == 4 + 7 * 4
     (digest,) = json.loads(run("--list", "--kit", kit, "--format", "json")[1])
-    assert digest == found["approved"] == approval.digest(QUICKSTART / "app")
+    assert digest == found["approved"] == digest_of(QUICKSTART / "app")
     assert (kit / "local/approved.json").stat().st_mode & 0o777 == 0o600
     assert run(QUICKSTART / "app", "--kit", kit)[1].splitlines()[-1] == f'approved: "{digest}"'
     assert json.loads(run("--revoke", digest[:8], "--kit", kit, "--format", "json")[1]) == {"revoked": digest}
