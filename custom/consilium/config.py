@@ -111,7 +111,7 @@ class TrainingConfig(Section):
 class FederationConfig(Section):
     """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
 
-    `max_norm_ratio`: an update whose norm is over this many times that of the adapter it changes is refused.
+    `max_norm_ratio`: an update whose norm is over this many times that of the adapter at its start is refused.
     `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
     `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
     """

@@ -29,8 +29,8 @@ CAPACITY = frozenset({"download", "time", "memory"})
 """What a site may say of its machine, see ranks.py."""
 
 
-TELLING = frozenset({Reason.DATA, Reason.TRAINING, Reason.RESULT, Reason.CHECKPOINT, Reason.ERROR})
-"""Words that a site's data may decide."""
+TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
+"""Words that a site's data may decide together with what the server sent."""
 
 
 class Kind(StrEnum):
