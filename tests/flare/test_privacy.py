@@ -67,8 +67,9 @@ def test_private_rounds_through_flare(
     for name in SITES[:2]:
         rows = Ledger(workspace / "sites" / name / "ledger.sqlite").entries()
         assert [(row.round, row.phase) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]  # two pairs, each release once
-    for name in ("site-3", "site-4"):
-        assert Ledger(workspace / "sites" / name / "ledger.sqlite").entries() == []
+    refusals = Ledger(workspace / "sites" / "site-3" / "ledger.sqlite").entries()
+    assert [(row.round, row.phase, row.digest) for row in refusals] == [(0, 0, ""), (0, 1, ""), (1, 0, ""), (1, 1, "")]  # words
+    assert Ledger(workspace / "sites" / "site-4" / "ledger.sqlite").entries() == []
     _check_what_left(workspace)
 
 
