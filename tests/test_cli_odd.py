@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +32,14 @@ PATHS = (
     "\udc80",
     "",
 )
-SECONDS = 5.0
+SECONDS = 30.0
+HANGS = 60.0
+"""Seconds after which a command that waits for ever is broken off, so that the test fails."""
+
+
+def hangs(number: int, frame: Any) -> None:
+    """Break a command off."""
+    raise AssertionError("hangs")
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -59,6 +67,7 @@ CASES = [(words, command, p) for words, command in commands() for p in command.p
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with one of each odd thing, and a job to give where only another argument is odd."""
     monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGALRM, hangs)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "file").write_text("x")
@@ -105,8 +114,12 @@ def test_an_odd_argument_is_answered_in_a_line(
     for value in odd_values(odd):
         monkeypatch.setattr(sys, "argv", line(words, command, odd, value))
         began = time.monotonic()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        signal.setitimer(signal.ITIMER_REAL, HANGS)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         shown = capsys.readouterr()
         assert ended.value.code in (0, 1, 2), (value, shown)
         assert time.monotonic() - began < SECONDS, value
