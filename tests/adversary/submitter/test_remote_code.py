@@ -1,6 +1,7 @@
 """A certified submitter whose job carries configuration only tries to run a program at the sites and at the server."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_a_site_that_asks_for_approval_runs_what_was_approved_and_nothing_else(f
     """The log says what to type; a changed job is another job."""
     job, kit = federation.export(config()), federation.kit("site-2")
     assert _sites(federation, job) == ["site-1"]
-    (command,) = {one.split("and run: consilium ")[1] for one in federation.log("site-2").splitlines() if f"--kit {kit}" in one}
+    *_, command = re.findall(rf"approve \S+ --kit {re.escape(str(kit))}", federation.log("site-2"))  # of this job, the last
     assert CliRunner().invoke(app, command.split()).exit_code == 0
     assert _sites(federation, job) == ["site-1", "site-2"]
     (job / "app/config/notes.txt").write_text("another")
