@@ -46,7 +46,7 @@ def again(tests: list[str], level: str, threads: int) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("flare")
 def test_engines_agree_without_vector_units() -> None:
     again(ENGINES, "default", 1)
