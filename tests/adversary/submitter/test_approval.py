@@ -202,3 +202,11 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(QUICKSTART / "app", tmp_path / "job" / name)
     assert "holds 2 apps; give the folder of the one that this site gets" in run(tmp_path / "job", "--kit", tmp_path)[1]
+
+
+@pytest.mark.parametrize("name", ["config/__pycache__/comm_config.json", "custom/__pycache__/evil.py"])
+def test_no_folder_of_an_app_is_left_out_of_the_digest(name: str, received: Path) -> None:
+    before = digest_of(received)
+    added(name, "{}")(received)
+    assert digest_of(received) != before
+    assert name in approval.other_files(received)
