@@ -32,7 +32,7 @@ PATHS = (
     "\udc80",
     "",
 )
-SECONDS = 30.0
+SECONDS = 5.0
 HANGS = 60.0
 """Seconds after which a command that waits for ever is broken off, so that the test fails."""
 
@@ -113,7 +113,7 @@ def test_an_odd_argument_is_answered_in_a_line(
 ) -> None:
     for value in odd_values(odd):
         monkeypatch.setattr(sys, "argv", line(words, command, odd, value))
-        began = time.monotonic()
+        began = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, HANGS)
         try:
             with pytest.raises(SystemExit) as ended:
@@ -122,7 +122,7 @@ def test_an_odd_argument_is_answered_in_a_line(
             signal.setitimer(signal.ITIMER_REAL, 0)
         shown = capsys.readouterr()
         assert ended.value.code in (0, 1, 2), (value, shown)
-        assert time.monotonic() - began < SECONDS, value
+        assert time.process_time() - began < SECONDS, value
         assert "Traceback" not in shown.out + shown.err
         assert "\x1b" not in shown.out + shown.err
         if ended.value.code == 2:
