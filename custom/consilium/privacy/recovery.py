@@ -56,7 +56,9 @@ def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
 def _reseal(ledger: Ledger) -> int:
     try:
         return ledger.reseal()
-    except RefusedError:
+    except RefusedError as error:
+        if getattr(error.__context__, "sqlite_errorname", "") == "SQLITE_BUSY":
+            raise  # a job is writing it: it is whole
         ledger.path.unlink(missing_ok=True)
         return ledger.reseal()
 

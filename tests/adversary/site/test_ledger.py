@@ -148,3 +148,16 @@ def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: L
     said = recovery.accept(tmp_path, ledger, "disk failed")
     recovery.check(tmp_path, ledger)
     assert Path(said["records_set_aside"][0]).read_bytes() == text
+
+
+def test_accepting_while_a_job_writes_loses_no_row(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that is only busy was taken for a broken one and replaced by an empty file."""
+    before = ledger.entries()
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **options | {"timeout": 0.1}))
+    writer = connect(ledger.path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    with pytest.raises(RefusedError, match="locked"):
+        recovery.accept(tmp_path, Ledger(ledger.path), "tidying up")
+    writer.close()
+    assert Ledger(ledger.path).entries() == before
