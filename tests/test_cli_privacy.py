@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from consilium.cli import app
 from consilium.errors import ConfigError
-from consilium.privacy.ledger import Entry, Ledger
+from consilium.privacy.composition import Entry
+from consilium.privacy.ledger import Ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
 

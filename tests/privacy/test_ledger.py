@@ -12,7 +12,8 @@ import pytest
 
 from consilium.errors import RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.ledger import Budget, Entry, Ledger, epsilon_for, merge, summary, weakest
+from consilium.privacy.composition import Budget, Entry, epsilon_for, merge, weakest
+from consilium.privacy.ledger import Ledger, summary
 
 BUDGET = {"site": Budget(3.0, 1e-5)}
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from consilium.errors import Reason, RefusedError
 from consilium.privacy.accounting import Spend, epsilon_of
-from consilium.privacy.ledger import merge
+from consilium.privacy.composition import merge
 from consilium.privacy.plan import Plan
 from consilium.storage import open_private, private_folder
 from consilium.strategy import Tensors

@@ -5,7 +5,6 @@ values, clips, adds noise, keeps what it releases, writes the ledger, and only t
 bytes again and spends nothing. On any doubt nothing is sent.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
@@ -17,20 +16,17 @@ from consilium.config import JobConfig
 from consilium.config_privacy import PolicyConfig
 from consilium.config_section import SMALLEST_NOISE
 from consilium.errors import Reason, RefusedError
-from consilium.privacy import audit, mechanism, recovery
-from consilium.privacy.ledger import Budget, Entry, Ledger
+from consilium.privacy import audit, mechanism, recovery, words
+from consilium.privacy.composition import Budget, Entry
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import check_release, geometries, upload_shapes
 from consilium.seeding import seed_for
-from consilium.storage import digest, load_state, locked, save_state, write_atomic
+from consilium.storage import digest, load_state, locked, save_state
 from consilium.strategy import HELD_OUT, Payload, Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
 """What a site may say of its machine, see ranks.py."""
-
-
-TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
-"""Words that a site's data may decide together with what the server sent."""
 
 
 class Kind(StrEnum):
@@ -108,7 +104,8 @@ class Guard:
         if task.run != self._admitted:
             self._admit(task.run)
         if kind is Kind.TRAIN:
-            self._check_words(task)
+            if self.plan is not None:
+                words.check(self.folder / task.run, task.place)
             self._charge(task)
         self._task = self._asked = task
         return task
@@ -204,7 +201,7 @@ class Guard:
         """
         task, self._task, self._asked = self._asked, None, None
         self._note("refusal", again=True, reason=reason.value)
-        if task is None or self.plan is None or reason not in TELLING:
+        if task is None or self.plan is None or reason not in words.TELLING:
             return None
         if task.kind is Kind.EVALUATE:
             return None if self.share_metrics else Payload(*task.place, {}, ledger=self.ledger.seal())
@@ -215,18 +212,7 @@ class Guard:
     def _keep_word(self, task: Task, reason: Reason) -> None:
         if self._unit == "site":  # record level was charged when the task came
             self.ledger.spend(self._entry(task.run, *task.place), self._budgets)
-        write_atomic(self._words(task), json.dumps({"word": reason.value}).encode())
-
-    def _check_words(self, task: Task) -> None:
-        """Raise RefusedError with the same word again where this round and phase have ended in one."""
-        if self.plan is not None and (path := self._words(task)).is_file():
-            what = (
-                f"round {task.place[0]} phase {task.place[1]} has failed here before, and that answer stays; nothing was sent"
-            )
-            raise RefusedError(f"{self.name}: {what}", Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
-
-    def _words(self, task: Task) -> Path:
-        return self.folder / task.run / "refused" / "{}-{}.json".format(*task.place)
+        words.keep(self.folder / task.run, task.place, reason)
 
     def _take(self, task: Task, kind: Kind) -> None:
         """Use up the authorization. Raises RefusedError unless `task` is the one that stands."""

@@ -9,7 +9,7 @@ from consilium.config import JobConfig
 from consilium.config_privacy import PolicyConfig
 from consilium.errors import Reason
 from consilium.flare import wire
-from consilium.privacy.ledger import epsilon_for
+from consilium.privacy.composition import epsilon_for
 from consilium.privacy.plan import make_plan
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.conftest import small_config

@@ -14,7 +14,8 @@ from consilium.config import SiteConfig
 from consilium.coordinator import Coordinator
 from consilium.errors import ConfigError
 from consilium.flare import context
-from consilium.privacy.ledger import Entry, Ledger
+from consilium.privacy.composition import Entry
+from consilium.privacy.ledger import Ledger
 from consilium.runs import check_name, run_folder
 from tests.conftest import small_config
 

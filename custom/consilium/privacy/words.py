@@ -1,0 +1,29 @@
+"""Failures that data decide together with what the server sent: in a private job such an answer is given once and stays.
+
+Otherwise a server could ask the same round again and again, each time with other values, and learn a bit of the data each time.
+"""
+
+import json
+from pathlib import Path
+
+from consilium.errors import Reason, RefusedError
+from consilium.storage import write_atomic
+
+TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
+"""Words that a site's data may decide together with what the server sent."""
+
+
+def keep(run: Path, place: tuple[int, int], reason: Reason) -> None:
+    """Note in the run's folder that this round and phase have ended in a word."""
+    write_atomic(_file(run, place), json.dumps({"word": reason.value}).encode())
+
+
+def check(run: Path, place: tuple[int, int]) -> None:
+    """Raise RefusedError, with the same word again, where this round and phase have ended in one."""
+    if (path := _file(run, place)).is_file():
+        what = f"round {place[0]} phase {place[1]} has failed here before, and that answer stays ({path}); nothing was sent"
+        raise RefusedError(what, Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
+
+
+def _file(run: Path, place: tuple[int, int]) -> Path:
+    return run / "refused" / "{}-{}.json".format(*place)
