@@ -106,8 +106,8 @@ def report(path: Path) -> Line:
 
 
 def _content(line: Mapping[str, Any]) -> str:
-    """Return what a line says, without its time, its place in the chain and what the ledger held then, as a hash."""
-    said = {key: value for key, value in line.items() if key not in ("time", "previous", "ledger")}
+    """Return what a line says as a hash; without its time, its place in the chain, the ledger's state and FLARE's job."""
+    said = {key: value for key, value in line.items() if key not in ("time", "previous", "ledger", "flare_job")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

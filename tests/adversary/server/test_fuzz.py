@@ -53,7 +53,7 @@ def check(client: Client, answer: Shareable) -> None:
             assert did[2].round == config.training.rounds or did[2].phase == HELD_OUT
     trained = {(did[1], did[2].round) for did in client.trainer.did if did[0] == "train"}
     if config.privacy is not None:
-        paid = {(row.run.rpartition(".")[0], row.round) for row in client.guard.ledger.entries()}
+        paid = {(row.run, row.round) for row in client.guard.ledger.entries()}
         assert (trained if config.privacy.unit == "record" else set()) <= paid
     if (reason := wire.reason_of(answer)) is not None:
         assert reason in Reason
