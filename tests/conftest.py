@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.assemble import Job, assemble_job
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
+from consilium.federation.build import Job, assemble_job
 from consilium.strategies import STRATEGIES
 
 JOBS = Path(__file__).parent.parent / "jobs"

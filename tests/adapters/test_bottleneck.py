@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consilium.adapters import adapter, bottleneck
-from consilium.assemble import assemble_job
+from consilium.adapters import bottleneck, layers
 from consilium.errors import ConfigError
-from consilium.models.clip import build_clip
-from consilium.models.sam import build_sam
+from consilium.federation.build import assemble_job
+from consilium.models.clip.network import build_clip
+from consilium.models.sam.network import build_sam
 from tests.conftest import small_config
 
 
@@ -25,14 +25,14 @@ def tiny(decoder: bool = False, width: int | None = 4) -> tuple[torch.nn.Module,
 
 def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
     model, images, before = tiny()
-    adapter.load(model, adapter.initial(model, 0))
+    layers.load(model, layers.initial(model, 0))
     with torch.no_grad():
         assert torch.equal(model(images), before)
-        for name, parameter in adapter.tensors(model).items():
+        for name, parameter in layers.tensors(model).items():
             if name.endswith("up.weight"):
                 parameter.normal_(std=0.1)
         assert not torch.allclose(model(images), before, atol=1e-2)
-        with adapter.disabled(model):
+        with layers.disabled(model):
             assert torch.equal(model(images), before)
         assert not torch.allclose(model(images), before, atol=1e-2)
 
@@ -40,9 +40,9 @@ def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
 @pytest.mark.parametrize("place", bottleneck.PLACES)
 def test_every_adapter_acts(place: str) -> None:
     model, images, before = tiny()
-    adapter.load(model, adapter.initial(model, 0))
+    layers.load(model, layers.initial(model, 0))
     with torch.no_grad():
-        adapter.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
+        layers.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
         assert not torch.allclose(model(images), before, atol=1e-3)
 
 
@@ -58,13 +58,13 @@ def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 1, weights=False)
         bottleneck.inject(model, None, False)
-    names = list(adapter.tensors(model))
+    names = list(layers.tensors(model))
     assert bottleneck.count(names) == 36
     assert bottleneck.position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
     assert bottleneck.position("image_encoder.blocks.2.adapter_output.up.bias") == 8
     assert bottleneck.position("image_encoder.blocks.2.attn.qkv.weight") is None
     sizes: dict[int, int] = {}
-    for name, parameter in adapter.tensors(model).items():
+    for name, parameter in layers.tensors(model).items():
         where = bottleneck.position(name)
         sizes[where] = sizes.get(where, 0) + parameter.numel()
     assert set(sizes.values()) == {768 * 192 * 2 + 192 + 768}
@@ -74,20 +74,20 @@ def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
     for decoder in (False, True):
         model, _, _ = tiny(decoder)
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert trained == adapter.tensors(model).keys()
+        assert trained == layers.tensors(model).keys()
         assert any(n.startswith("mask_decoder.") for n in trained) == decoder
-        assert not any(n.startswith("mask_decoder.") for n in adapter.initial(model, 0))
+        assert not any(n.startswith("mask_decoder.") for n in layers.initial(model, 0))
 
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     model, images, before = tiny(decoder=True)
-    adapter.load(model, adapter.initial(model, 0) | adapter.native(model))
+    layers.load(model, layers.initial(model, 0) | layers.native(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
-        for parameter in adapter.tensors(model).values():
+        for parameter in layers.tensors(model).values():
             parameter.add_(0.01)
         moved = model(images)
-        with adapter.disabled(model):
+        with layers.disabled(model):
             assert torch.equal(model(images), before)
         assert torch.equal(model(images), moved)
     assert not torch.equal(moved, before)
@@ -95,7 +95,7 @@ def test_the_base_is_evaluated_with_its_own_decoder() -> None:
 
 def test_export_holds_every_tensor(tmp_path: Path) -> None:
     model, _, _ = tiny()
-    values = {n: p.detach() for n, p in adapter.tensors(model).items()}
+    values = {n: p.detach() for n, p in layers.tensors(model).items()}
     bottleneck.save(tmp_path, values, "sam-tiny")
     saved = load_file(tmp_path / "adapter.safetensors")
     assert all(torch.equal(saved[n], t) for n, t in values.items())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import adapter, dual_rank
+from consilium.adapters import dual_rank, layers
 from consilium.errors import CheckpointError
-from consilium.models.causal_lm import build_causal_lm
+from consilium.models.causal_lm.network import build_causal_lm
 
 LAYER = "model.layers.0.self_attn.q_proj"
 SCALING = 2.0
@@ -64,13 +64,13 @@ def rounding(model: Net, given: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in adapter.tensors(model).items() if isinstance(p, nn.Parameter)}
+    return {n: p for n, p in layers.tensors(model).items() if isinstance(p, nn.Parameter)}
 
 
 @pytest.mark.parametrize(("rank", "tail"), [(4, 0), (2, 3), (0, 4), (3, 0), (4, 9)])
 def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) -> None:
     model, given = net(), values(rank, tail)
-    adapter.load(model, given)
+    layers.load(model, given)
     x = torch.randn(3, 2, 7, requires_grad=True)
     y = model(x)
     leaves = {n: t.clone().requires_grad_(n.rpartition(".")[2].startswith("lora_")) for n, t in given.items()}
@@ -86,7 +86,7 @@ def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) ->
 
 def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> None:
     model, given = net(), values(2, 6)
-    adapter.load(model, given)
+    layers.load(model, given)
     parameters = trained(model)
     assert sorted(parameters) == [f"{LAYER}.lora_A", f"{LAYER}.lora_B"]
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.1)
@@ -96,7 +96,7 @@ def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> No
         optimizer.zero_grad()
     state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.dim())
     assert state == 2 * 4 * 2 * (7 + 5)  # two moments of 4 bytes for each of r_train (in + out) numbers
-    live = adapter.tensors(model)
+    live = layers.tensors(model)
     assert all(torch.equal(live[n], t) for n, t in given.items() if "tail" in n or "gate" in n)
     assert not torch.equal(live[f"{LAYER}.lora_A"], given[f"{LAYER}.lora_A"])
     torch.testing.assert_close(model(torch.ones(1, 7)), dense(model, dict(live), torch.ones(1, 7)))
@@ -105,7 +105,7 @@ def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> No
 def test_what_the_backward_pass_keeps_does_not_grow_with_the_tail() -> None:
     def kept(tail: int) -> int:
         model, sizes = net(into=64, out=64), {}
-        adapter.load(model, values(2, tail, into=64, out=64))
+        layers.load(model, values(2, tail, into=64, out=64))
         own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
         def note(tensor: Tensor) -> Tensor:
@@ -125,18 +125,18 @@ def test_ranks_change_with_what_is_loaded_and_one_site_leaves_nothing_to_the_nex
     model, x = net(), torch.randn(2, 7)
     for rank, tail in ((4, 0), (1, 3), (0, 2), (3, 0)):
         given = values(rank, tail)
-        adapter.load(model, given)
+        layers.load(model, given)
         fresh = net()
-        adapter.load(fresh, given)
-        assert adapter.tensors(model).keys() == given.keys()
+        layers.load(fresh, given)
+        assert layers.tensors(model).keys() == given.keys()
         assert torch.equal(model(x), fresh(x))
-    with adapter.disabled(model):
+    with layers.disabled(model):
         assert torch.equal(model(x), model.get_submodule(LAYER).base(x))
 
 
 def test_moving_the_model_keeps_prefix_and_tail_in_one_piece() -> None:
     model = net()
-    adapter.load(model, values(2, 3))
+    layers.load(model, values(2, 3))
     before = model(torch.ones(1, 7))
     model.double().float()
     with torch.no_grad():
@@ -157,12 +157,12 @@ def test_moving_the_model_keeps_prefix_and_tail_in_one_piece() -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
     with pytest.raises(CheckpointError, match="do not fit a layer that takes lora_A \\(r, 7\\) and lora_B \\(5, r\\)"):
-        adapter.load(net(), values(2, 0) | wrong)
+        layers.load(net(), values(2, 0) | wrong)
 
 
 def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
     model, given = net(), values(2, 3)
-    adapter.load(model, given)
+    layers.load(model, given)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(torch.ones(3, 7))
     assert y.dtype is torch.bfloat16
@@ -175,7 +175,7 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     model, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
     dual_rank.inject(model, 8, SCALING, "paper")
     generator, state = torch.Generator().manual_seed(0), {}
-    for index, (name, tensor) in enumerate(adapter.tensors(model).items()):
+    for index, (name, tensor) in enumerate(layers.tensors(model).items()):
         layer = name.rpartition(".")[0]
         rank, tail = divmod(hash_of(layer), 3)
         out, into = (len(tensor), None) if name.endswith("B") else (None, tensor.shape[1])
@@ -185,8 +185,8 @@ def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
                 state[f"{layer}.{part}_{name[-1]}"] = 0.1 * torch.randn(shape, generator=generator)
         if tail:
             state[f"{layer}.gate"] = torch.tensor([0.5 + index / 100])
-    adapter.load(model, state)
-    dual_rank.save_peft(tmp_path, {n: t.detach() for n, t in adapter.tensors(model).items()}, SCALING, "tiny")
+    layers.load(model, state)
+    dual_rank.save_peft(tmp_path, {n: t.detach() for n, t in layers.tensors(model).items()}, SCALING, "tiny")
     loaded = peft.PeftModel.from_pretrained(build_causal_lm("tiny", None), tmp_path)
     ours, theirs = model.double()(ids).logits, loaded.double()(ids).logits  # but for norms, and for tail times gate
     torch.testing.assert_close(theirs.float(), ours.float())

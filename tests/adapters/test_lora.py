@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from consilium.adapters import adapter, lora
+from consilium.adapters import layers, lora
 from consilium.errors import CheckpointError, ConfigError
-from consilium.models.clip import build_clip
-from consilium.models.sam import build_sam
+from consilium.models.clip.network import build_clip
+from consilium.models.sam.network import build_sam
 
 
 def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:
@@ -22,8 +22,8 @@ def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:
 
 def randomize(model: nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    values = {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in adapter.tensors(model).items()}
-    adapter.load(model, values)
+    values = {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in layers.tensors(model).items()}
+    layers.load(model, values)
     return values
 
 
@@ -32,7 +32,7 @@ def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) ->
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 2, weights=False)
         lora.inject(model, rank, rank, "paper")
-    assert sum(p.numel() for p in adapter.tensors(model).values()) == trainable
+    assert sum(p.numel() for p in layers.tensors(model).values()) == trainable
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if "lora_" in n
     }
@@ -40,14 +40,14 @@ def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) ->
 
 def test_initial_values_are_seeded_per_tensor_and_change_nothing() -> None:
     model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
-    start = adapter.initial(model, seed=5)
-    assert all(torch.equal(t, adapter.initial(model, seed=5)[n]) for n, t in start.items())
-    assert not torch.equal(*[adapter.initial(model, seed=s)["image_encoder.blocks.0.attn.qkv.lora_A"] for s in (5, 6)])
+    start = layers.initial(model, seed=5)
+    assert all(torch.equal(t, layers.initial(model, seed=5)[n]) for n, t in start.items())
+    assert not torch.equal(*[layers.initial(model, seed=s)["image_encoder.blocks.0.attn.qkv.lora_A"] for s in (5, 6)])
     bound = 128**-0.5
     a = start["image_encoder.blocks.0.attn.qkv.lora_A"]
     assert a.abs().max() <= bound
     assert a.std() == pytest.approx(bound / 3**0.5, rel=0.1)
-    adapter.load(model, start)
+    layers.load(model, start)
     assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
 
 
@@ -87,11 +87,11 @@ def test_target_sets_of_both_towers() -> None:
     for targets in ("paper", "qv", "all-linear"):
         model = small_clip()
         lora.inject(model, 2, 2, targets)
-        counts[targets] = len({n.rpartition(".")[0] for n in adapter.tensors(model) if "lora_A" in n})
+        counts[targets] = len({n.rpartition(".")[0] for n in layers.tensors(model) if "lora_A" in n})
         with torch.device("meta"):
             theirs = build_clip("clip", None, 224, 5, weights=False)
             lora.inject(theirs, 2, 2, targets)
-        assert len([n for n in adapter.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
+        assert len([n for n in layers.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
     assert counts == {"paper": 12, "qv": 8, "all-linear": 24}
 
 
@@ -99,19 +99,19 @@ def test_the_head_is_trained_starts_at_zero_and_is_chance_when_disabled() -> Non
     model, images = small_clip(), torch.rand(2, 3, 64, 64) * 255
     lora.inject(model, 2, 2, "paper")
     assert {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n} == {"head.weight", "head.bias"}
-    start = adapter.initial(model, 0)
+    start = layers.initial(model, 0)
     assert not start["head.weight"].any()
     assert start["vision_model.layers.0.attention.q_proj.lora_A"].any()
     randomize(model)
     adapted = model(images)
-    with adapter.disabled(model):
+    with layers.disabled(model):
         assert not model(images).any()
     assert torch.equal(model(images), adapted)
 
 
 def test_qv_leaves_k_alone() -> None:
     model = tiny("qv")
-    adapted = {n.rpartition(".")[0] for n in adapter.tensors(model)}
+    adapted = {n.rpartition(".")[0] for n in layers.tensors(model)}
     assert {f"image_encoder.blocks.0.attn.qkv.{s}" for s in "qv"} <= adapted
     assert not [n for n in adapted if n.endswith((".k", "k_proj", "out_proj"))]
 
@@ -120,7 +120,7 @@ def test_disabled_is_the_base_and_ends_with_the_block() -> None:
     model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
     randomize(model)
     adapted = model(images)
-    with adapter.disabled(model):
+    with layers.disabled(model):
         assert torch.equal(model(images), build_sam("tiny", None, 64, 2)(images))
     assert torch.equal(model(images), adapted)
 
@@ -131,9 +131,9 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="no valid regular expression"):
         tiny("a(")
     model = tiny("paper")
-    values = adapter.initial(model, 0)
+    values = layers.initial(model, 0)
     name = next(iter(values))
     with pytest.raises(CheckpointError, match=r"shape \(1, 1\)"):
-        adapter.load(model, values | {name: torch.zeros(1, 1)})
+        layers.load(model, values | {name: torch.zeros(1, 1)})
     with pytest.raises(CheckpointError, match="not in both"):
-        adapter.load(model, {n: t for n, t in values.items() if n != name})
+        layers.load(model, {n: t for n, t in values.items() if n != name})

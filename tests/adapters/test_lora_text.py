@@ -6,9 +6,9 @@ import peft
 import pytest
 import torch
 
-from consilium.adapters import adapter, lora
+from consilium.adapters import layers, lora
 from consilium.errors import ConfigError
-from consilium.models.causal_lm import build_causal_lm
+from consilium.models.causal_lm.network import build_causal_lm
 from tests.models.test_causal_lm import FAMILIES, save_folder, small_shape
 
 QKV = {f"self_attn.{p}_proj" for p in "qkv"}
@@ -27,8 +27,8 @@ def test_target_sets_by_family(targets: str, family: str) -> None:
     with torch.device("meta"):
         model = build_causal_lm("folder", None, small_shape(family).to_dict(), weights=False)
         lora.inject(model, 2, 4, targets)
-    layers = {name.rpartition(".")[0] for name in adapter.tensors(model)}
-    assert layers == {f"model.layers.{i}.{part}" for i in range(2) for part in SETS[targets]}
+    found = {name.rpartition(".")[0] for name in layers.tensors(model)}
+    assert found == {f"model.layers.{i}.{part}" for i in range(2) for part in SETS[targets]}
 
 
 def test_the_head_is_no_target() -> None:
@@ -44,13 +44,13 @@ def test_plain_peft_loads_the_export_onto_the_base(targets: str, family: str, tm
     model = build_causal_lm("folder", folder)
     lora.inject(model, 2, 4, targets)
     generator = torch.Generator().manual_seed(1)
-    values = {n: torch.randn(p.shape, generator=generator) for n, p in adapter.tensors(model).items()}
-    adapter.load(model, values)
+    values = {n: torch.randn(p.shape, generator=generator) for n, p in layers.tensors(model).items()}
+    layers.load(model, values)
     lora.save_peft(tmp_path / "adapter", values, 2, 4, targets, "base")
     base = build_causal_lm("folder", folder)
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(loaded.double()(ids).logits, model.double()(ids).logits)  # the order of sums does not show
     model.float()
-    with adapter.disabled(model):
+    with layers.disabled(model):
         torch.testing.assert_close(model(ids).logits, before)

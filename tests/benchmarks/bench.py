@@ -16,20 +16,22 @@ import torch
 from nvflare.fuel.utils import fobs
 from torch import nn
 
-from consilium.adapters import adapter, lora
-from consilium.assemble import assemble_job
-from consilium.config import SiteConfig, load_job
+from consilium.adapters import layers, lora
+from consilium.config.job import load_job
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 from consilium.flare import wire
 from consilium.flare.simulator import export_job, run_simulator
-from consilium.models.sam import build_sam
-from consilium.models.sam_attention import FusedImageAttention, use_fused
+from consilium.linalg.simplex import mixture_weights
+from consilium.messages import SiteInfo
+from consilium.models.sam.attention import FusedImageAttention, use_fused
+from consilium.models.sam.network import build_sam
 from consilium.privacy.mechanism import Normal, geometry, release, seeded_normal, system_normal
-from consilium.runlog import payload_bytes
-from consilium.simplex import mixture_weights
-from consilium.simulate import simulate
+from consilium.report.runlog import payload_bytes
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities
-from consilium.strategy import SiteInfo, Step
+from consilium.strategies.strategy import Step
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -49,7 +51,7 @@ def median_ratio(first: Callable[[], object], second: Callable[[], object], pair
 
 
 def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], None]:
-    params = adapter.tensors(model)
+    params = layers.tensors(model)
     anchors, memory = {n: p.detach() + 0.01 for n, p in params.items()}, {}
     optimizer = torch.optim.Adam(params.values())
 
@@ -212,7 +214,7 @@ def simplex() -> None:
 def guard() -> None:
     """Print what the guard adds to a step: clip and noise of a whole vit_b update over one forward and backward pass."""
     model = _random_sam("vit_b", 512)
-    params = {n: p.detach().clone() for n, p in adapter.tensors(model).items()}
+    params = {n: p.detach().clone() for n, p in layers.tensors(model).items()}
     update = {n: torch.randn_like(p) for n, p in params.items() if n.endswith("lora_B")}
     step = _step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT(sor_weight=0.0))
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from consilium.adapters import adapter, dual_rank
-from consilium.models.causal_lm import build_causal_lm
-from consilium.ranks import split
+from consilium.adapters import dual_rank, layers
+from consilium.models.causal_lm.network import build_causal_lm
+from consilium.strategies.unequal.ranks import split
 
 SHAPE = {
     "model_type": "llama",
@@ -57,7 +57,7 @@ class Way:
 
     def held(self) -> dict[str, int]:
         """Return bytes between steps: weights, adapter, gradients (while there are any) and optimizer."""
-        tensors = adapter.tensors(self.model)
+        tensors = layers.tensors(self.model)
         trained = sum(_bytes(t) for t in tensors.values() if isinstance(t, nn.Parameter))
         own = {id(t) for t in tensors.values()}
         moments = sum(_bytes(v) for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
@@ -86,11 +86,11 @@ def way(rank: int, total: int) -> Way:
     model = build_causal_lm("folder", None, SHAPE, weights=False)
     dual_rank.inject(model, rank, 2.0, "qkv")
     values: dict[str, Tensor] = {}
-    for name in [n.removesuffix(".lora_A") for n in adapter.tensors(model) if n.endswith(".lora_A")]:
+    for name in [n.removesuffix(".lora_A") for n in layers.tensors(model) if n.endswith(".lora_A")]:
         product = (torch.randn(SHAPE["hidden_size"], total) / 1000, torch.randn(total, SHAPE["hidden_size"]) / 32)
         values |= split(name, product, rank, 0.5)
-    adapter.load(model, values)
-    trained = [t for t in adapter.tensors(model).values() if isinstance(t, nn.Parameter)]
+    layers.load(model, values)
+    trained = [t for t in layers.tensors(model).values() if isinstance(t, nn.Parameter)]
     return Way(rank, total, model.train(), torch.optim.AdamW(trained, lr=1e-4))
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
-from consilium.simulate import simulate
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 
 ROWS: dict[str, dict] = {
     "local_only": {"name": "local_only"},

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from opacus.accountants.utils import get_noise_multiplier
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.data.partition import partition
 from consilium.errors import ConsiliumError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 from consilium.privacy.plan import make_plan
-from consilium.simulate import simulate
-from consilium.strategy import Role
+from consilium.strategies.strategy import Role
 
 METHODS: dict[str, dict[str, Any]] = {
     "LoRA": {"name": "fedit"},

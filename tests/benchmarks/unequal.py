@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.data.partition import share_out
 from consilium.errors import ConsiliumError
-from consilium.models.causal_lm import TINY_FOLDER
-from consilium.simulate import simulate
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.models.causal_lm.network import TINY_FOLDER
 from tests.benchmarks.unequal_scores import FILES, after, closing, costs, diagnostics, held_out
 
 METHODS: dict[str, dict[str, Any]] = {

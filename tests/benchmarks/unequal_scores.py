@@ -5,15 +5,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from consilium import lowrank
-from consilium.assemble import Job, build_model, build_site
-from consilium.config import SiteConfig
-from consilium.coordinator import Coordinator
-from consilium.exact import ExactServer, global_updates
-from consilium.ranks import cross_drift, factors, moves, oracle_drift, others, pair, shapes
+from consilium.config.site import SiteConfig
+from consilium.federation.build import Job, build_model, build_site
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.site import Site
+from consilium.linalg import lowrank
+from consilium.messages import HELD_OUT, Payload, Tensors
 from consilium.seeding import seed_for
-from consilium.site import Site
-from consilium.strategy import HELD_OUT, Payload, ServerState, Tensors, Upload
+from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.unequal.exact import ExactServer, global_updates
+from consilium.strategies.unequal.ranks import cross_drift, factors, moves, oracle_drift, others, pair, shapes
 
 FILES = {"training": "train.jsonl", "validation": "validation.jsonl"}
 LAST = 3

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from consilium.data.cells import CELLS, draw_cell
 from consilium.data.check import check_datalist
-from consilium.data.phantoms import class_shares, habits, make_phantoms
+from consilium.data.synthetic.cells import CELLS, draw_cell
+from consilium.data.synthetic.phantoms import class_shares, habits, make_phantoms
 
 
 def darkness(kind: str, seed: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from consilium.data.check_text import check_texts
-from consilium.models.causal_lm import load_tokenizer
+from consilium.models.causal_lm.network import load_tokenizer
 from tests.data.test_text import write
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.config import find_site, is_site_folder
+from consilium.config.site import find_site, is_site_folder
 from consilium.data.datalist import read_datalist
 from consilium.data.folders import has_classes
 from consilium.errors import DataError

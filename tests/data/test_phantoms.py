@@ -7,7 +7,7 @@ import pytest
 
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
-from consilium.data.phantoms import draw_phantom, habits, make_phantoms
+from consilium.data.synthetic.phantoms import draw_phantom, habits, make_phantoms
 
 
 @pytest.mark.parametrize("kind", ["fundus", "nuclei"])

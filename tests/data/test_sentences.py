@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from consilium.data.phantoms import make_phantoms
-from consilium.data.sentences import FINDINGS, LABELS, shares
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.data.synthetic.sentences import FINDINGS, LABELS, shares
 from consilium.data.text import Text, read_texts
 
 

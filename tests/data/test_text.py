@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.config import find_site, is_site_folder
+from consilium.config.site import find_site, is_site_folder
 from consilium.data.text import read_texts
 from consilium.errors import DataError
 

@@ -37,10 +37,10 @@ from typing import Any, Self
 import yaml
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
+from consilium.federation.runs import STATE
 from consilium.flare.provision import provision
 from consilium.flare.simulator import export_job
-from consilium.runs import STATE
 
 ROOT = Path(__file__).parents[2]
 ADMIN, LEAD = "admin@hub.example", "lead@hub.example"

@@ -13,7 +13,7 @@ import yaml
 
 from consilium.flare.kits import apply_local
 from consilium.flare.recipe import export
-from consilium.models.sam import build_sam
+from consilium.models.sam.network import build_sam
 from tests.conftest import JOBS, small_config
 from tests.deployment.federation import LEAD, Federation
 

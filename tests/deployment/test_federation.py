@@ -9,13 +9,13 @@ import pytest
 import yaml
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
 from consilium.errors import Reason
+from consilium.federation.runs import STATE
 from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
-from consilium.models.sam import build_sam
+from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger import Ledger
-from consilium.runs import STATE
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from consilium.assemble import assemble_job
-from consilium.cli import app
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
-from consilium.models.sam import build_sam
+from consilium.cli.main import app
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.federation.runs import STATE
+from consilium.models.sam.network import build_sam
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger
-from consilium.runs import STATE
-from consilium.simulate import simulate
 from consilium.storage import load_state
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation

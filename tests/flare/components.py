@@ -14,9 +14,9 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
 
-from consilium.adapters import adapter
-from consilium.assemble import assemble_job
-from consilium.config import load_job
+from consilium.adapters import layers
+from consilium.config.job import load_job
+from consilium.federation.build import assemble_job
 from consilium.flare import wire
 from consilium.flare.executor import SiteExecutor
 from consilium.storage import save_state
@@ -79,7 +79,7 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         answer = wire.take(result)
-        everything = {n: p.detach().clone() for n, p in adapter.tensors(self._site.model).items()}
+        everything = {n: p.detach().clone() for n, p in layers.tensors(self._site.model).items()}
         return wire.hold(replace(answer, result=replace(answer.result, tensors=everything)))
 
 

@@ -14,18 +14,18 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
-from consilium.assemble import Job, assemble_job, build_guard
-from consilium.config import SiteConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.flare import filters, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
 from consilium.flare.executor import Answer
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.recipe import ConsiliumRecipe
+from consilium.messages import Hello, Payload, SiteInfo
 from consilium.privacy.guard import Guard
-from consilium.site import Hello
-from consilium.strategy import Payload, Role, SiteInfo
+from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, small_config
 
 NAMES = {

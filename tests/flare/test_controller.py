@@ -14,13 +14,12 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium import __version__
-from consilium.assemble import assemble_job
-from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError, Reason
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
 from consilium.flare import wire
 from consilium.flare.controller import RoundController
-from consilium.site import Hello
-from consilium.strategy import Payload
+from consilium.messages import Hello, Payload
 from tests.conftest import small_config
 
 Answer = Callable[[Shareable], Shareable | None]

@@ -117,7 +117,7 @@ def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp
         (listing("nvflare.app_common.workflows"), "allow-list", "name single classes"),
         (listing("*"), "allow-list", "'*' is a prefix"),
         (
-            listing("consilium.cli.app"),
+            listing("consilium.cli.main.app"),
             "allow-list",
             "app' is none that a site needs; run `consilium allow KIT`",
         ),

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
-from consilium.ranks import shapes
-from consilium.simulate import simulate
-from consilium.strategy import SiteInfo
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import SiteInfo
+from consilium.strategies.unequal.ranks import shapes
 from tests.conftest import small_text
 from tests.flare.test_fedsca import edit
 from tests.flare.test_simulator import SITES, state_of

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import SiteConfig
-from consilium.simulate import simulate
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import SiteInfo
 from consilium.strategies.fedsca import MATRIX
-from consilium.strategy import Role, SiteInfo
+from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 from tests.flare.test_simulator import SITES, state_of
 from tests.flare.test_simulator import flare as flare

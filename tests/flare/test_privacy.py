@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, load_site
+from consilium.config.job import JobConfig
+from consilium.config.site import load_site
 from consilium.errors import Reason
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 from consilium.privacy.ledger import Ledger
-from consilium.simulate import simulate
 from tests.conftest import small_config
 from tests.flare.test_simulator import ROOT, SITES, state_of
 from tests.flare.test_simulator import flare as flare

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from nvflare.lighter.utils import verify_folder_signature
 
-from consilium.config import load_site
-from consilium.config_deploy import load_deployment
+from consilium.config.deployment import load_deployment
+from consilium.config.site import load_site
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.allow import CLASSES
 from consilium.flare.hardening import is_pinned, leave_callers_folder, leaves_callers_folder

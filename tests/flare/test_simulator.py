@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
-from consilium.data.phantoms import make_phantoms
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import Reason
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 from consilium.flare.simulator import export_job, run_simulator
-from consilium.simulate import simulate
+from consilium.messages import Tensors
 from consilium.storage import load_state
 from consilium.strategies.fedit import FedIT
-from consilium.strategy import Role, ServerState, Tensors
+from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
 
 SITES = ["site-1", "site-2", "site-3"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from consilium.config import load_job
+from consilium.config.job import load_job
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.recipe import export
 from consilium.flare.session import connect

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from consilium.errors import CheckpointError, ConfigError
-from consilium.models.causal_lm import TINY_FOLDER, build_causal_lm, load_tokenizer
-from consilium.models.generic_text import make_texts
-from consilium.models.pretrain_lm import held_out, make_tokenizer
+from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
+from consilium.models.pretraining.lm import held_out, make_tokenizer
+from consilium.models.pretraining.texts import make_texts
 
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}
 PRETRAINED = os.environ.get("CONSILIUM_TEST_LM", "")

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from consilium.errors import CheckpointError, ConfigError
-from consilium.models import clip
-from consilium.models.clip import SHAPES, Shape, build_clip
+from consilium.models.clip import network as clip
+from consilium.models.clip.network import SHAPES, Shape, build_clip
 
 SMALL = Shape(32, 2, 4, 32, 8, 24)
 MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)

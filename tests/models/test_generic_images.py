@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from consilium.models.generic_images import make_picture
-from consilium.models.pretrain_sam import make_batch
+from consilium.models.pretraining.pictures import make_picture
+from consilium.models.pretraining.sam import make_batch
 
 
 def test_the_seed_fixes_a_picture() -> None:

@@ -9,9 +9,10 @@ from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
 
 from consilium.errors import CheckpointError, ConfigError
-from consilium.models import sam, sam_attention
-from consilium.models.sam import SHAPES, Shape, build_sam
-from consilium.models.sam_attention import FusedDecoderAttention, FusedImageAttention, split_qkv
+from consilium.models.sam import attention as sam_attention
+from consilium.models.sam import network as sam
+from consilium.models.sam.attention import FusedDecoderAttention, FusedImageAttention, split_qkv
+from consilium.models.sam.network import SHAPES, Shape, build_sam
 
 SMALL = Shape(32, 2, 2, (1,), native=64, patch=16, window=3, prompt=16, decoder_mlp=32, decoder_heads=2)
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from consilium.assemble import Job, assemble_job
-from consilium.cli import app
-from consilium.config import JobConfig, SiteConfig
+from consilium.cli.main import app
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import RefusedError
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.engine import simulate
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger, summary
-from consilium.simulate import simulate
 from consilium.storage import load_state
-from consilium.strategy import Role
+from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}

@@ -10,17 +10,18 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from consilium.adapters import adapter, lora
-from consilium.assemble import assemble_job, build_model, build_task, site_data
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
+from consilium.adapters import layers, lora
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.models.clip import build_clip
-from consilium.models.sam import build_sam
+from consilium.federation.build import assemble_job, build_model, build_task, site_data
+from consilium.federation.engine import simulate
+from consilium.models.clip.network import build_clip
+from consilium.models.sam.network import build_sam
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
-from consilium.simulate import simulate
-from consilium.training import train
+from consilium.training.loop import train
 from tests.conftest import small_config
 
 Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Tensor]]
@@ -31,7 +32,7 @@ def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
     torch.manual_seed(0)
     model = build_sam("tiny", None, 64, 2, prompt=prompt)
     lora.inject(model, 2, 2.0, "paper")
-    for name, parameter in adapter.tensors(model).items():
+    for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1 if name.endswith("A") else 0.02)
     images, labels = torch.rand(3, 3, 64, 64) * 255, (torch.rand(3, 2, 64, 64) > 0.5).float()
     boxes = torch.tensor([[[4.0, 4, 40, 50], [8, 8, 20, 30]]] * 3) if prompt == "box" else None
@@ -40,7 +41,7 @@ def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
         logits = model(images[indices], None if boxes is None else boxes[indices])
         return nn.functional.binary_cross_entropy_with_logits(logits, labels[indices])
 
-    return model, adapter.tensors(model), loss
+    return model, layers.tensors(model), loss
 
 
 def llama_case() -> Case:
@@ -50,12 +51,12 @@ def llama_case() -> Case:
     )
     model = LlamaForCausalLM(config)
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj", "v_proj"]), model)
-    adapter.claim(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
-    for name, parameter in adapter.tensors(model).items():
+    layers.claim(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
+    for name, parameter in layers.tensors(model).items():
         if name.endswith("lora_B"):
             nn.init.normal_(parameter, std=0.1)
     tokens = torch.randint(0, 50, (3, 7))
-    return model, adapter.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
+    return model, layers.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
 
 
 def clip_case() -> Case:
@@ -63,11 +64,11 @@ def clip_case() -> Case:
     torch.manual_seed(0)
     model = build_clip("tiny", None, 64, 3)
     lora.inject(model, 2, 2.0, "paper")
-    for name, parameter in adapter.tensors(model).items():
+    for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1)
         assert parameter.requires_grad, name
     images, labels = torch.rand(3, 3, 64, 64) * 255, torch.tensor([0, 2, 1])
-    return model, adapter.tensors(model), lambda indices: nn.functional.cross_entropy(model(images[indices]), labels[indices])
+    return model, layers.tensors(model), lambda indices: nn.functional.cross_entropy(model(images[indices]), labels[indices])
 
 
 CASES = {"clip": clip_case, "sam": lambda: sam_case("none"), "sam box": lambda: sam_case("box"), "causal lm": llama_case}
@@ -202,12 +203,12 @@ def private_config(**privacy: object) -> JobConfig:
 def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     config = private_config(epsilon=8)
     model = build_model(config, SiteConfig())
-    adapter.load(model, assemble_job(config).initial)
+    layers.load(model, assemble_job(config).initial)
     task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
     before, keys = {n: t.clone() for n, t in model.state_dict().items()}, list(model.state_dict())
-    trained = {n for n in adapter.tensors(model) if n.endswith("lora_B")}
+    trained = {n for n in layers.tensors(model) if n.endswith("lora_B")}
     dp = DpSgd(1.0, 1.0, 0.5, seed=3)
-    found = train(model, task, adapter.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp)
+    found = train(model, task, layers.tensors(model), trained, config.training, 0, lambda s: None, {}, lambda p: None, dp)
     assert found["steps"] == 3
     after = model.state_dict()
     assert list(after) == keys
@@ -225,7 +226,7 @@ def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(tm
     assert all(torch.equal(ours[n], t) for n, t in coordinator.state.shared.items())
     assert ours.keys() == coordinator.state.shared.keys()
     model = build_model(config, SiteConfig())
-    adapter.load(model, ours)
+    layers.load(model, ours)
     assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
     assert all(torch.isfinite(t).all() for t in ours.values())
 

@@ -10,14 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from consilium.assemble import Job, assemble_job, build_guard
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, RefusedError
-from consilium.privacy.guard import Guard, Kind, Task
+from consilium.federation.build import Job, assemble_job, build_guard
+from consilium.messages import Kind, Payload, SiteInfo, Tensors
+from consilium.privacy.guard import Guard, Task
 from consilium.privacy.release import allowed_metrics, check_release, upload_shapes
 from consilium.strategies.fediat import FedIAT
-from consilium.strategy import Payload, SiteInfo, Tensors
 from tests.conftest import small_config
 
 SHARED, LOCAL = "image_encoder.blocks.0.attn.qkv.lora_B", "image_encoder.blocks.0.attn.qkv.lora_A"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.privacy.accounting import Spend
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal

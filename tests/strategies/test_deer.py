@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.simulate import simulate
+from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.storage import load_state
 from consilium.strategies import build_strategy
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Strategy, Tensors
+from consilium.strategies.strategy import Role, ServerState, Strategy
 from tests.conftest import small_cells, small_config
 
 A, B = "layer.lora_A", "layer.lora_B"

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from consilium.adapters import adapter, lora
-from consilium.assemble import assemble_job, build_model
-from consilium.config import SiteConfig
+from consilium.adapters import layers, lora
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
+from consilium.federation.aggregate import ExactMean
+from consilium.federation.build import assemble_job, build_model
+from consilium.messages import SiteInfo, Tensors
 from consilium.strategies import build_strategy
 from consilium.strategies.dp_dylora import DPDyLoRA
-from consilium.strategy import ExactMean, SiteInfo, Tensors
 from tests.conftest import small_config
 
 A, B = "layer.lora_A", "layer.lora_B"
@@ -76,11 +77,11 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
     job, model = assemble_job(config), build_model(config, SiteConfig())
     images = torch.rand(1, 3, 64, 64) * 255
     values = {n: torch.randn_like(t) * 0.05 for n, t in job.initial.items()}
-    adapter.load(model, values)
+    layers.load(model, values)
     lora.scale(model, 2.0)
     with torch.no_grad():
         doubled = model(images)
-        adapter.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
+        layers.load(model, {n: t * 2 if n.endswith("B") else t for n, t in values.items()})
         lora.scale(model, 1.0)
         assert torch.allclose(model(images), doubled, atol=1e-4)
 

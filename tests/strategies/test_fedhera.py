@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.allocation import gate
-from consilium.exact import global_updates, spectra
-from consilium.ranks import factors, shapes
+from consilium.federation.aggregate import RoundAggregate
+from consilium.messages import Payload, SiteInfo
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Upload
+from consilium.strategies.strategy import Role, ServerState, Upload
+from consilium.strategies.unequal.allocation import gate
+from consilium.strategies.unequal.exact import global_updates, spectra
+from consilium.strategies.unequal.ranks import factors, shapes
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]

@@ -7,7 +7,7 @@ from torch import Tensor
 from consilium.errors import ConfigError
 from consilium.strategies.fediat import SPLITS, FedIAT, squared_cosine
 from consilium.strategies.fedsa_lora import FedSALoRA
-from consilium.strategy import Role, Step
+from consilium.strategies.strategy import Role, Step
 
 ENC, DEC = "image_encoder.blocks.0.attn.qkv", "mask_decoder.transformer.layers.0.self_attn.q_proj"
 

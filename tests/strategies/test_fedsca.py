@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from consilium.adapters.bottleneck import PLACES
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig
-from consilium.data.phantoms import make_phantoms
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
-from consilium.simulate import simulate
+from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.strategies import build_strategy
 from consilium.strategies.fedsca import MATRIX, FedSCA, similarities
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Step, Tensors
+from consilium.strategies.strategy import Role, ServerState, Step
 from tests.conftest import small_config
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]

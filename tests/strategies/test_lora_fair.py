@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.ranks import factors, trained, weights
+from consilium.messages import SiteInfo, Tensors
 from consilium.strategies.lora_fair import LoraFair
-from consilium.strategy import ServerState, SiteInfo, Tensors, Upload
+from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.unequal.ranks import factors, trained, weights
 from tests.strategies.unequal import LAYERS, answer, initial, product
 
 SITES = ["a", "b", "c"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.exact import global_updates, spectra
-from consilium.ranks import Tier, UnequalRanks, factors, shapes, trained
+from consilium.federation.aggregate import RoundAggregate
+from consilium.messages import Payload, SiteInfo
 from consilium.strategies.fedhello import FedHeLLo
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedhomolora import FedHomoLoRA
@@ -15,7 +15,9 @@ from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategy import Payload, RoundAggregate, ServerState, SiteInfo, Step, Upload
+from consilium.strategies.strategy import ServerState, Step, Upload
+from consilium.strategies.unequal.exact import global_updates, spectra
+from consilium.strategies.unequal.ranks import Tier, UnequalRanks, factors, shapes, trained
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(6)]

@@ -2,8 +2,10 @@
 
 import torch
 
-from consilium.ranks import UnequalRanks, factors, shapes
-from consilium.strategy import Payload, Role, RoundAggregate, ServerState, SiteInfo, Tensors
+from consilium.federation.aggregate import RoundAggregate
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.strategy import Role, ServerState
+from consilium.strategies.unequal.ranks import UnequalRanks, factors, shapes
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}
 RANK = 6

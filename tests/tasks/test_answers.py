@@ -2,7 +2,7 @@
 
 import pytest
 
-from consilium.tasks.answers import final_answer, first_label
+from consilium.tasks.language.answers import final_answer, first_label
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
-from consilium.tasks.classification import ClassificationTask, score
-from consilium.training import batches
+from consilium.tasks.classification.task import ClassificationTask, score
+from consilium.training.loop import batches
 
 CLASSES = ["round", "long", "spiky"]
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import adapter, lora
+from consilium.adapters import layers, lora
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
-from consilium.models.causal_lm import build_causal_lm, load_tokenizer
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.privacy.dpsgd import PerSampleGradients
-from consilium.tasks.language import LanguageTask, token_losses
-from consilium.tasks.tokens import IGNORED, Encoder
+from consilium.tasks.language.task import LanguageTask, token_losses
+from consilium.tasks.language.tokens import IGNORED, Encoder
 
 TOKENIZER = load_tokenizer("tiny", None)
 END = TOKENIZER.eos_token_id
@@ -106,7 +106,7 @@ def test_a_batch_s_gradients_per_sample_are_those_of_each_alone() -> None:
         build_causal_lm("tiny", None),
     )
     lora.inject(model.double(), 2, 2, "paper")
-    params = adapter.tensors(model.double())  # in float64 padding and batching leave no trace
+    params = layers.tensors(model.double())  # in float64 padding and batching leave no trace
     for parameter in params.values():
         nn.init.normal_(parameter, std=0.1)
     alone = [torch.autograd.grad(task.loss(model, task.batch([i], 0)), list(params.values())) for i in (0, 1)]

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
-from consilium.tasks.segmentation import SegmentationTask, boxes, score
-from consilium.training import batches
+from consilium.tasks.segmentation.task import SegmentationTask, boxes, score
+from consilium.training.loop import batches
 
 
 class Fixed(nn.Module):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from consilium.tasks.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, score, words
+from consilium.tasks.language.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, score, words
 
 WRITTEN = ["the cat sat on the mat", "a dog"]
 REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]

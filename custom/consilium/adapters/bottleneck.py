@@ -10,21 +10,36 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch.nn.functional as F
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.adapters import adapter
+from consilium.adapters import layers
 from consilium.errors import ConfigError
+from consilium.schema import Section
 from consilium.storage import write_atomic
+
+
+class BottleneckConfig(Section):
+    """Three bottleneck adapters in every block of SAM's image encoder. `decoder`: the mask decoder trains too, at its site.
+
+    `width`: hidden features, a quarter of the block's by default.
+    """
+
+    kind: Literal["bottleneck"]
+    width: Annotated[int, Field(ge=1, le=4096)] | None = None
+    decoder: bool = False
+
 
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 PARALLEL_SCALE = 0.5
 _NAME = re.compile(rf"image_encoder\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
 
 
-class Bottleneck(adapter.Switched):
+class Bottleneck(layers.Switched):
     """Map (..., C) to (..., C) through `width` features; with `skip` the input is added."""
 
     def __init__(self, features: int, width: int, skip: bool) -> None:
@@ -49,12 +64,12 @@ def inject(model: nn.Module, width: int | None, decoder: bool) -> None:
     if blocks is None:
         raise ConfigError("adapter.kind: 'bottleneck' needs the blocks of SAM's image encoder; use model sam or kind lora")
     features = [block.norm1.normalized_shape[0] for block in blocks]
-    adapter.check_size(sum(2 * len(PLACES) * size * (width or size // 4) for size in features))
+    layers.check_size(sum(2 * len(PLACES) * size * (width or size // 4) for size in features))
     for block, size in zip(blocks, features, strict=True):
         _add(block, size, width)
     names = [n for n, _ in model.named_parameters()]
     native = [n for n in names if decoder and n.startswith("mask_decoder.")]
-    adapter.claim(model, [n for n in names if position(n) is not None], native)
+    layers.claim(model, [n for n in names if position(n) is not None], native)
 
 
 def _add(block: nn.Module, features: int, width: int | None) -> None:

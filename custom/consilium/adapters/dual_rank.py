@@ -9,18 +9,30 @@ with what is loaded; a layer without a tail is plain LoRA at a rank of its own. 
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from consilium.adapters import adapter, lora
+from consilium.adapters import layers, lora
+from consilium.adapters.names import GATE, TAIL, factor
 from consilium.errors import CheckpointError
-from consilium.strategy import factor
+from consilium.schema import Dropout, Positive, Rank, Section
 
-TAIL = ("tail_A", "tail_B")
-GATE = "gate"
+
+class DualRankConfig(Section):
+    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail.
+
+    `rank`: the most that any site holds of a layer; `scaling`: what multiplies B A at every rank; `targets` as for lora.
+    """
+
+    kind: Literal["dual_rank"]
+    rank: Rank = 64
+    scaling: Positive = 2.0
+    targets: str = "paper"
+    dropout: Dropout = 0.0
 
 
 class Products(torch.autograd.Function):
@@ -51,7 +63,7 @@ class Products(torch.autograd.Function):
         return tuple(found)
 
 
-class DualRank(adapter.Switched):
+class DualRank(layers.Switched):
     """A frozen linear layer with a dual-rank adapter beside it; starts with `rank` trained ranks and no tail."""
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, dropout: float) -> None:
@@ -113,13 +125,13 @@ class DualRank(adapter.Switched):
 
 def inject(model: nn.Module, rank: int, scaling: float, targets: str, dropout: float = 0.0) -> None:
     """Freeze `model` but for its head, and put a DualRank around every layer that `targets` (as for LoRA) matches."""
-    layers = {name: model.get_submodule(name) for name in lora.linear_layers(model, targets)}
-    ranks = {name: min(rank, layer.in_features, layer.out_features) for name, layer in layers.items()}
-    adapter.check_size(sum(ranks[name] * (layer.in_features + layer.out_features) for name, layer in layers.items()))
-    for name, layer in layers.items():
+    linear = {name: model.get_submodule(name) for name in lora.linear_layers(model, targets)}
+    ranks = {name: min(rank, layer.in_features, layer.out_features) for name, layer in linear.items()}
+    layers.check_size(sum(ranks[name] * (layer.in_features + layer.out_features) for name, layer in linear.items()))
+    for name, layer in linear.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, DualRank(layer, ranks[name], scaling, dropout))
-    adapter.claim(model, [n for n, _ in model.named_parameters() if factor(n)])
+    layers.claim(model, [n for n, _ in model.named_parameters() if factor(n)])
 
 
 def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

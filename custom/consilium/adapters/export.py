@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from consilium.adapters import bottleneck, dual_rank, lora
-from consilium.config import JobConfig
-from consilium.strategy import Tensors
+from consilium.config.job import JobConfig
+from consilium.messages import Tensors
 
 
 def export(folder: Path, params: Tensors, config: JobConfig) -> None:

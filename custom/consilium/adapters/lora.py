@@ -3,20 +3,41 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import re2
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from consilium.adapters import adapter
-from consilium.adapters.adapter import HEAD
+from consilium.adapters import layers
+from consilium.adapters.names import HEAD, factor
 from consilium.errors import ConfigError
-from consilium.models.sam_attention import split_qkv
-from consilium.strategy import factor
+from consilium.models.sam.attention import split_qkv
+from consilium.schema import Dropout, Positive, Rank, Section
+
+
+class LoraConfig(Section):
+    """Low-rank updates of linear layers. `targets`: paper, qv, qkv, attention, all-linear, or a regex on module names (RE2).
+
+    B A is multiplied by alpha / rank; without `alpha` it is the rank, so by 1 at every rank.
+    """
+
+    kind: Literal["lora"] = "lora"
+    rank: Rank = 8
+    alpha: Annotated[Positive, Field(default_factory=lambda section: float(section["rank"]))]
+    targets: str = "paper"
+    dropout: Dropout = 0.0
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies B A."""
+        return self.alpha / self.rank
+
 
 _ENCODER = r"image_encoder\.blocks\.\d+"
 _DECODER = r"mask_decoder\.transformer\..*"
@@ -47,15 +68,15 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: str, dropout: flo
     Raises ConfigError for a rank over a layer's own sizes, or an adapter too large, before memory is taken.
     """
     names = linear_layers(model, targets)
-    layers = {name: model.get_submodule(name) for name in names}
-    for name, layer in layers.items():
+    linear = {name: model.get_submodule(name) for name in names}
+    for name, layer in linear.items():
         if rank > (most := min(layer.in_features, layer.out_features)):
             size = f"{layer.out_features} x {layer.in_features}"
             raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")
-    adapter.check_size(rank * sum(layer.in_features + layer.out_features for layer in layers.values()))
+    layers.check_size(rank * sum(layer.in_features + layer.out_features for layer in linear.values()))
     whole = "|".join(map(re.escape, names))  # a list of names would also match every name that ends like one of them
     inject_adapter_in_model(_lora_config(rank, alpha, whole, dropout), model)
-    adapter.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
+    layers.claim(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
 
 
 def linear_layers(model: nn.Module, targets: str) -> list[str]:
@@ -112,8 +133,8 @@ def _pattern(targets: str) -> Any:
         raise ConfigError(f"adapter.targets: {targets!r} {what}; mend it") from None
 
 
-def _lora_config(rank: int, alpha: float, targets: str, dropout: float) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+def _lora_config(rank: int, alpha: float, targets: str, dropout: float) -> PeftConfig:
+    return PeftConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
 
 
 def _peft_name(name: str) -> str:

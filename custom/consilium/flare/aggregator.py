@@ -8,13 +8,14 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
-from consilium.assemble import Job
-from consilium.checks import SAMPLES, check_update
-from consilium.clean import shown
 from consilium.errors import ConfigError, RefusedError
+from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.build import Job
+from consilium.federation.checks import SAMPLES, check_update
 from consilium.flare import context, wire
+from consilium.messages import Payload, SiteInfo
 from consilium.privacy.plan import Plan, make_plan
-from consilium.strategy import Payload, RoundAggregate, SiteInfo
+from consilium.report.clean import shown
 
 
 class StrategyAggregator(ModelAggregator):

@@ -14,12 +14,13 @@ from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
-from consilium.approval import check_approved
-from consilium.assemble import Job, assemble_job
-from consilium.config import JobConfig, SiteConfig, find_site, load_job
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig, find_site
 from consilium.errors import ConfigError, Reason
-from consilium.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
-from consilium.site import Observer
+from consilium.federation.approval import check_approved
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
+from consilium.messages import Observer
 from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"

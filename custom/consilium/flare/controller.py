@@ -15,15 +15,14 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.clean import shown
-from consilium.config import validate
-from consilium.config_section import Section
-from consilium.coordinator import Coordinator
 from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.federation.coordinator import Coordinator
 from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
-from consilium.progress import progress
-from consilium.site import Hello
+from consilium.messages import Hello
+from consilium.report.clean import shown
+from consilium.report.progress import progress
+from consilium.schema import Section, validate
 
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]

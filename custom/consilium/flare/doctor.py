@@ -12,9 +12,10 @@ from typing import Any
 from nvflare.lighter.constants import ProvFileName
 from nvflare.lighter.utils import load_crt, verify_folder_signature
 
-from consilium.approval import approvals
-from consilium.config import SiteConfig, load_site
-from consilium.doctor import (
+from consilium.config.site import SiteConfig, load_site
+from consilium.errors import ConfigError
+from consilium.federation.approval import approvals
+from consilium.federation.doctor import (
     Finding,
     checked,
     examine_checkpoints,
@@ -23,7 +24,6 @@ from consilium.doctor import (
     examine_disk,
     examine_versions,
 )
-from consilium.errors import ConfigError
 from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.hardening import is_pinned, leaves_callers_folder

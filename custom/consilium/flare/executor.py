@@ -9,12 +9,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.assemble import build_site
 from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.federation.build import build_site
+from consilium.federation.site import Site
 from consilium.flare import context, wire
-from consilium.privacy.guard import Kind, Task
-from consilium.site import Site
-from consilium.training import Stopped
+from consilium.messages import Kind
+from consilium.privacy.guard import Task
+from consilium.training.loop import Stopped
 
 
 @dataclass(frozen=True)

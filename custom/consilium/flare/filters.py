@@ -12,12 +12,13 @@ from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from consilium.assemble import Job, build_guard
-from consilium.checks import check_result
 from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.federation.build import Job, build_guard
+from consilium.federation.checks import check_result
 from consilium.flare import context, wire
 from consilium.flare.executor import Answer
-from consilium.privacy.guard import Guard, Kind, Task
+from consilium.messages import Kind
+from consilium.privacy.guard import Guard, Task
 
 _guards: dict[tuple[str, str], Guard] = {}
 """This process' guards by job id and site: the two filters of a pair, and both pairs, share one."""

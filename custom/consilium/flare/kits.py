@@ -9,7 +9,7 @@ import yaml
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import load_crt
 
-from consilium.config_deploy import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
+from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.errors import ConfigError
 from consilium.flare.allow import CLASSES, KEY, allow_classes
 from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings

@@ -14,7 +14,7 @@ from nvflare.lighter.provisioner import Provisioner
 from nvflare.lighter.spec import Builder, ProvisionContext
 from nvflare.lighter.utils import sign_folders
 
-from consilium.config_deploy import DeploymentConfig, load_deployment
+from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.hardening import leave_callers_folder, pin_settings
 from consilium.flare.kits import find_entry, write_local

@@ -10,7 +10,7 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
-from consilium.config import job_file
+from consilium.config.job import job_file
 from consilium.errors import ConfigError
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import CLASSES, allow_classes

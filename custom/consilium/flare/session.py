@@ -14,11 +14,11 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.clean import shown
-from consilium.config import load_job
+from consilium.config.job import load_job
 from consilium.errors import ConfigError, ConsiliumError
-from consilium.progress import progress
-from consilium.runs import default_name
+from consilium.federation.runs import default_name
+from consilium.report.clean import shown
+from consilium.report.progress import progress
 
 ENDED = "FINISHED"
 UNEXPLAINED = ("FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION")

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import yaml
 
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
-from consilium.site import Observer
+from consilium.messages import Observer
 from consilium.storage import private_folder
 
 PATIENCE = 10.0

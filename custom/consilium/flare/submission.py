@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from consilium.config import job_file, load_job
+from consilium.config.job import job_file, load_job
 from consilium.errors import ConfigError
+from consilium.federation.runs import check_name
 from consilium.flare.context import federated_job
 from consilium.flare.recipe import export
-from consilium.runs import check_name
 from consilium.storage import write_atomic
 
 CONTROLLER = "consilium.flare.controller.RoundController"

@@ -15,8 +15,7 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
 
 from consilium.errors import Reason, RefusedError
-from consilium.privacy.guard import Kind
-from consilium.strategy import Payload
+from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 KEY = "consilium"

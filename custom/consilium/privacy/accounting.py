@@ -28,8 +28,8 @@ from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
-from consilium.config_section import SMALLEST_NOISE
 from consilium.errors import ConfigError
+from consilium.schema import SMALLEST_NOISE
 
 Accountant = Literal["exact", "prv", "rdp"]
 LARGEST = 1e4

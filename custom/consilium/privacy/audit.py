@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from consilium.errors import Reason, RefusedError
+from consilium.messages import Tensors
 from consilium.privacy.accounting import Spend, epsilon_of
 from consilium.privacy.composition import merge
 from consilium.privacy.plan import Plan
 from consilium.storage import open_private, private_folder
-from consilium.strategy import Tensors
 
 FILE = "audit.jsonl"
 Line = dict[str, Any]

@@ -8,33 +8,25 @@ bytes again and spends nothing. On any doubt nothing is sent.
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from consilium.config import JobConfig
-from consilium.config_privacy import PolicyConfig
-from consilium.config_section import SMALLEST_NOISE
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
 from consilium.errors import Reason, RefusedError
+from consilium.messages import HELD_OUT, Kind, Payload
 from consilium.privacy import audit, mechanism, recovery, words
 from consilium.privacy.composition import Budget, Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import check_release, geometries, upload_shapes
+from consilium.schema import SMALLEST_NOISE
 from consilium.seeding import seed_for
 from consilium.storage import digest, load_state, locked, save_state
-from consilium.strategy import HELD_OUT, Payload, Strategy
+from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
 """What a site may say of its machine, see ranks.py."""
-
-
-class Kind(StrEnum):
-    """What a server may ask of a site."""
-
-    HELLO = "hello"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from consilium.config import JobConfig
-from consilium.config_privacy import RecordPrivacyConfig, SitePrivacyConfig
+from consilium.config.job import JobConfig
+from consilium.config.privacy import RecordPrivacyConfig, SitePrivacyConfig
 from consilium.errors import ConfigError
 from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd
-from consilium.strategy import Strategy
-from consilium.training import steps_per_round
+from consilium.strategies.strategy import Strategy
+from consilium.training.loop import steps_per_round
 
 OTHER_DELTAS = (1e-5, 1e-6)
 HIDDEN = {

@@ -4,10 +4,12 @@ from collections.abc import Set
 
 import torch
 
-from consilium.config import JobConfig
+from consilium.adapters.names import factor
+from consilium.config.job import JobConfig
 from consilium.errors import RefusedError
+from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
-from consilium.strategy import Payload, Role, Strategy, Tensors, factor
+from consilium.strategies.strategy import Role, Strategy
 
 STAGES = ("received", "personal", "base")
 TRAIN_METRICS = frozenset({"train/loss", "train/steps", "train/seconds"})

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from consilium.config import describe, nearest
 from consilium.errors import ConfigError
+from consilium.schema import describe, nearest
 from consilium.strategies.centralized import Centralized
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
@@ -26,7 +26,7 @@ from consilium.strategies.flora import FLoRA
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.local_only import LocalOnly
 from consilium.strategies.lora_fair import LoraFair
-from consilium.strategy import Strategy
+from consilium.strategies.strategy import Strategy
 
 _EQUAL = (FedIT, FFALoRA, FedSALoRA, FedIAT, DEeR, DPDyLoRA, FedSCA, FedProx, LoraFair, LocalOnly, Centralized)
 _UNEQUAL = (FedHera, FedHomoLoRA, FlexLoRA, FedHL, FLoRA, HetLoRA, FedHeLLo)

@@ -11,7 +11,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from consilium.strategy import Role, ServerState, Strategy, Tensors, factor, lora_factor
+from consilium.adapters.names import factor, lora_factor
+from consilium.messages import Tensors
+from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
 """Phases of successive rounds, repeated; by the share of exchanges that is left (paper's Figure 7)."""

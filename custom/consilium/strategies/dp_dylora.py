@@ -10,9 +10,11 @@ from typing import ClassVar
 
 import torch
 
-from consilium.config_section import Rank, Seed
+from consilium.adapters.names import factor, lora_factor
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import Rank, Seed
 from consilium.seeding import seed_for
-from consilium.strategy import Payload, Role, ServerState, SiteInfo, Strategy, Tensors, factor, lora_factor
+from consilium.strategies.strategy import Role, ServerState, Strategy
 
 
 @dataclass(frozen=True)

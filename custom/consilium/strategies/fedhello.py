@@ -12,10 +12,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from consilium.config_section import Rank
-from consilium.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, split, trained, weights
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import Rank
 from consilium.seeding import seed_for
-from consilium.strategy import Payload, ServerState, SiteInfo, Tensors, Upload, next_phase
+from consilium.strategies.strategy import ServerState, Upload, next_phase
+from consilium.strategies.unequal.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, split, trained, weights
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from consilium import allocation, lowrank
-from consilium.exact import ExactServer, spectra, start
-from consilium.lowrank import Change, Product, Spectrum, Update
-from consilium.ranks import changes, others, shapes, split, weights
-from consilium.strategy import Payload, ServerState, SiteInfo, Tensors, Upload
+from consilium.linalg import lowrank
+from consilium.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.unequal import allocation
+from consilium.strategies.unequal.exact import ExactServer, spectra, start
+from consilium.strategies.unequal.ranks import changes, others, shapes, split, weights
 
 BYTES = 4
 """Of a number on the wire."""

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium import lowrank
-from consilium.config_section import Positive
-from consilium.exact import ExactServer, spectra
-from consilium.lowrank import Change, Update
-from consilium.ranks import weights
-from consilium.strategy import ServerState, SiteInfo, Upload
+from consilium.linalg import lowrank
+from consilium.linalg.lowrank import Change, Update
+from consilium.messages import SiteInfo
+from consilium.schema import Positive
+from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.unequal.exact import ExactServer, spectra
+from consilium.strategies.unequal.ranks import weights
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ A and B are averaged each, as in FedIT, whose result it equals at that rank.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from consilium.config_section import Rank
-from consilium.ranks import UnequalRanks, factors, others, pair, shapes
-from consilium.strategy import Gathered, ServerState, Strategy, Tensors
+from consilium.messages import Tensors
+from consilium.schema import Rank
+from consilium.strategies.strategy import Gathered, ServerState, Strategy
+from consilium.strategies.unequal.ranks import UnequalRanks, factors, others, pair, shapes
 
 
 @dataclass(frozen=True)

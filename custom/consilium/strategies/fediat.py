@@ -18,9 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium.config_section import Factor, Positive
+from consilium.adapters.names import factor
 from consilium.errors import ConfigError
-from consilium.strategy import Role, Step, Strategy, factor
+from consilium.schema import Factor, Positive
+from consilium.strategies.strategy import Role, Step, Strategy
 
 SPLITS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
 """Factor shared in (encoder, decoder)."""

@@ -8,7 +8,7 @@ The mean of the factors is not the mean of the products: B A != sum_k p_k B_k A_
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategy import Role, Strategy
+from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)

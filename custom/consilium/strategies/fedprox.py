@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from consilium.config_section import Factor
+from consilium.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategy import Step
+from consilium.strategies.strategy import Step
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ The server's own model has B = 0, so only per-site evaluation means anything.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategy import Role, Strategy, lora_factor
+from consilium.adapters.names import lora_factor
+from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)

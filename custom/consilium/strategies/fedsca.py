@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.bottleneck import count, position
-from consilium.config_section import Factor
 from consilium.errors import ConfigError
-from consilium.simplex import mixture_weights
-from consilium.strategy import Gathered, Payload, Role, ServerState, SiteInfo, Step, Strategy, Tensors, next_phase
+from consilium.linalg.simplex import mixture_weights
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import Factor
+from consilium.strategies.strategy import Gathered, Role, ServerState, Step, Strategy, next_phase
 
 MATRIX = "collaboration"
 

@@ -6,7 +6,8 @@ With one A_0 everywhere the mean of the products is exact: sum_k p_k B_k A_0 = (
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategy import Role, Strategy, lora_factor
+from consilium.adapters.names import lora_factor
+from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from consilium import lowrank
-from consilium.exact import ExactServer, spectra, start
-from consilium.lowrank import Change, Product, Spectrum, Update
-from consilium.ranks import others, pair
-from consilium.strategy import Payload, ServerState, SiteInfo
+from consilium.linalg import lowrank
+from consilium.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.messages import Payload, SiteInfo
+from consilium.strategies.strategy import ServerState
+from consilium.strategies.unequal.exact import ExactServer, spectra, start
+from consilium.strategies.unequal.ranks import others, pair
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import ClassVar
 
 import torch
 
-from consilium import lowrank
-from consilium.exact import ExactServer, global_updates
-from consilium.lowrank import Change, Product, Update
-from consilium.ranks import UnequalRanks, others, split
+from consilium.linalg import lowrank
+from consilium.linalg.lowrank import Change, Product, Update
+from consilium.messages import Payload, SiteInfo
 from consilium.seeding import seed_for
-from consilium.strategy import Payload, ServerState, SiteInfo, Upload
+from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.unequal.exact import ExactServer, global_updates
+from consilium.strategies.unequal.ranks import UnequalRanks, others, split
 
 
 @dataclass(frozen=True)

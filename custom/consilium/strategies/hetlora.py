@@ -14,10 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium import lowrank
-from consilium.config_section import Factor
-from consilium.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, trained, weights
-from consilium.strategy import Payload, ServerState, SiteInfo, Step, Tensors, Upload, next_phase
+from consilium.linalg import lowrank
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import Factor
+from consilium.strategies.strategy import ServerState, Step, Upload, next_phase
+from consilium.strategies.unequal.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, trained, weights
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.strategy import Role, Strategy
+from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)

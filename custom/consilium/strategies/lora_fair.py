@@ -14,11 +14,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from consilium import lowrank
-from consilium.config_section import Positive
-from consilium.lowrank import Change, Product
-from consilium.ranks import factors, pair, shapes, trained, weights
-from consilium.strategy import Gathered, Role, ServerState, Strategy, lora_factor, next_phase
+from consilium.adapters.names import lora_factor
+from consilium.linalg import lowrank
+from consilium.linalg.lowrank import Change, Product
+from consilium.schema import Positive
+from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy, next_phase
+from consilium.strategies.unequal.ranks import factors, pair, shapes, trained, weights
 
 STEPS = 200
 """L-BFGS iterations at most; it ends before, where the gradient does."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.cli import main
+from consilium.cli.main import main
 from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError

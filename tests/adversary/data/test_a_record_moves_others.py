@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.adapters import adapter
-from consilium.assemble import assemble_job, build_model, build_task, site_data
-from consilium.config import JobConfig, SiteConfig
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job, build_model, build_task, site_data
+from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
-from consilium.strategy import Tensors
-from consilium.training import train
+from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
 
 CLIP = 1e-2  # far under the gradients' norms, so that every record counts in full
@@ -51,8 +52,8 @@ class Sums:
     def of(self, batch: list[int], seed: int) -> Tensor:
         """Return the clipped sum, flat and in float64, of a step on these records."""
         self.batch = batch
-        adapter.load(self.model, self.initial)
-        params, dp = adapter.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
+        layers.load(self.model, self.initial)
+        params, dp = layers.tensors(self.model), DpSgd(1.0, CLIP, 0.5, seed=0)
         trained = {name for name in params if name in self.initial}
         train(self.model, self.task, params, trained, self.config.training, seed, lambda s: None, {}, lambda p: None, dp)
         return self.found

@@ -13,12 +13,13 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from consilium.assemble import assemble_job, build_guard, build_site
-from consilium.config import JobConfig, SiteConfig
-from consilium.coordinator import Coordinator
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job, build_guard, build_site
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import Member, run_phase
+from consilium.federation.runs import STATE
 from consilium.flare import context
-from consilium.runs import STATE
-from consilium.simulate import Member, run_phase
 from consilium.storage import PUBLIC, write_atomic
 from tests.conftest import small_config
 

@@ -13,16 +13,16 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.assemble import Job, assemble_job, build_guard
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.flare import filters, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
+from consilium.messages import Hello, Payload, SiteInfo
 from consilium.privacy.guard import Guard
 from consilium.privacy.release import upload_shapes
-from consilium.site import Hello
-from consilium.strategy import Payload, SiteInfo
 from tests.conftest import small_config
 
 SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}

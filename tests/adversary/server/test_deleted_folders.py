@@ -9,8 +9,8 @@ from nvflare.apis.utils.format_check import check_job_id
 from nvflare.apis.workspace import Workspace
 
 from consilium.errors import ConfigError, Reason
+from consilium.federation.runs import STATE
 from consilium.flare import context
-from consilium.runs import STATE
 
 
 def test_no_job_id_names_the_folder_of_ledger_and_records() -> None:

@@ -9,7 +9,7 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.errors import Reason
 from consilium.flare import wire
-from consilium.strategy import HELD_OUT
+from consilium.messages import HELD_OUT
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 

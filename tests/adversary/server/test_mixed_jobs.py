@@ -8,15 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from consilium.assemble import Job, assemble_job, build_guard, build_site
-from consilium.config import JobConfig, SiteConfig
-from consilium.config_privacy import PolicyConfig
-from consilium.coordinator import Coordinator
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
+from consilium.federation.build import Job, assemble_job, build_guard, build_site
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.site import Site
 from consilium.flare import wire
-from consilium.privacy.guard import Guard, Kind, Task
-from consilium.site import Site
-from consilium.strategy import Payload, SiteInfo
+from consilium.messages import Kind, Payload, SiteInfo
+from consilium.privacy.guard import Guard, Task
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
 from tests.conftest import small_config
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig
-from consilium.config_privacy import PolicyConfig
+from consilium.config.job import JobConfig
+from consilium.config.privacy import PolicyConfig
 from consilium.errors import Reason
+from consilium.federation.build import assemble_job
 from consilium.flare import wire
 from consilium.privacy.composition import epsilon_for
 from consilium.privacy.plan import make_plan

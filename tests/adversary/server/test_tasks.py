@@ -5,8 +5,8 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.errors import Reason
 from consilium.flare import wire
+from consilium.messages import HELD_OUT, Payload
 from consilium.privacy import audit
-from consilium.strategy import HELD_OUT, Payload
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 
 

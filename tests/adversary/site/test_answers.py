@@ -13,8 +13,7 @@ from nvflare.apis.signal import Signal
 from consilium import __version__
 from consilium.errors import Reason
 from consilium.flare import wire
-from consilium.site import Hello
-from consilium.strategy import Payload
+from consilium.messages import Hello, Payload
 from tests.flare.test_controller import Federation, context, trained
 
 LONG = "/data/John Doe/1.png \x1b[2J" * 10**6

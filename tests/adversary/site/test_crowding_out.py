@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from consilium import __version__
-from consilium.assemble import assemble_job
-from consilium.coordinator import Coordinator
 from consilium.errors import RefusedError
+from consilium.federation.aggregate import MEAN_UNIT, ExactMean
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.messages import Hello, Payload
 from consilium.privacy.release import upload_shapes
-from consilium.site import Hello
-from consilium.strategy import MEAN_UNIT, ExactMean, Payload, Role
+from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 
 

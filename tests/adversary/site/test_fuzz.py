@@ -9,12 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from consilium import __version__
-from consilium.assemble import Job, assemble_job
-from consilium.coordinator import Coordinator
 from consilium.errors import RefusedError
-from consilium.runlog import read_lines
-from consilium.site import Hello
-from consilium.strategy import HELD_OUT, Payload, Role
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.messages import HELD_OUT, Hello, Payload
+from consilium.report.runlog import read_lines
+from consilium.strategies.strategy import Role
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.conftest import small_config
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from consilium import __version__
-from consilium.assemble import assemble_job
-from consilium.coordinator import Coordinator
 from consilium.errors import RefusedError
-from consilium.site import Hello
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.messages import Hello
 from tests.conftest import small_config
 
 LIES: list[tuple[str, Any, str]] = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from consilium.cli import app
+from consilium.cli.main import app
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.privacy import audit, recovery
 from consilium.privacy.composition import Entry

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
-from consilium.assemble import Job, assemble_job
-from consilium.coordinator import Coordinator
-from consilium.site import Hello
-from consilium.strategy import HELD_OUT, Payload, Role
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.messages import HELD_OUT, Hello, Payload
+from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 
 ESCAPE = "\x1b]0;owned\x07"

@@ -12,13 +12,16 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from consilium import cli, cli_audit, cli_submit, progress
-from consilium.clean import cell, line, shown, tag
+from consilium import cli
+from consilium.cli import audit as cli_audit
+from consilium.cli import submit as cli_submit
 from consilium.errors import ConfigError
+from consilium.messages import Payload
 from consilium.privacy import audit
-from consilium.runlog import RunLog
-from consilium.strategy import Payload
-from consilium.view import LiveView, result_table
+from consilium.report import progress
+from consilium.report.clean import cell, line, shown, tag
+from consilium.report.runlog import RunLog
+from consilium.report.view import LiveView, result_table
 from tests.conftest import small_config
 
 HOSTILE = (

@@ -10,14 +10,14 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from rich.console import Console
 
 from consilium import __version__
-from consilium.assemble import Job, assemble_job
-from consilium.cli_submit import _table
-from consilium.coordinator import Coordinator
+from consilium.cli.submit import _table
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.coordinator import Coordinator
 from consilium.flare import wire
 from consilium.flare.aggregator import StrategyAggregator
-from consilium.progress import progress
-from consilium.site import Hello
-from consilium.strategy import Payload, Role
+from consilium.messages import Hello, Payload
+from consilium.report.progress import progress
+from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 
 SAMPLES = {"a": 24, "b": 24, "liar": 10**6}

@@ -8,12 +8,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from consilium.adapters import adapter, bottleneck, dual_rank, lora
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig, SiteConfig, load_job
-from consilium.config_yaml import LARGEST_FILE, read_yaml
+from consilium.adapters import bottleneck, dual_rank, layers, lora
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.models.sam import build_sam
+from consilium.federation.build import assemble_job
+from consilium.models.sam.network import build_sam
+from consilium.schema import LARGEST_FILE, read_yaml
 from consilium.strategies import STRATEGIES
 from tests.conftest import JOBS, small_config, small_text
 
@@ -81,7 +82,7 @@ def test_a_rank_of_three_million_is_refused_before_memory_is_taken() -> None:
 @pytest.mark.parametrize("kind", ["lora", "dual_rank", "bottleneck"])
 def test_an_adapter_larger_than_a_federation_carries_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: every kind counts its numbers before it makes them; tried with a small limit."""
-    monkeypatch.setattr(adapter, "LARGEST", 1000)
+    monkeypatch.setattr(layers, "LARGEST", 1000)
     with torch.device("meta"):
         model = build_sam("tiny", None, 64, 2, weights=False)
         names = [name for name, _ in model.named_parameters()]

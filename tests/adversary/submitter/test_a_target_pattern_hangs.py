@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 
 from consilium.adapters.lora import linear_layers
-from consilium.assemble import assemble_job
-from consilium.config import JobConfig
+from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job
 from tests.conftest import small_config
 
 HANGS = (r"(\w+\.?)+!", r"((\w+)+\.?)+!", r"(.*.*.*.*.*.*.*.*)*!", r"(\w|\w\w|\w\w\w|\.)+!")

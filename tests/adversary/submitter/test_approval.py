@@ -12,10 +12,11 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from typer.testing import CliRunner
 
-from consilium import approval
-from consilium.cli import app
-from consilium.config import SiteConfig, load_job
+from consilium.cli.main import app
+from consilium.config.job import load_job
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.federation import approval
 from consilium.flare import context, filters, wire
 from consilium.flare.filters import GuardTaskFilter
 from consilium.flare.recipe import export

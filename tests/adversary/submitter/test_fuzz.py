@@ -6,9 +6,10 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from consilium.assemble import assemble_job
-from consilium.config import load_job, load_site
+from consilium.config.job import load_job
+from consilium.config.site import load_site
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.federation.build import assemble_job
 from tests.adversary.fuzzing import PLAIN, attack, fuzzed
 from tests.conftest import JOBS
 

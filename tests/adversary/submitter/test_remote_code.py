@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from consilium.cli import app
-from consilium.config import JobConfig
+from consilium.cli.main import app
+from consilium.config.job import JobConfig
 from tests.conftest import small_config
 from tests.deployment.federation import LEAD, Federation
 
 CLIENT, SERVER = "config_fed_client.json", "config_fed_server.json"
-NAMED = ("consilium.flare.provision.prepare_builders", "consilium.cli.app", "consilium.adapters.lora.save_file")
+NAMED = ("consilium.flare.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.lora.save_file")
 pytestmark = pytest.mark.slow
 
 
@@ -35,7 +35,7 @@ def shell(proof: Path) -> dict[str, Any]:
 def command(proof: Path) -> dict[str, Any]:
     """Our own command line as a component."""
     words = ["data", "phantoms", str(proof), "--sites", "1", "--training", "1"]
-    return {"id": "x", "path": "consilium.cli.app", "args": {"args": words, "standalone_mode": False}}
+    return {"id": "x", "path": "consilium.cli.main.app", "args": {"args": words, "standalone_mode": False}}
 
 
 def overwrite(proof: Path) -> dict[str, Any]:

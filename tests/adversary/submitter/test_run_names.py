@@ -9,14 +9,14 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from consilium.assemble import Job, assemble_job
-from consilium.config import SiteConfig
-from consilium.coordinator import Coordinator
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.runs import check_name, run_folder
 from consilium.flare import context
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
-from consilium.runs import check_name, run_folder
 from tests.conftest import small_config
 
 ENTRY = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from consilium.config_errors import nearest
 from consilium.data.importers import classes, nuclei, pictures, volumes
 from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.writing import check_free, write_sites
 from consilium.errors import ConfigError, DataError
+from consilium.schema import nearest
 
 IMPORTERS: dict[str, Importer] = {**pictures.SETS, **nuclei.SETS, **volumes.SETS, **classes.SETS}
 """Importers by the name a user gives."""

@@ -1,0 +1,135 @@
+"""An adapter's tensors, whatever its kind: which they are, how they start, how they are read and written.
+
+Names: "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r) without PEFT's ".default.weight"; "<block>.adapter_<place>.down"
+and ".up" with weight and bias for bottlenecks; "head.weight" and "head.bias" for a classifier's head, which is trained whole.
+*Native* tensors are parts of the base that train too (a mask decoder): they start as the base has them and never leave a site.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters.names import HEAD, factor
+from consilium.errors import CheckpointError, ConfigError
+from consilium.seeding import seed_for
+
+LARGEST = 2**29
+"""Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""
+
+
+def check_size(numbers: int) -> None:
+    """Raise ConfigError for an adapter of more `numbers` than a federation can carry; called before they take memory."""
+    if numbers > LARGEST:
+        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, or narrow targets")
+
+
+class Switched(nn.Module):
+    """Base of modules that an adapter adds to a model; switched off, the model is its base."""
+
+    enabled: bool = True
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the module's adapter tensors that are no parameters, by their names in the module."""
+        return {}
+
+    def fit(self, values: Mapping[str, Tensor]) -> None:
+        """Make room for this module's `values`, whose numbers are written next, if its shapes may change."""
+
+
+def claim(model: nn.Module, names: Iterable[str], native: Iterable[str] = ()) -> None:
+    """Freeze `model` but for its head and the parameters `names` (as PEFT or we name them) and `native`, and remember which."""
+    names, native = {_short(n) for n in names} | set(_head(model)), set(native)
+    model.adapter_names = names | native
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_short(name) in model.adapter_names)
+    model.native = {n: p.detach().clone() for n, p in model.named_parameters() if n in native}
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail)."""
+    found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in model.adapter_names}
+    for name, module in _switched(model):
+        found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
+    return found
+
+
+def _switched(model: nn.Module) -> list[tuple[str, Switched]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Switched)]
+
+
+def native(model: nn.Module) -> dict[str, Tensor]:
+    """Return the native tensors as the base has them."""
+    return dict(model.native)
+
+
+def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy `values` into the model's adapter. Raises CheckpointError unless names and shapes are exactly the model's."""
+    by_module: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in values.items():
+        module, _, own = name.rpartition(".")
+        by_module.setdefault(module, {})[own] = tensor
+    for name, module in _switched(model):
+        module.fit(by_module.get(name, {}))
+    live = tensors(model)
+    if wrong := sorted(live.keys() ^ values.keys()):
+        raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
+    with torch.no_grad():
+        for name, parameter in live.items():
+            if parameter.shape != values[name].shape:
+                shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
+                raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter section for both?")
+            parameter.copy_(values[name])
+
+
+def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return start values by name of all but native tensors, each from its own seed; meta models do.
+
+    LoRA's A and a bottleneck's down projection are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing
+    changes at the start.
+    """
+    return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items() if name not in model.native}
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | model.native
+    live = tensors(model)
+    kept = {name: live[name].detach().clone() for name in replaced}
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(False)
+                stack.callback(module.enable_adapters, True)
+            elif isinstance(module, Switched):
+                module.enabled = False
+                stack.callback(setattr, module, "enabled", True)
+        _write(live, replaced)
+        stack.callback(_write, live, kept)
+        yield
+
+
+def _write(live: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            live[name].copy_(value)
+
+
+def _short(name: str) -> str:
+    return name.replace(".default.weight", "")
+
+
+def _head(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if name.startswith(f"{HEAD}.")}
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if factor(name) != "A" and not name.endswith(".down.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
+    bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,86 @@
+"""The command `consilium approve`: what a site's administrator looks at before a job may run there, and the record of it."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.options import Format, FormatOption
+from consilium.errors import ConfigError
+
+
+def approve(
+    job: Annotated[
+        Path | None, typer.Argument(help="as the researcher hands it over, or as a refusal in the log names it")
+    ] = None,
+    *,
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
+    listed: Annotated[bool, typer.Option("--list", help="show what is approved")] = False,
+    revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Approve a job for a site that says `approve: digest` in its site.yaml, after showing what it is and what leaves."""
+    if sum((job is not None, listed, bool(revoke))) != 1:
+        raise ConfigError("JOB, --list, --revoke: give exactly one")
+    found = _done(job, revoke, kit / "local")
+    print(json.dumps(found, indent=1) if format is Format.JSON else _text(found))
+
+
+def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    from consilium.federation import approval
+
+    if job is not None:
+        with app_of(job) as app:
+            return summary(app) | {"approved": approval.approve(app, local)}
+    return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+
+
+@contextmanager
+def app_of(job: Path) -> Iterator[Path]:
+    """Return the app folder that sites get of a job folder, of an app folder itself, or of what a job.yaml comes to.
+
+    Raises ConfigError for none, or for several apps.
+    """
+    apps = [path for path in (job, *(job.iterdir() if job.is_dir() else ())) if (path / "config" / "job.yaml").is_file()]
+    if len(apps) > 1:
+        raise ConfigError(f"{job}: holds {len(apps)} apps; give the folder of the one that this site gets")
+    if apps:
+        yield apps[0]
+        return
+    from consilium.flare.recipe import export
+
+    with tempfile.TemporaryDirectory() as place:
+        yield export(job, Path(place)) / "app"
+
+
+def summary(app: Path) -> dict[str, Any]:
+    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
+    from consilium.config.job import load_job
+    from consilium.federation.approval import JOB, other_files
+    from consilium.federation.build import assemble_job
+
+    config = load_job(app / JOB)
+    job = assemble_job(config, app / JOB)
+    found = config.model_dump(mode="json", exclude_none=True)
+    shown = {key: found.get(key) for key in ("name", "strategy", "model", "adapter", "task", "training", "privacy")}
+    return shown | {"leaves": _leaves(job), "other files": other_files(app)}
+
+
+def _leaves(job: Any) -> dict[str, Any]:
+    """Return how many tensors a site sends, over all phases, and how many numbers at most in one."""
+    from consilium.strategies.strategy import Role
+
+    strategy, initial = job.strategy, job.initial
+    places = [(r, p) for r in range(min(strategy.period, job.config.training.rounds)) for p in range(strategy.phases(r))]
+    sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
+    numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
+    return {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+
+
+def _text(found: dict[str, Any]) -> str:
+    """Return a line per value, as JSON in ASCII: a stranger wrote them."""
+    return "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items()) or "nothing is approved"

@@ -1,0 +1,112 @@
+"""The command `consilium audit`: what left this site, run by run, for the hospital's own files."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.options import PageFormat, PageFormatOption
+from consilium.errors import ConfigError
+from consilium.federation.runs import STATE
+from consilium.report.clean import cell
+
+
+def audit(
+    where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
+    format: PageFormatOption = PageFormat.MD,
+) -> None:
+    """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
+    found = [_report(path) for path in _records(where)]
+    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(markdown, found)))
+    raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    from consilium.privacy.audit import report
+
+    try:
+        return report(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+
+
+def _records(where: Path) -> list[Path]:
+    """Return the audit files meant, by the time of their last line."""
+    from consilium.config.site import load_site
+    from consilium.privacy.audit import FILE
+
+    settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
+    folder = settings
+    if settings.suffix in (".yaml", ".yml"):
+        folder = load_site(settings).state or settings.parent.parent / STATE  # beside FLARE's run folders
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not found or not all(path.is_file() for path in found):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return one run's record as a page for the hospital's reviewer."""
+    messages = found["messages"]
+    first = messages[0] if messages else {}
+    site = first.get("site", "this site")
+    damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
+    lines = [
+        "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+        "",
+        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
+        f"- seal: {found['seal']}",
+        *_privacy(messages),
+        "",
+        "| time | message | round | tensors | bytes | norm | epsilon so far | beside them |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_row, messages),
+    ]
+    return "\n".join([*lines, *_tensors(messages)])
+
+
+def _privacy(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the line on the guarantee; without one, what that means."""
+    private = [m["privacy"] for m in messages if "privacy" in m]
+    if not private:
+        return ["- privacy: none; updates left as trained"]
+    last = private[-1]
+    named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
+    noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
+    return [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+
+
+def _row(message: dict[str, Any]) -> str:
+    tensors = message.get("tensors", {}).values()
+    norm = sum(t["norm"] ** 2 for t in tensors) ** 0.5
+    epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
+    beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
+    said = message.get("reason") or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    place = f"{message['round'] + 1}.{message['phase'] + 1}" if "round" in message else ""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
+    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), f"{norm:.4g}", epsilon, said)
+    return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _tensors(messages: list[dict[str, Any]]) -> list[str]:
+    """Return a table of every tensor that ever left, with how often and the range of its norm."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for message in messages:
+        for name, one in message.get("tensors", {}).items():
+            seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
+    if not seen:
+        return []
+    rows = [
+        f"| {cell(n)} | {cell(s)} | {cell(d)} | {len(v)} | {min(v):.4g} to {max(v):.4g} |"
+        for (n, s, d), v in sorted(seen.items())
+    ]
+    return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]

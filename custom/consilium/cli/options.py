@@ -1,0 +1,65 @@
+"""What several commands share: --format, --set, the job argument, and what they do with them."""
+
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from consilium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from consilium.config.job import JobConfig
+
+
+MOST_SITES = 10_000
+
+
+class Format(StrEnum):
+    """How a command prints."""
+
+    TXT = "txt"
+    JSON = "json"
+
+
+class PageFormat(StrEnum):
+    """How a command prints that makes a page."""
+
+    MD = "md"
+    JSON = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
+PageFormatOption = Annotated[PageFormat, typer.Option("--format", help="md for people, json for programs")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")]
+JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
+    key, separator, value = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
+    from consilium.schema import Loader
+
+    try:
+        return key, yaml.load(value, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise ConfigError(f"--set: {override[:80]!r}: the value is not valid YAML ({why}); put text in quotes") from None
+
+
+def check_finite(**values: float | None) -> None:
+    """Raise ConfigError for an option that is NaN or infinite; bounds alone let NaN through."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
+
+
+def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":
+    """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself."""
+    from consilium.config.job import job_file, load_job
+
+    return load_job(job, dict(parse_override(one) for one in overrides)), job_file(job)

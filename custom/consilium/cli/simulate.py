@@ -1,0 +1,243 @@
+"""The command `consilium simulate`."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.privacy import claim_of
+from consilium.errors import ConfigError
+from consilium.report.clean import shown
+
+METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
+RESERVED = ("server", "centralized")
+"""What a run's folder calls by these names already."""
+FILE_WIDTH = 140
+"""Cells of a table where there is no terminal."""
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended."""
+
+
+class Engine(StrEnum):
+    """What runs a simulation."""
+
+    INPROCESS = "inprocess"
+    FLARE = "flare"
+
+
+def simulate(
+    job: JobArgument,
+    engine: Annotated[
+        Engine, typer.Option(help="inprocess: quick; flare: the FLARE simulator, a process a site")
+    ] = Engine.INPROCESS,
+    sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
+    rounds: Annotated[int, typer.Option(help="instead of training.rounds; 0 keeps it", min=0)] = 0,
+    workspace: Annotated[Path | None, typer.Option(help="result folder; default: runs/NAME-TIME")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="folder with a folder per site, each with datalist.json or site.yaml")
+    ] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
+    override: SetOption = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the workspace's last finished round (inprocess)")
+    ] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Run a job on this machine: live view, then a table per site."""
+    overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
+    config, source = load(job, overrides)
+    names = site_names(sites, data)
+    folder = workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    environment = {"CONSILIUM_DATA": data, "CONSILIUM_CHECKPOINTS": checkpoints}
+    environment = {key: str(value.resolve()) for key, value in environment.items() if value is not None}
+    os.environ |= environment
+    try:
+        with _stoppable():
+            results, losses = _run(config, source, engine, names, folder, resume, format)
+    except KeyboardInterrupt:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+    _print_results(results, losses, config.name, folder, format)
+
+
+def _run(
+    config: Any, source: Path, engine: Engine, names: list[str], folder: Path, resume: bool, format: Format
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the closing metrics and the last training loss of every site."""
+    from consilium.config.site import find_site
+    from consilium.federation.build import assemble_job
+    from consilium.report.view import LiveView
+
+    ready = assemble_job(config, source)
+    _check_workspace(folder, resume, engine)
+    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name) as view:
+        if engine is Engine.FLARE:
+            from consilium.flare.simulator import export_job, run_simulator
+
+            run_simulator(export_job(config, folder), names, folder, view)
+        else:
+            from consilium.federation.engine import simulate as run_inprocess
+
+            run_inprocess(ready, {name: find_site(name) for name in names}, folder, view, resume)
+    return json.loads((folder / "results.json").read_text()), view.losses
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let a closed terminal and `kill` end a run as Ctrl-C does: files closed, no process left. What is ignored stays so."""
+    here = threading.current_thread() is threading.main_thread()
+    caught = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) == signal.SIG_DFL]
+    for one in caught:
+        signal.signal(one, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for one in caught:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def _way_on(folder: Path, engine: Engine) -> str:
+    """Return what to do after an interruption, in a line."""
+    if engine is Engine.FLARE:
+        return (
+            "interrupted; a run of --engine flare cannot be resumed: start it anew with another --workspace, "
+            "or with --engine inprocess, which can be"
+        )
+    if not (folder / "server" / "state.safetensors").is_file():
+        return "interrupted before the first round; start it anew, with another --workspace if you give one"
+    return f"interrupted; go on with: {_command_again(sys.argv, folder)}"
+
+
+def _command_again(words: list[str], folder: Path) -> str:
+    """Return the command line with --workspace and --resume, as a shell takes it."""
+    short = Path(words[0]).name
+    kept = [short if shutil.which(short) == words[0] else words[0]]
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "--workspace":
+            next(rest, None)
+        elif word != "--resume" and not word.startswith("--workspace="):
+            kept.append(word)
+    return shlex.join([*kept, "--workspace", str(folder), "--resume"])
+
+
+def site_names(sites: str, data: Path | None) -> list[str]:
+    """Return who takes part: so many, or these names, or all of the folder `data`. Raises ConfigError."""
+    there = None if data is None else _site_folders(data)
+    sites = sites.strip()
+    if re.fullmatch(r"[+-]?[0-9]+", sites):
+        return _so_many(sites, there, data)
+    if sites:
+        names = [name.strip() for name in sites.split(",") if name.strip()]
+    else:
+        names = there if there is not None else _numbered(3)
+    _check_names(names, "--sites" if sites else f"--data: {data}")
+    if there is not None and (unknown := [name for name in names if name not in there]):
+        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
+    return names
+
+
+def _so_many(sites: str, there: list[str] | None, data: Path | None) -> list[str]:
+    count = int(sites) if len(sites) < 9 else MOST_SITES + 1
+    if not 1 <= count <= MOST_SITES:
+        raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
+    if there is None:
+        return _numbered(count)
+    if count > len(there):
+        has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
+        raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
+    _check_names(there[:count], f"--data: {data}")
+    return there[:count]
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"site-{i}" for i in range(1, count + 1)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _check_names(names: list[str], where: str) -> None:
+    """Raise ConfigError unless all can be names of folders, of FLARE's sites and of columns, each once."""
+    if not names:
+        raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > 100 or name in RESERVED:
+            remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
+            raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
+    twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
+
+
+def _site_folders(data: Path) -> list[str]:
+    from consilium.config.site import is_site_folder
+
+    if not data.is_dir():
+        raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
+    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
+    if not found:
+        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
+    return found
+
+
+def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
+    """Make the folder, or find the run to go on with in it. Raises ConfigError before anything starts."""
+    if engine is Engine.FLARE and not _is_word(str(folder.resolve())):
+        raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
+    try:
+        if not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+        used = (folder / "metrics.jsonl").exists()
+    except OSError as error:
+        where = shown(folder, 80)
+        raise ConfigError(f"--workspace: {where}: cannot be made ({error.strerror}); give another folder") from None
+    if used and not resume:
+        raise ConfigError(f"--workspace: {folder} holds a run; give another folder, or --resume to go on with it")
+    if resume and not used:
+        raise ConfigError(f"--resume: {folder} holds no run; give the --workspace of the run to go on with")
+    if resume and engine is Engine.FLARE:
+        raise ConfigError("--resume: only with --engine inprocess")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--workspace: {folder}: cannot be written to; change its permissions or give another folder")
+
+
+def _is_word(path: str) -> bool:
+    """Tell whether FLARE's simulator, which puts paths into command lines unquoted, finds a path again."""
+    try:
+        return shlex.split(path, comments=True) == [path]
+    except ValueError:
+        return False
+
+
+def _print_results(
+    results: dict[str, dict[str, float]], losses: dict[str, float], name: str, folder: Path, format: Format
+) -> None:
+    from consilium.report.view import result_table
+
+    if format is Format.JSON:
+        print(json.dumps({"workspace": str(folder), "results": results, "losses": losses}, indent=1, sort_keys=True))
+        return
+    console = Console()
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else FILE_WIDTH
+    console = Console(width=width)
+    console.print(result_table(results, name, width, losses))
+    if claim := claim_of(folder):
+        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
+    typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")

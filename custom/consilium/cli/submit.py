@@ -1,0 +1,215 @@
+"""The commands of a running federation: `consilium submit`, `status`, `resume`, `abort`, `download`; and a site's `audit`."""
+
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from consilium.cli.audit import audit
+from consilium.cli.options import Format, FormatOption, SetOption, parse_override
+from consilium.errors import ConsiliumError
+from consilium.report.clean import line, shown
+
+if TYPE_CHECKING:
+    from consilium.flare.session import Admin
+
+app = typer.Typer()
+app.command()(audit)
+KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
+PATIENCE = 120.0
+"""Seconds to wait for the sites of an experiment before it goes on."""
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")],
+    kit: KitOption,
+    experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
+    override: SetOption = None,
+    wait: WaitOption = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
+    from consilium.config.job import load_job
+    from consilium.flare.session import connect
+    from consilium.flare.submission import prepare, submitting
+
+    overrides = dict(parse_override(one) for one in override or [])
+    name = experiment or f"{load_job(job, overrides).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with connect(kit) as admin:
+        with submitting(folder := prepare(job, overrides, name, admin.uploads)):
+            job_id = admin.submit(folder)
+        _submitted(admin, job_id, name, wait, format)
+
+
+@app.command()
+def resume(
+    experiment: Annotated[str, typer.Argument(help="its name, as `consilium status` lists it")],
+    job: Annotated[Path | None, typer.Argument(help="the job it was submitted with, if that was not from this kit")] = None,
+    *,
+    kit: KitOption,
+    wait: WaitOption = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
+    from consilium.flare.session import connect
+    from consilium.flare.submission import prepare_again, submitting
+
+    with connect(kit) as admin:
+        sites = admin.former_sites(experiment)
+        folder = prepare_again(experiment, admin.uploads, job)
+        with submitting(folder) if job else nullcontext():
+            for site in sorted(admin.await_sites(sites, PATIENCE)):
+                said = f"{site} took part before and is not connected: it goes on without"
+                Console(stderr=True).print(line(said, "yellow"))
+            job_id = admin.submit(folder)
+        _submitted(admin, job_id, experiment, wait, format)
+
+
+@app.command()
+def status(
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
+    *,
+    kit: KitOption,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
+    from consilium.flare.session import connect, experiment_of
+
+    with connect(kit) as admin:
+        if job:
+            found: Any = admin.status(job)
+        else:
+            keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
+            found = [{"experiment": experiment_of(one), **{k: one.get(k) for k in keys}} for one in admin.jobs()]
+    if format == "json":
+        print(json.dumps(found, indent=1))
+    elif job:
+        show(found)
+    else:
+        _list(found)
+
+
+@app.command()
+def abort(
+    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
+    kit: KitOption,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
+    from consilium.flare.session import connect
+
+    with connect(kit) as admin:
+        found = admin.find(job)
+        admin.abort(found["job_id"])
+    print(json.dumps({"aborted": found["job_id"]}) if format == "json" else f"{shown(found['job_id'])}: aborted")
+
+
+@app.command()
+def download(
+    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
+    kit: KitOption,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
+    from consilium.flare.session import connect
+
+    with connect(kit) as admin:
+        found = admin.download(admin.find(job)["job_id"], folder)
+    print(json.dumps({"folder": str(found)}) if format == "json" else found)
+
+
+def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:
+    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
+    console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
+    found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
+    if wait:
+        found = _watch(admin, job_id, console)
+    if format == "json":
+        print(json.dumps(found, indent=1))
+    elif wait:
+        show(found)
+    if wait and not found["status"].endswith(":COMPLETED"):
+        raise ConsiliumError(f"{experiment}: {found['status']}: {found.get('reason', 'see `consilium status` and the logs')}")
+
+
+def _watch(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
+    """Print a line whenever something has changed, until the job has ended; return its last status."""
+    said = ""
+    while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
+        now = place(found["progress"]) if found["progress"] else found["status"]
+        if now.split("; ETA")[0] != said and now != "LOST":  # between a job's end and its final status
+            console.print(line(now))
+            said = now.split("; ETA")[0]
+        time.sleep(1)
+    return found
+
+
+def place(progress: dict[str, Any]) -> str:
+    """Return one line on where a run is."""
+    if progress["finished"]:
+        return f"all {progress['rounds']} rounds and the closing evaluation are done"
+    phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
+    line = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
+    line += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
+    if progress["epsilon"] is not None:
+        line += f"; epsilon {progress['epsilon']:.3g}"
+    return line + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print one job's status for people."""
+    from consilium.report.progress import when
+
+    console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
+    console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
+    for problem in found["problems"]:
+        console.print(line(f"not deployed: {problem}", "red"))
+    if "reason" in found:
+        console.print(line(f"stopped: {found['reason']}", "red", 1000))
+    if progress is None:
+        return
+    console.print(line(place(progress)))
+    if progress["sites"]:
+        console.print(_table(progress))
+    for one in progress["refused"]:
+        console.print(line(f"refused {when(one, progress['rounds'])}: {one['site']}: {one['reason']}", "yellow"))
+
+
+def _table(progress: dict[str, Any]) -> Table:
+    """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
+    it shares them, and what it has sent and received."""
+    from consilium.report.view import HEADINGS, LEADING, leading, number
+
+    sites = progress["sites"]
+    score = leading({name for one in sites.values() for name in one["metrics"]}, LEADING[0])
+    table = Table(box=SIMPLE, pad_edge=False)
+    scores = (f"{HEADINGS[score]} received", f"{HEADINGS[score]} personal")
+    for heading in ("site", "round", "weight", "loss", *scores, "KiB up", "KiB down"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    for name, one in sorted(sites.items()):
+        metrics = {key.removeprefix("test/").removeprefix("validation/"): value for key, value in one["metrics"].items()}
+        numbers = [number(metrics.get(key)) for key in ("train/loss", f"received/{score}", f"personal/{score}")]
+        sizes = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down")]
+        weight = "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})"
+        table.add_row(line(name), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *sizes)
+    return table
+
+
+def _list(jobs: list[dict[str, Any]]) -> None:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("experiment", "status", "submitted", "took", "by", "job"):
+        table.add_column(heading, overflow="fold")
+    for one in jobs:
+        submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
+        row = (one["experiment"], one["status"], submitted, took, one["submitter_name"], one["job_id"])
+        table.add_row(*(line(cell or "") for cell in row))
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""What people write: job.yaml, site.yaml, sites.yml. Free of torch."""

@@ -1,0 +1,91 @@
+"""sites.yml: the server, the hospitals and the people of one deployment, and what each startup kit says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from consilium.config.site import SiteConfig
+from consilium.schema import Section, read_yaml, validate
+
+Org = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$", description="letters, digits and _")]
+BUNDLES_HELP = "whether jobs may bring code (BYOC)"
+
+
+class ServerEntry(Section):
+    """The server. `name` is the host name that sites reach; `hosts`: its other names and addresses, for its certificate.
+
+    `state`: a private folder at the server for jobs and snapshots (FLARE's own default is under /tmp, readable by all).
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$")]
+    org: Org
+    port: Annotated[int, Field(ge=1, le=65535, description="sites' and admins' connections alike")] = 8002
+    hosts: tuple[str, ...] = ()
+    state: Path
+    bundles: Annotated[bool, Field(description=BUNDLES_HELP)] = False
+
+    @field_validator("state")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        if not value.is_absolute():
+            raise ValueError("an absolute path, such as /srv/consilium: FLARE starts in whatever folder start.sh was called")
+        return value
+
+
+class SiteEntry(Section):
+    """One hospital. `site` becomes its site.yaml, with paths as they are at the hospital; it may edit the file later."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    org: Org
+    gpus: Annotated[int, Field(ge=0)] = 0
+    gpu_memory: Annotated[int, Field(ge=0, description="GiB a GPU")] = 0
+    bundles: Annotated[bool, Field(description=BUNDLES_HELP)] = False
+    site: SiteConfig = SiteConfig()
+
+
+class AdminEntry(Section):
+    """One person. A lead submits jobs, an org_admin looks after a hospital's own site, a member watches."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}$")]
+    org: Org
+    role: Literal["project_admin", "org_admin", "lead", "member"]
+
+
+class DeploymentConfig(Section):
+    """A whole deployment. `scheme` is FLARE's transport, always under mutual TLS; certificates last `valid_days`.
+
+    FLARE 2.9's http transport carries no message over 4 MiB to a site, and a bundled job is one.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")]
+    server: ServerEntry
+    sites: Annotated[list[SiteEntry], Field(min_length=1)]
+    admins: Annotated[list[AdminEntry], Field(min_length=1)]
+    scheme: Literal["grpc", "http", "tcp"] = "grpc"
+    valid_days: Annotated[int, Field(ge=1)] = 360
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [entry.name for entry in self.entries()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"every name once; {twice[0]!r} is there twice")
+        return self
+
+    @model_validator(mode="after")
+    def _carries_bundles(self) -> Self:
+        if self.scheme == "http" and any(entry.bundles for entry in (self.server, *self.sites)):
+            raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
+        return self
+
+    def entries(self) -> Iterator[ServerEntry | SiteEntry | AdminEntry]:
+        """Return all participants, the server first."""
+        yield self.server
+        yield from self.sites
+        yield from self.admins
+
+
+def load_deployment(path: Path) -> DeploymentConfig:
+    """Read and validate a sites.yml. Raises ConfigError with one line per problem."""
+    return validate(DeploymentConfig, read_yaml(path), path)

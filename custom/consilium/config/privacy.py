@@ -1,0 +1,98 @@
+"""What a job asks and what a hospital allows: the `privacy:` sections of job.yaml and site.yaml."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from consilium.schema import Section, Seed
+
+
+class SitePrivacyConfig(Section):
+    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
+
+    `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
+    noise: each site all of it (local), or the server (central). `adjacency`: a site's update against none (zero-out), or any
+    two data sets at it (replace, twice the noise).
+    """
+
+    unit: Literal["site"]
+    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0, le=1e6)]
+    trust: Literal["local", "central"] = "local"
+    adjacency: Literal["zero-out", "replace"] = "zero-out"
+    accountant: Literal["exact", "prv", "rdp"] = "exact"
+
+    @field_validator("trust", mode="before")
+    @classmethod
+    def _no_shares(cls, value: Any) -> Any:
+        if value == "distributed":
+            raise ValueError(
+                "'local' or 'central': a share of the noise protects nobody from a server that sees each site's update, which "
+                "it does until there is secure aggregation"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+class RecordPrivacyConfig(Section):
+    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches.
+
+    The number of records is public: a site tells it, and its weight and noise follow from it.
+    """
+
+    unit: Literal["record"]
+    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    accountant: Literal["prv", "rdp"] = "prv"
+    trust: ClassVar[str] = "local"
+    adjacency: ClassVar[str] = "zero-out"
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> Self:
+        return _one_noise(self)
+
+
+def _one_noise(section: Any) -> Any:
+    if (section.epsilon is None) == (section.noise_multiplier is None):
+        raise ValueError("one of epsilon and noise_multiplier; give exactly one")
+    return section
+
+
+PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discriminator="unit")]
+
+
+class BudgetConfig(Section):
+    """How much a data set may spend in all jobs together."""
+
+    epsilon: Annotated[float, Field(gt=0, le=1e4)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
+class PolicyConfig(Section):
+    """What a hospital lets jobs do to its privacy.
+
+    `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
+    `budgets`: how much one record, or the whole site, may spend in all jobs; every job counts against every budget, and one
+    that a budget does not bound is refused. `trust`: who may be trusted to add the noise; with it, or with any budget (then
+    only `local`, unless it says more), a job without noise is refused. `noise_seed` makes noise repeatable for tests; it
+    protects nobody, and the ledger says so.
+    """
+
+    dataset: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    budgets: dict[Literal["site", "record"], BudgetConfig] = Field(default_factory=dict)
+    trust: tuple[Literal["local", "central"], ...] | None = None
+    ledger: Path | None = None
+    noise_seed: Seed | None = None
+
+    @property
+    def protects(self) -> bool:
+        """Whether jobs must be private here."""
+        return bool(self.budgets) or self.trust is not None

@@ -1,0 +1,225 @@
+"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images with two shifts that can be set apart.
+
+*Appearance* changes how a site's images look (P(x)): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
+how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
+encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
+(P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
+Sentences, for language models, are in sentences.py.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from zlib import crc32
+
+import numpy as np
+from numpy.random import Generator
+from PIL import Image
+from scipy.ndimage import gaussian_filter
+
+from consilium.data.datalist import SPLITS
+from consilium.data.synthetic.cells import CELLS, draw_cell
+from consilium.data.synthetic.drawing import grain, soft
+from consilium.data.synthetic.sentences import LABELS as URGENCIES
+from consilium.data.synthetic.sentences import made, make_sentences
+from consilium.errors import DataError
+from consilium.seeding import seed_for
+
+Kind = Literal["fundus", "nuclei", "cells", "sentences"]
+LABELS = {
+    "fundus": ["background", "disc", "cup"],
+    "nuclei": ["background", "nucleus"],
+    "cells": list(CELLS),
+    "sentences": list(URGENCIES),
+}
+
+
+@dataclass(frozen=True)
+class Habits:
+    """One site: `look` (8) and `hand` (4) lie in [-1, 1] and are already scaled by the strengths of the two shifts."""
+
+    look: np.ndarray
+    hand: np.ndarray
+
+
+def habits(site: str, seed: int, appearance: float, annotation: float) -> Habits:
+    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name."""
+    digits = site[len(site.rstrip("0123456789")) :]
+    number = int(digits) if digits else crc32(site.encode())
+    ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
+    offset = np.random.default_rng(seed_for(seed, "habits")).random(12)
+    spread = 2 * ((number * ratios + offset) % 1) - 1
+    return Habits(appearance * spread[:8], annotation * spread[8:])
+
+
+def make_phantoms(
+    folder: Path,
+    kind: Kind,
+    site: str,
+    seed: int,
+    training: int,
+    validation: int,
+    test: int,
+    size: int,
+    appearance: float,
+    annotation: float,
+) -> Path:
+    """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
+
+    For sentences it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
+    """
+    if kind == "sentences":
+        return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
+    spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
+    counts = {"training": training, "validation": validation, "test": test}
+    path = folder / "datalist.json"
+    if made(path).get("phantoms") == spec | counts:
+        return path
+    for part in ("images",) if kind == "cells" else ("images", "masks"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    who = habits(site, seed, appearance, annotation)
+    entries = {split: [_write(folder, spec, who, split, i) for i in range(n)] for split, n in counts.items()}
+    labels = {str(i): name for i, name in enumerate(LABELS[kind])}
+    path.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
+    return path
+
+
+def check_own(folder: Path) -> None:
+    """Raise DataError if the folder holds data that were not generated: they would be replaced."""
+    lists = [folder / "datalist.json"] if "phantoms" not in made(folder / "datalist.json") else []
+    lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
+    if found := [path for path in lists if path.exists()]:
+        raise DataError(f"{found[0]}: was not generated, so it is not replaced; give another folder")
+
+
+def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
+    rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
+    name = f"{split}-{index:03d}.png"
+    if spec["kind"] == "cells":
+        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=class_shares(who)))
+        image = _camera(rng, draw_cell(rng, label, spec["size"]), who.look)
+    else:
+        image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
+        label = f"masks/{name}"
+        Image.fromarray(mask).save(folder / label)
+    Image.fromarray(image).save(folder / "images" / name)
+    return {"image": f"images/{name}", "label": label}
+
+
+def class_shares(who: Habits) -> np.ndarray:
+    """Return how often a site sees each of CELLS (sum 1): equal without label shift, up to 1 : 50 with all of it."""
+    phases = 2 * np.pi * np.arange(len(CELLS)) / len(CELLS)
+    wave = who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)
+    shares = np.exp(2 * wave)
+    return shares / shares.sum()
+
+
+def draw_phantom(rng: Generator, kind: Kind, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
+    """Return image (S, S, 3) uint8 and label image (S, S) uint8 of one phantom as this site takes and annotates it."""
+    picture, mask = (_fundus if kind == "fundus" else _nuclei)(rng, size, who)
+    return _camera(rng, picture, who.look), mask
+
+
+def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
+    """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside.
+
+    With `corners` the outline is a polygon through that many of its points, as a hurried rater clicks it.
+    """
+    y, x = np.mgrid[:size, :size] + 0.5
+    angle = np.arctan2(y - center[0], x - center[1])
+    waves = [(k, rng.normal(0, waviness / k), rng.uniform(0, 2 * np.pi)) for k in range(2, 6)]
+    stretch, turn = rng.uniform(0.8, 1), rng.uniform(0, np.pi)
+
+    def outline(at: np.ndarray) -> np.ndarray:
+        length = 1 + sum(a * np.cos(k * at + p) for k, a, p in waves)
+        return radius * length * np.sqrt(np.cos(at - turn) ** 2 + (stretch * np.sin(at - turn)) ** 2)
+
+    reach = outline(angle)
+    if corners:
+        knots = np.linspace(-np.pi, np.pi, corners + 1)
+        reach = np.interp(angle, knots, outline(knots))
+    return np.hypot(y - center[0], x - center[1]) / reach
+
+
+def _twice(rng: Generator, *args: float | int | np.ndarray, corners: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same shape as the camera sees it and as the rater outlines it."""
+    state = rng.bit_generator.state
+    seen = _star(rng, *args, 0)
+    if not corners:
+        return seen, seen
+    rng.bit_generator.state = state
+    return seen, _star(rng, *args, corners)
+
+
+def _corners(hand: float) -> int:
+    """Return 0 (smooth outline) for careful raters, else 12 to 6 clicks."""
+    return 0 if hand <= 0.2 else round(12 - 6 * min(hand, 1))
+
+
+def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
+    """Return a retina (S, S, 3) in 0..1 and its labels: 1 rim of the disc, 2 cup."""
+    center = size * rng.uniform(0.35, 0.65, 2)
+    radius = size * rng.uniform(0.17, 0.26)
+    corners = _corners(who.hand[2])
+    disc, disc_drawn = _twice(rng, size, center, radius, 0.05, corners=corners)
+    shifted = center + radius * rng.uniform(-0.08, 0.08, 2)
+    cup, cup_drawn = _twice(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
+    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * grain(rng, size, size / 5)[..., None])
+    for target, field, softness in (((0.86, 0.60, 0.33), disc, 0.07), ((0.96, 0.83, 0.62), cup, 0.14)):
+        weight = soft(field, softness)[..., None]
+        retina = retina * (1 - weight) + np.array(target) * weight
+    retina *= 1 - _vessels(rng, size, center)[..., None] * np.array([0.35, 0.55, 0.5])
+    y, x = np.mgrid[:size, :size] / size - 0.5
+    retina *= soft(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
+    rim = disc_drawn < 1 + 0.22 * who.hand[0]
+    inner = (cup_drawn < 1 + 0.45 * who.hand[1]) & rim
+    return retina, (rim.astype(np.uint8) + inner).astype(np.uint8)
+
+
+def _vessels(rng: Generator, size: int, center: np.ndarray) -> np.ndarray:
+    """Return (S, S) in 0..1: dark branches that leave the disc upwards and downwards."""
+    canvas = np.zeros((size, size))
+    for index in range(7):
+        direction = rng.normal(0, 0.7) + (np.pi / 2 if index % 2 else -np.pi / 2)
+        point, bend = center.astype(float), rng.normal(0, 0.012)
+        for _ in range(int(0.9 * size)):
+            direction += bend + rng.normal(0, 0.03)
+            point = point + np.array([np.sin(direction), np.cos(direction)])
+            if not (0 <= point[0] < size and 0 <= point[1] < size):
+                break
+            canvas[int(point[0]), int(point[1])] = 1
+    return np.clip(gaussian_filter(canvas, size / 110) * 3.5, 0, 1)
+
+
+def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
+    """Return tissue (S, S, 3) in 0..1 with nuclei, and its labels: 1 nucleus."""
+    seen = np.zeros((size, size))
+    mask = np.zeros((size, size), np.uint8)
+    for _ in range(int(rng.integers(12, 30))):
+        radius = size * rng.uniform(0.022, 0.085)
+        depth = rng.uniform(0.35, 1)  # faint ones lie out of focus
+        field, drawn = _twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
+        seen = np.maximum(seen, depth * soft(field, 0.10 + 0.12 * (1 - depth)))
+        left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
+        if not left_out:
+            mask |= drawn < 1 + 0.35 * who.hand[0]
+    matrix, nucleus = np.array([0.86, 0.68, 0.80]), np.array([0.38, 0.24, 0.55])
+    texture = 0.05 * grain(rng, size, size / 16) + 0.04 * grain(rng, size, 2)
+    tissue = matrix + texture[..., None]
+    seen = np.clip(seen * (1 + 0.15 * grain(rng, size, 2)), 0, 1)[..., None]
+    picture = tissue * (1 - seen) + nucleus * seen
+    return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
+
+
+def _camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:
+    """Return the picture as this site's device records it, uint8."""
+    size = len(picture)
+    mixed = picture * (1 + 0.45 * look[:3]) + 0.25 * look[3] * (picture.mean(2, keepdims=True) - picture)
+    bright = np.clip(mixed, 1e-3, 1) ** (2.0 ** (1.2 * look[4]))
+    slope = rng.normal(0, 1, 2) * 0.5 * abs(look[5])
+    y, x = np.mgrid[:size, :size] / size - 0.5
+    shaded = bright * (1 + slope[0] * y + slope[1] * x)[..., None]
+    blurred = gaussian_filter(shaded, (*[0.4 + 1.6 * max(look[6], 0) * size / 128] * 2, 0))
+    noisy = blurred + rng.normal(0, 0.012 + 0.07 * max(-look[6], 0), picture.shape)
+    return (np.clip(noisy, 0, 1) * 255).round().astype(np.uint8)

@@ -1,0 +1,1 @@
+"""One run of a federation: the server's side, the sites' side, and the engine that runs both in one process."""

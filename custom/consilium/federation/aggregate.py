@@ -1,0 +1,78 @@
+"""A phase's results at the server: an exact running mean, or all of them where the strategy needs that."""
+
+import torch
+
+from consilium.errors import RefusedError
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.strategy import Gathered, Strategy, Upload
+
+MEAN_UNIT = 2.0**-36
+"""Grid of the exact mean: updates are rounded to multiples of this (7e-12) before they are summed."""
+
+PARTIES = 1024
+"""How many updates a mean has room for, unless it is told."""
+
+
+class ExactMean:
+    """Weighted mean that keeps one running sum and does not depend on the order of arrival.
+
+    Updates are summed as 64-bit integers in units of `MEAN_UNIT`: integer addition never rounds, so it is associative.
+    Memory: one int64 tensor per name, however many sites report.
+    """
+
+    def __init__(self, parties: int = PARTIES) -> None:
+        self._sums: Tensors = {}
+        self._weight, self._parties = 0, parties
+
+    def add(self, update: Tensors, weight: int) -> None:
+        """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact.
+
+        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
+        """
+        largest = max((float(t.abs().max()) for t in update.values() if t.numel()), default=0.0)
+        if largest / MEAN_UNIT * weight >= 2.0**62 / self._parties:
+            raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
+        for name, tensor in update.items():
+            term = tensor.detach().double().div(MEAN_UNIT).round_().to(torch.int64).mul_(weight)
+            self._sums[name] = self._sums[name].add_(term) if name in self._sums else term
+        self._weight += weight
+
+    def value(self) -> Tensors:
+        """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""
+        if not self._weight:
+            raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
+        return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self._sums.items()}
+
+
+class RoundAggregate:
+    """One phase's results as they come in: a running mean, or all of them where the strategy needs that."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.reset()
+
+    def reset(self, parties: int = PARTIES) -> None:
+        """Forget everything added; there is room for the results of so many `parties`."""
+        self._mean = ExactMean(parties)
+        self._uploads: dict[str, Upload] = {}
+
+    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
+        """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
+        if self.strategy.needs == "sites":
+            self._uploads[site.name] = Upload(update, weight, sent, site)
+        else:
+            self._mean.add(update.tensors, weight)
+
+    def take(self) -> Gathered:
+        """Return the mean, or the results in the order of sites' names, and forget them."""
+        if self.strategy.needs == "sums":
+            return self.mean()
+        uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
+        self.reset()
+        return uploads
+
+    def mean(self) -> Tensors:
+        """Return the mean update so far, float64, and forget what was added."""
+        mean = self._mean.value()
+        self.reset()
+        return mean

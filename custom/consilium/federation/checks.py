@@ -1,0 +1,169 @@
+"""What the server accepts of a site: its hello, its results, its scores. A refusal costs the message, never the round.
+
+All of it comes from somebody else: kinds are checked before values are touched, and no text of a site is quoted whole.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consilium import __version__
+from consilium.errors import RefusedError
+from consilium.federation.build import Job, metric_names
+from consilium.messages import Hello, Payload, Tensors
+from consilium.privacy.plan import Plan
+from consilium.privacy.release import allowed_metrics, upload_shapes
+from consilium.report.clean import shown
+from consilium.strategies.strategy import Role
+
+LARGEST = float(torch.finfo(torch.float32).max)
+"""The largest number a site may report: TensorBoard keeps single precision."""
+SMALLEST = 1e-3
+"""The fewest ranks a layer that a site may offer on average."""
+SAMPLES = 10**9
+"""The most training samples a site may say it has."""
+CAPACITY = frozenset({"download", "time", "memory"})
+_NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
+"""A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
+
+
+def check_hello(hello: Hello) -> None:
+    """Raise RefusedError unless every value has its kind and range, and the version is the server's."""
+    if (
+        not isinstance(hello.name, str)
+        or not _NAME.fullmatch(hello.name)
+        or hello.name == "server"
+        or len(hello.name.encode()) > 128
+    ):
+        raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
+    name, version = hello.name, hello.version
+    if version != __version__:
+        told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"
+        raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
+    if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
+        raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
+    if hello.num_samples < 1:
+        raise RefusedError(f"{name}: no training samples; add entries under `training` to its data list")
+    if type(hello.joined) is not bool or not _is_hash(hello.checkpoint) or not _is_hash(hello.ledger):
+        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+    if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
+        raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
+    if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
+        raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
+
+
+def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
+    check_result(job, result)
+    _check_shapes(job, result, sent)
+    _check_norm(job, plan, result)
+
+
+def check_result(job: Job, result: Payload) -> None:
+    """Raise RefusedError unless tensors and scalars are exactly what the strategy uploads, and metrics such as the task has.
+
+    Tensors: by name, plain, of the adapter's own type and finite. Numbers: real and finite.
+    """
+    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    if wrong := set(expected) ^ result.tensors.keys():
+        raise RefusedError(f"tensor {_first(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
+    for name in expected:
+        _check_tensor(name, result.tensors[name], job.initial[name].dtype)
+    if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
+        missing = wrong & job.strategy.upload_scalars
+        raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
+    _check_numbers("scalar", result.scalars)
+    _check_seal(result)
+    _check_metrics(job, result.metrics)
+
+
+def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
+    """Raise RefusedError unless `result` is nothing but the scores of the evaluation at this place."""
+    if (result.round, result.phase) != (round, phase):
+        raise RefusedError("stale: the evaluation of another round; it is not recorded")
+    if result.tensors or result.scalars:
+        raise RefusedError("an evaluation with tensors or scalars; it is not recorded")
+    _check_seal(result)
+    _check_metrics(job, result.metrics)
+
+
+def _check_seal(result: Payload) -> None:
+    if not _is_hash(result.ledger):
+        raise RefusedError("the seal of its privacy ledger is none")
+
+
+def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
+    """Raise RefusedError unless it holds finite numbers of `dtype`, no more than its memory has room for."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.device.type != "cpu"
+    ):
+        raise RefusedError(f"tensor {name!r} is not a plain one on the processor")
+    if tensor.dtype is not dtype:
+        raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise RefusedError(f"tensor {name!r} claims more numbers than it brings")
+    if not torch.isfinite(tensor).all():
+        raise RefusedError(f"tensor {name!r} has NaN or Inf")
+
+
+def _check_shapes(job: Job, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless every tensor has the shape in which the site was sent it."""
+    expected = upload_shapes(job.strategy, sent)
+    for name, tensor in result.tensors.items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
+
+
+def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
+    """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
+
+    The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
+    further every round. Site-level noise is large by design: what it is expected to add is allowed for.
+    """
+    adapter, update = _norm(job.initial), _norm(result.tensors)
+    numbers = sum(tensor.numel() for tensor in result.tensors.values())
+    noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
+    limit = job.config.federation.max_norm_ratio
+    if update > limit * (adapter + noise):
+        against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
+        raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
+
+
+def _norm(tensors: Tensors) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+
+
+def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:
+    """Raise RefusedError unless every metric is one that the guard of an honest site lets out, and a real number."""
+    known: Set[str] = allowed_metrics(metric_names(job.config))
+    if extra := metrics.keys() - known:
+        raise RefusedError(f"metric {_first(extra)!r} is none of the job's")
+    _check_numbers("metric", metrics)
+
+
+def _check_numbers(kind: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not _is_number(value):
+            raise RefusedError(f"{kind} {name!r} is not a real, finite number")
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether it is a number that neither a record nor a picture stumbles over; NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"|[0-9a-f]{64}", value) is not None
+
+
+def _first(names: Iterable[Any]) -> str:
+    """Return one of the names, the same every time, as it may be quoted."""
+    return min(shown(name, 80) for name in names)

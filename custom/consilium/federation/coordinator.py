@@ -1,0 +1,284 @@
+"""The server's life: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
+
+import math
+import random
+import secrets
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from consilium.adapters.export import export
+from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.build import Job
+from consilium.federation.checks import check_evaluation, check_hello, check_update
+from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
+from consilium.privacy.mechanism import Normal, release, system_normal
+from consilium.privacy.plan import Plan, make_plan
+from consilium.privacy.release import geometries, upload_shapes
+from consilium.report.clean import shown
+from consilium.report.runlog import RunLog
+from consilium.seeding import seed_for
+from consilium.storage import load_state, save_state, sweep
+from consilium.strategies.strategy import Gathered, Role, ServerState
+
+
+class Coordinator:
+    """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
+
+    welcome* -> (start -> accept* -> conclude) until done -> final -> record_final* -> finish. Thread-safe where results arrive.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        observer: Observer,
+        resume: bool = False,
+        aggregate: RoundAggregate | None = None,
+    ) -> None:
+        self.job, self.folder, self.observer = job, folder, observer
+        self.log = RunLog(folder, job.config, resume)
+        sweep(folder)
+        self.sites: dict[str, SiteInfo] = {}
+        self.asked: dict[str, SiteInfo] = {}
+        self.accepted: set[str] = set()
+        self._lock = threading.Lock()
+        self.aggregate = aggregate or RoundAggregate(job.strategy)
+        self.plan = make_plan(job.config, job.strategy)
+        self.normal: Normal = system_normal
+        fresh = (secrets.token_hex(6), None, job.strategy.init_state(job.initial))
+        self.run, self.checkpoint, self.state = self._load() if resume else fresh
+        if resume:
+            self.log.resumed(self.state)
+        else:
+            self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
+
+    @property
+    def done(self) -> bool:
+        """True after the last round."""
+        return self.state.round >= self.job.config.training.rounds
+
+    @property
+    def quorum(self) -> int:
+        """How many results a round needs; a centralized reference run has a single, pooled site."""
+        return 1 if self.job.strategy.pools_data else self.job.config.federation.min_sites
+
+    @property
+    def has_quorum(self) -> bool:
+        """True once this phase has enough accepted results."""
+        return len(self.accepted) >= self.quorum
+
+    def welcome(self, hello: Hello) -> None:
+        """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
+        check_hello(hello)
+        self._check_checkpoint(hello)
+        with self._lock:
+            self.checkpoint = hello.checkpoint
+            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, hello.capacity)
+        self.log.joined(self.state.round, hello.name, hello.ledger)
+        self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
+
+    def _check_checkpoint(self, hello: Hello) -> None:
+        """Raise RefusedError unless the site's base is the one that the job names, or else the first admitted site's."""
+        named = self.job.config.model.checkpoint_sha256
+        wanted = named or self.checkpoint
+        if wanted is not None and hello.checkpoint != wanted:
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before have"
+            raise RefusedError(
+                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
+                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
+            )
+
+    def start(self) -> dict[str, Payload]:
+        """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
+        with self._lock:
+            if len(self.sites) < self.quorum:
+                have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
+            self.asked = {name: self.sites[name] for name in self._sample()}
+            self.accepted = set()
+            self.aggregate.reset(max(len(self.asked), 1))
+        if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
+            self._announce(self.plan)
+        place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
+        self.observer({"event": "round", **place, "sites": sorted(self.asked)})
+        self.log.started(self.state, sorted(self.asked))
+        payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        for name, payload in payloads.items():
+            self.log.sent(name, payload)
+        return payloads
+
+    def held_out(self) -> dict[str, Payload]:
+        """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
+        if self.state.phase:
+            return {}
+        names = sorted(self.sites.keys() - self.asked.keys())
+        count = math.ceil(self.job.config.federation.held_out * len(names))
+        drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
+        return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
+
+    def record_held_out(self, name: str, result: Payload) -> str | None:
+        """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, HELD_OUT)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
+        self.log.held_out(name, result)
+        self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
+
+    def _announce(self, plan: Plan) -> None:
+        """Tell, before any training, what is promised and what that will do to the result."""
+        shapes = upload_shapes(self.job.strategy, self._payload())
+        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
+        self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
+
+    def _sample(self) -> list[str]:
+        """Return this round's cohort: the same for all its phases, fixed by seed and round."""
+        names, config = sorted(self.sites), self.job.config
+        count = min(len(names), max(self.quorum, math.ceil(config.federation.sample * len(names))))
+        return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
+
+    def accept(self, name: str, result: Payload) -> str | None:
+        """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
+        with self._lock:
+            try:
+                sent = self._check(name, result)
+                weight = self.job.config.weight(self.asked[name].num_samples)
+                self.aggregate.add(self.asked[name], result, weight, sent)
+            except ConsiliumError as refusal:
+                return self.refuse(name, str(refusal))
+            self.accepted.add(name)
+            self.sites[name] = replace(self.asked[name], joined=True)
+        self.log.received(name, result, weight)
+        self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
+
+    def refuse(self, name: str, reason: str, joining: bool = False) -> str:
+        """Note that a site gave nothing usable now, or may not join, and return the reason, in one line of bounded length."""
+        reason = shown(reason, 1000)
+        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
+        self.observer(refusal)
+        self.log.refused(refusal)
+        return reason
+
+    def _check(self, name: str, result: Payload) -> Payload:
+        """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
+        if name not in self.asked or name in self.accepted:
+            raise RefusedError(f"{name} was not asked in this phase, or has answered already")
+        if (result.round, result.phase) != (self.state.round, self.state.phase):
+            at = f"round {self.state.round} phase {self.state.phase}"
+            told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
+            raise RefusedError(f"stale: answers {told}, the federation is at {at}")
+        sent = self.job.strategy.broadcast(self.state, self.asked[name])
+        check_update(self.job, self.plan, result, sent)
+        return sent
+
+    def conclude(self) -> None:
+        """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
+        with self._lock:
+            if not self.has_quorum:
+                got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
+            mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
+            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
+            self.state = _merged(self.job, self.state, mean)
+            self.log.figures(self.state, self.job.strategy.figures(self.state))
+            self._save()
+            self.asked = {}
+
+    def _epsilon(self) -> float | None:
+        """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
+        if self.plan is None:
+            return None
+        before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
+        return self.plan.epsilon(before + self.state.phase + 1)
+
+    def _noised_mean(self) -> Tensors:
+        """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
+        state, mean = self.state, self.aggregate.mean()
+        maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
+        return release(
+            mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / len(self.accepted), self.normal
+        )[0]
+
+    def final(self) -> dict[str, Payload]:
+        """Return the payloads for the last evaluation, one per registered site."""
+        return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
+
+    def record_final(self, name: str, result: Payload) -> str | None:
+        """Keep a site's final metrics. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, self.state.phase)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
+        self.log.final(name, result)
+        self.observer({"event": "final", "site": name, "metrics": result.metrics})
+        return None
+
+    def finish(self) -> None:
+        """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
+        self.log.finish(self.plan)
+        if self.job.strategy.needs == "sums" and not self._keeps_local():
+            shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
+            export(self.folder / "adapter", self.state.initial | shared, self.job.config)
+
+    def _keeps_local(self) -> bool:
+        """Tell whether sites keep parts of the adapter for themselves."""
+        phases = [(r, p) for r in range(self.job.strategy.period) for p in range(self.job.strategy.phases(r))]
+        return any(self.job.strategy.role(name, *place) is Role.LOCAL for name in self.job.initial for place in phases)
+
+    def close(self) -> None:
+        """Close the run's files."""
+        self.log.close()
+
+    def _payload(self) -> Payload:
+        """Return what any site is sent now; for strategies that send all of them the same."""
+        return self.job.strategy.broadcast(self.state, SiteInfo("", 1, joined=True))
+
+    def _file(self) -> Path:
+        return self.folder / "server" / "state.safetensors"
+
+    def _save(self) -> None:
+        groups = {"shared": self.state.shared, "initial": self.state.initial, "matrices": self.state.matrices}
+        groups |= {f"sites/{site}": values for site, values in self.state.sites.items()}
+        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
+        place = {"round": self.state.round, "phase": self.state.phase}
+        place |= {"reported": self.state.reported, "weights": self.state.weights}
+        whose = {"run": self.run, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
+        save_state(self._file(), tensors, place | whose)
+
+    def _load(self) -> tuple[str, str | None, ServerState]:
+        tensors, meta = load_state(self._file())
+        if meta["job"] != _fingerprint(self.job):
+            raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
+        groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices")}
+        sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
+        place = (meta["round"], meta["phase"])
+        state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
+        return meta["run"], meta["checkpoint"], state
+
+
+def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
+    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
+    try:
+        merged = job.strategy.conclude(state, mean)
+    except RuntimeError as error:  # a decomposition that does not converge
+        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__})") from None
+    kept = [merged.shared, merged.matrices, *merged.sites.values()]
+    if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
+        raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
+    return merged
+
+
+def _group(tensors: Tensors, group: str) -> Tensors:
+    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+
+
+def _fingerprint(job: Job) -> str:
+    """Return what a checkpoint must share with the job that resumes it: all settings but the number of rounds."""
+    return job.config.digest

@@ -1,0 +1,116 @@
+"""What a job costs on the wire and in trainable parameters, for its strategy and every other on the same model."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from consilium.adapters.bottleneck import count, position
+from consilium.errors import ConfigError
+from consilium.federation.build import Job
+from consilium.messages import SiteInfo, Tensors
+from consilium.report.runlog import payload_bytes
+from consilium.strategies import STRATEGIES
+from consilium.strategies.fediat import SPLITS
+from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.unequal.ranks import Tier, UnequalRanks
+
+_APART = ("fediat", "fedsca", "centralized")
+_NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters and bytes of one round at one site that has joined; `start` counts what it receives once, on joining."""
+
+    strategy: str
+    trainable: int
+    up: int
+    down: int
+    bytes_up: int
+    bytes_down: int
+    start: int
+
+    @property
+    def total(self) -> int:
+        """Parameters up plus down."""
+        return self.up + self.down
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self) | {"total": self.total}
+
+
+def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
+    """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on."""
+    start = strategy.init_state(initial)
+    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
+    sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
+    up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
+    down = [tensor for one in sent for tensor in one.tensors.values()]
+    first = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
+    numbers = (round(f(t) / strategy.period) for f in (_count, _bytes) for t in (up, down))
+    return Cost(label, _count(initial[n] for n in trained), *numbers, _count(first.values()))
+
+
+def adapters(job: Job) -> dict[str, float] | None:
+    """Return K, the parameters of one bottleneck adapter, how many travel, and the bytes this saves; None for LoRA."""
+    total = count(job.initial)
+    if not total:
+        return None
+    low = count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
+    each = sum(t.numel() for n, t in job.initial.items() if position(n) == 0)
+    return {"adapters": total, "parameters_each": each, "travelling": low, "times_fewer_bytes": total / max(low, 1)}
+
+
+def compare(job: Job) -> list[Cost]:
+    """Return the job's own cost first, then every other strategy's at its defaults (fediat by split).
+
+    A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
+    """
+    if isinstance(job.strategy, UnequalRanks):
+        return compare_unequal(job.strategy, job.initial)
+    own = job.config.strategy
+    label = " ".join([own["name"], *(str(own[k]) for k in ("split", "low") if k in own)])
+    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in _APART and not cls.ranks_differ}
+    others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
+    others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
+    costs = [cost_of(job.strategy, job.initial, label)]
+    fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
+    return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]
+
+
+def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
+    """Return the costs of the job's strategy at each tier, then the mean over its tiers of every strategy for unequal ranks."""
+    tiers = list(own.profile_tiers().items())
+    rows = [tier_cost(own, initial, tier, f"{own.name} {name}") for name, (tier, _) in tiers]
+    others = [cls(tiers=own.tiers, profile=own.profile) for cls in STRATEGIES.values() if issubclass(cls, UnequalRanks)]
+    for strategy in [own, *(other for other in others if other.name != own.name)]:
+        costs = [(tier_cost(strategy, initial, tier, ""), share) for _, (tier, share) in tiers]
+        numbers = (round(sum(getattr(cost, field) * share for cost, share in costs)) for field in _NUMBERS)
+        rows.append(Cost(f"{strategy.name} mean", *numbers))
+    return rows
+
+
+def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
+    """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their start."""
+    site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
+    sent = strategy.broadcast(strategy.init_state(initial), site)
+    up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))
+    down = strategy.download_numbers(sent, site)
+    return Cost(label, up, up, down, 4 * up, 4 * down, down)
+
+
+def _fits(strategy: Strategy, initial: Tensors) -> bool:
+    try:
+        return all(strategy.role(name, 1, 0) is not None for name in initial)
+    except ConfigError:
+        return False
+
+
+def _count(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return payload_bytes(dict(enumerate(tensors)))

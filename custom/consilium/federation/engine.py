@@ -1,0 +1,104 @@
+"""One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from consilium.config.site import SiteConfig
+from consilium.errors import ConsiliumError
+from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.site import Site
+from consilium.messages import Hello, Kind, Observer, Payload
+from consilium.privacy.guard import Guard
+
+POOLED = "centralized"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A site and the guard at its door, as FLARE puts an executor behind its filters."""
+
+    site: Site
+    guard: Guard
+
+    def hello(self, run: str) -> Hello:
+        """Return the site's hello, if its guard admits the job."""
+        task = self.guard.authorize(Kind.HELLO, run)
+        shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
+        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        """Train and return what the guard releases."""
+        task = self.guard.authorize(Kind.TRAIN, run, payload)
+        return self.guard.release(task, self.site.train(task.run, task.payload))
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        """Evaluate and return what the guard lets out."""
+        task = self.guard.authorize(Kind.EVALUATE, run, payload)
+        return self.guard.report(task, self.site.evaluate(task.run, task.payload))
+
+
+def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
+    """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
+
+    A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
+    """
+    folder = workspace / "sites"
+    model = build_model(job.config, next(iter(sites.values())))
+    members = {name: _member(job, name, site, folder / name, observer, model) for name, site in sites.items()}
+    trainers = members
+    if job.strategy.pools_data:
+        pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
+        trainers = {POOLED: Member(pooled, next(iter(members.values())).guard)}
+    coordinator = Coordinator(job, workspace, observer, resume)
+    try:
+        _welcome(coordinator, trainers)
+        while not coordinator.done:
+            run_phase(coordinator, trainers)
+        _evaluate(coordinator, members)
+        coordinator.finish()
+    finally:
+        coordinator.close()
+    return coordinator
+
+
+def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
+    guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
+    return Member(build_site(job, name, site, folder, observer, model), guard)
+
+
+def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    for name, member in members.items():
+        try:
+            coordinator.welcome(member.hello(coordinator.run))
+        except ConsiliumError as error:
+            coordinator.refuse(name, str(error), joining=True)
+
+
+def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
+    payloads = coordinator.start()
+    exchanges = [(n, p, members[n].evaluate, coordinator.record_held_out) for n, p in coordinator.held_out().items()]
+    exchanges += [(n, p, members[n].train, coordinator.accept) for n, p in payloads.items()]
+    for name, payload, do, take in exchanges:
+        try:
+            result = do(coordinator.run, payload)
+        except ConsiliumError as error:
+            coordinator.refuse(name, str(error))
+        else:
+            take(name, result)
+    coordinator.conclude()
+
+
+def _evaluate(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    """Evaluate every member on what the federation ended with (the pooled model, in a centralized run)."""
+    payloads = coordinator.final()
+    pooled: Payload | None = payloads.get(POOLED)
+    for name, member in members.items():
+        if pooled or name in payloads:  # not a site that was refused
+            try:
+                coordinator.record_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
+            except ConsiliumError as error:
+                coordinator.refuse(name, str(error))

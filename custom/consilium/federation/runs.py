@@ -1,0 +1,61 @@
+"""Where runs live: each in a folder of its own under `runs`, beside what belongs to all of them, and each with an owner."""
+
+import json
+import re
+from pathlib import Path
+
+from consilium.errors import ConfigError
+from consilium.report.clean import shown
+from consilium.storage import locked, private_folder, write_atomic
+
+RUNS, OWNER = "runs", "owner.json"
+LENGTH = 64
+STATE = "_consilium"
+"""The folder of all our files in a kit. FLARE deletes KIT/<job id> whenever a server says so, and no job id begins with _."""
+RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+_FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
+
+
+def check_name(name: str) -> str:
+    """Return a run's name if it may become a folder's. Raises ConfigError."""
+    if not _NAME.fullmatch(name) or len(name) > LENGTH:
+        rule = f"at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last"
+        raise ConfigError(f"experiment: {shown(name, 80)!r}: expected {rule}; give the run another name")
+    if name.lower() in RESERVED or _FILE.fullmatch(name):
+        raise ConfigError(f"experiment: {name!r} is the name of a file or folder of ours; give the run another name")
+    return name
+
+
+def default_name(job: str, job_id: str) -> str:
+    """Return the name of a run whose submission gives none: every submission is a run of its own."""
+    return f"{job[: LENGTH - 9]}-{job_id[:8]}"
+
+
+def run_folder(state: Path, name: str, submitter: str) -> Path:
+    """Return STATE/runs/NAME, made if need be, and from then on `submitter`'s.
+
+    Raises ConfigError for a name that cannot be, that is another submitter's, or that differs from another in case only.
+    """
+    runs = private_folder(state / RUNS)
+    runs.chmod(0o700)
+    folder = runs / check_name(name)
+    with locked(runs):
+        twins = [p.name for p in runs.iterdir() if p.name != name and p.name.casefold() == name.casefold()]
+        if twins:
+            raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
+        owner = _owner(folder)
+        if owner is None:
+            write_atomic(folder / OWNER, json.dumps({"submitter": submitter}).encode())
+        elif owner != submitter:
+            raise ConfigError(f"experiment: {name!r} is a run of {shown(owner)}, not of {shown(submitter)}; give another name")
+    return folder
+
+
+def _owner(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / OWNER).read_text(encoding="utf-8"))["submitter"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f'{folder / OWNER}: is damaged; restore it, or write {{"submitter": NAME}} into it') from None

@@ -1,0 +1,186 @@
+"""A site's life: keep its own tensors, receive, evaluate, train, remember what it handed to its guard."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from consilium import __version__
+from consilium.adapters import layers, lora
+from consilium.adapters.export import export
+from consilium.config.capacity import CapacityConfig
+from consilium.config.job import JobConfig
+from consilium.errors import CheckpointError, RefusedError
+from consilium.messages import HELD_OUT, Hello, Observer, Payload, Tensors
+from consilium.privacy.plan import Plan, dpsgd
+from consilium.seeding import seed_for
+from consilium.storage import file_hash, load_state, save_state, write_atomic
+from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.unequal import probe
+from consilium.tasks.base import Task
+from consilium.training.device import autocast
+from consilium.training.loop import Progress, train
+
+
+class Site:
+    """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
+
+    `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
+    `checkpoint` is where the base weights came from, None for those of the package. `limits` say how much the site can carry,
+    for algorithms with unequal ranks. Under a record-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so
+    not private.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: JobConfig,
+        strategy: Strategy,
+        model: nn.Module,
+        task: Task,
+        folder: Path,
+        observer: Observer,
+        plan: Plan | None = None,
+        noise_seed: int | None = None,
+        limits: CapacityConfig = CapacityConfig(),  # noqa: B008
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
+        self.model, self.task, self.folder = model, task, folder
+        self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
+        self.should_stop: Callable[[], None] = lambda: None
+
+    def hello(self, run: str) -> Hello:
+        """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
+        checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
+        joined = self._file(run).exists()
+        return Hello(self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run))
+
+    def _capacity(self, run: str) -> dict[str, float]:
+        """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
+        if not (self.limits.given and self.strategy.ranks_differ):
+            return {}
+        path = self.folder / run / "capacity.json"
+        if not path.exists():
+            config = self.config.training
+            batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
+            found = probe.capacity(self.limits, self.model, self.config.adapter, lambda: self.task.loss(self.model, batch))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(found).encode())
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
+
+        Raises RefusedError for a stale payload, CheckpointError for lost state.
+        """
+        own, last, reply = self._restore(run)
+        if last == (payload.round, payload.phase):
+            return reply
+        if last is not None and last > (payload.round, payload.phase):
+            raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
+        start = self._receive(own, payload)
+        metrics = self._evaluate("validation", "received", payload)
+        began = time.monotonic()
+        trained = self._train(payload)
+        seconds = time.monotonic() - began
+        end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
+        metrics |= self._evaluate("validation", "personal", payload)
+        metrics |= {"train/loss": trained["loss"], "train/steps": trained["steps"], "train/seconds": seconds}
+        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
+        self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
+        return reply
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        """Return test metrics (validation where there is no test split) of base, personal and received model.
+
+        It also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
+        it only returns validation metrics of the received model.
+        """
+        own, last, _ = self._restore(run)
+        if payload.phase == HELD_OUT:
+            self._receive(own, payload)
+            return replace(payload, tensors={}, metrics=self._evaluate("validation", "received", payload))
+        split = "test" if self.task.has("test") else "validation"
+        metrics: dict[str, float] = {}
+        if last is not None:
+            layers.load(self.model, own)
+            self._scale(1.0)
+            metrics |= self._evaluate(split, "personal", payload, distances=True)
+        final = self._receive(own, payload)
+        metrics |= self._evaluate(split, "received", payload, distances=True)
+        with layers.disabled(self.model):
+            metrics |= self._evaluate(split, "base", payload, distances=True)
+        export(self.folder / "adapter", final, self.config)
+        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        return Payload(payload.round, payload.phase, {}, metrics=metrics)
+
+    def _receive(self, own: Tensors, payload: Payload) -> Tensors:
+        """Load the strategy's view of own tensors and payload into the model and return it."""
+        start = self.strategy.receive(own, payload)
+        parameters = {name for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
+        if missing := sorted(parameters - start.keys()):
+            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
+        layers.load(self.model, start)
+        self._scale(self.strategy.scaling(payload))
+        return start
+
+    def _scale(self, factor: float) -> None:
+        """Set alpha / rank times `factor` where the adapter has such a scale."""
+        if self.config.adapter.kind == "lora":
+            lora.scale(self.model, self.config.adapter.scaling * factor)
+
+    def _train(self, payload: Payload) -> dict[str, float]:
+        params = layers.tensors(self.model)
+        trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
+        seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
+
+        def watch(progress: Progress) -> None:
+            self.should_stop()
+            place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
+            self.observer(place | asdict(progress))
+
+        hook, private = self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
+        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+
+    def _noise_seed(self, payload: Payload) -> int | None:
+        if self.noise_seed is None:
+            return None
+        return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase)
+
+    def _evaluate(self, split: str, stage: str, payload: Payload, distances: bool = False) -> dict[str, float]:
+        self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), autocast(device, self.config.training.precision):
+            metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
+        return {f"{split}/{stage}/{name}": value for name, value in metrics.items()}
+
+    def _file(self, run: str) -> Path:
+        return self.folder / run / "state.safetensors"
+
+    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload) -> None:
+        tensors = {f"params/{n}": t for n, t in params.items()} | {f"reply/{n}": t for n, t in reply.tensors.items()}
+        meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
+        save_state(self._file(run), tensors, meta)
+
+    def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
+        """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
+        if not self._file(run).exists():
+            return layers.native(self.model), None, Payload(-1, -1, {})
+        tensors, meta = load_state(self._file(run))
+        params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
+        sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
+        reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
+        return params, (meta["round"], meta["phase"]), reply
+
+
+@cache
+def _hash(path: Path) -> str:
+    """Hash a checkpoint once per process: the sites of a simulation share it."""
+    return file_hash(path)

@@ -1,0 +1,1 @@
+"""Linear algebra on tensors, with no federated word."""

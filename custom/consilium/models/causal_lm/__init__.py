@@ -1,0 +1,66 @@
+"""Causal language models of `transformers`."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from consilium.schema import LONGEST_TEXT, Section, Sha256
+
+
+class CausalLmConfig(Section):
+    """A frozen causal language model: the tiny one, or `folder`, any of `transformers` by local path.
+
+    `config` is the contents of the folder's config.json (JSON is valid YAML: paste it), because the server has no weights and
+    lays the model out from it. `checkpoint` may start with ${SITE}, the site's checkpoint folder. `max_length`: tokens of
+    prompt and answer together; longer prompts lose their beginning.
+    """
+
+    name: Literal["causal_lm"]
+    variant: Literal["tiny", "folder"]
+    checkpoint: Annotated[str | None, Field(validate_default=True)] = None
+    checkpoint_sha256: Sha256 | None = None
+    config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
+    max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens")] = 512
+
+    @field_validator("config")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if value is not None:
+            _check(value, "")
+        return value
+
+    @field_validator("checkpoint", "config")
+    @classmethod
+    def _belongs_to_folder(cls, value: Any, info: ValidationInfo) -> Any:
+        variant = info.data.get("variant")
+        if value is None and variant == "folder":
+            wanted = {"checkpoint": "the path of a transformers folder", "config": "the contents of its config.json"}
+            raise ValueError(f"{wanted[info.field_name]}; variant folder needs both checkpoint and config")
+        if value is not None and variant == "tiny":
+            raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
+        return value
+
+
+_SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
+_COUNTS = re.compile(r"layer|block|expert|head|stage|num_hidden")
+
+
+def _check(value: Any, key: str, depth: int = 0) -> None:
+    """Raise ValueError for a number, text or list in a config.json with which a layout would take minutes or gigabytes.
+
+    The server lays the model out from it: sizes cost nothing there (meta device), but every layer or expert is a module.
+    """
+    if isinstance(value, dict | list):
+        if len(value) > 1024 or depth > 8:
+            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
+        for name, item in pairs:
+            _check(item, str(name)[:64], depth + 1)
+    elif isinstance(value, int | float):
+        most = 2**24 if _SIZES.search(key) and not _COUNTS.search(key) else 1024
+        most = 2**40 if isinstance(value, float) or "theta" in key else most
+        if not abs(value) <= most:  # so that NaN does not pass
+            raise ValueError(f"{key} of at most {most}")
+    elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")

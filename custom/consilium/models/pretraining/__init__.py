@@ -1,0 +1,1 @@
+"""How the tiny weights that the package ships were made."""

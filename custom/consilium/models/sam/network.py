@@ -1,0 +1,225 @@
+"""SAM (Kirillov et al., ICCV 2023) by the segment-anything package: Meta's names; batches, several classes, boxes."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, Sam, TwoWayTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as rematerialize
+
+from consilium.errors import CheckpointError, ConfigError
+from consilium.models.sam.attention import use_fused
+
+TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
+MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a variant: `native` image size and patch in pixels; `prompt` is the decoder's width."""
+
+    width: int
+    depth: int
+    heads: int
+    global_blocks: tuple[int, ...]
+    native: int = 1024
+    patch: int = 16
+    window: int = 14
+    prompt: int = 256
+    decoder_mlp: int = 2048
+    decoder_heads: int = 8
+
+
+SHAPES: dict[str, Shape] = {
+    "vit_b": Shape(768, 12, 12, (2, 5, 8, 11)),
+    "vit_l": Shape(1024, 24, 16, (5, 11, 17, 23)),
+    "vit_h": Shape(1280, 32, 16, (7, 15, 23, 31)),
+    "tiny": Shape(128, 4, 4, (1, 3), 128, 8, 8, 64, 256, 4),
+}
+
+
+class PromptedSam(Sam):
+    """Meta's Sam with a differentiable forward for batches.
+
+    `mask_tokens` says which of the decoder's mask tokens answer for the classes: one class uses token 0, two and three use
+    tokens 1.. (SAM's whole, part, sub-part), more use tokens 1..C of a decoder that was widened for them.
+    """
+
+    mask_tokens: list[int]
+    by_box: bool
+    rematerialize: bool
+
+    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
+
+        `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box": every class is then decoded with
+        its own box by token 0 (the SAM-Med2D setting); a NaN row means no box is known and stands for the whole image.
+        """
+        embedding = self.encode((images - self.pixel_mean) / self.pixel_std)
+        if not self.by_box:
+            low = self.decode(embedding, None, self.mask_tokens)
+        else:
+            flat = self._known_boxes(boxes, images.shape[-1])
+            low = self.decode(embedding.repeat_interleave(boxes.shape[1], 0), flat, [0]).view(*boxes.shape[:2], *self._low())
+        return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Map normalized images (N, 3, S, S) to embeddings (N, prompt width, S / patch, S / patch)."""
+        encoder = self.image_encoder
+        hidden = encoder.patch_embed(images) + encoder.pos_embed
+        for block in encoder.blocks:
+            again = self.rematerialize and self.training
+            hidden = rematerialize(block, hidden, use_reentrant=False) if again else block(hidden)
+        return encoder.neck(hidden.permute(0, 3, 1, 2))
+
+    def decode(self, embedding: Tensor, boxes: Tensor | None, tokens: list[int]) -> Tensor:
+        """Map embeddings (N, C, h, w) and boxes (N, 4) or None to low-resolution logits (N, len(tokens), 4h, 4w).
+
+        SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
+        """
+        decoder, count = self.mask_decoder, len(embedding)
+        sparse, dense = self.prompt_encoder(points=None, boxes=boxes, masks=None)
+        output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
+        queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
+        positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
+        hidden, source = decoder.transformer(embedding + dense, positions, queries)
+        upscaled = decoder.output_upscaling(source.transpose(1, 2).view_as(embedding))
+        heads = [decoder.output_hypernetworks_mlps[t](hidden[:, 1 + t]) for t in tokens]
+        return torch.einsum("ntc,nchw->nthw", torch.stack(heads, dim=1), upscaled)
+
+    def _low(self) -> tuple[int, int]:
+        height, width = self.prompt_encoder.image_embedding_size
+        return 4 * height, 4 * width
+
+    def _known_boxes(self, boxes: Tensor | None, size: int) -> Tensor:
+        if boxes is None:
+            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
+        whole = boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes)
+        return torch.where(boxes.isnan(), whole, boxes).flatten(0, 1)
+
+
+def build_sam(
+    variant: Literal["tiny", "vit_b", "vit_l", "vit_h"],
+    checkpoint: Path | None,
+    image_size: int | None,
+    classes: int,
+    prompt: Literal["none", "box"] = "none",
+    attention: Literal["fused", "original"] = "fused",
+    gradient_checkpointing: bool = False,
+    weights: bool = True,
+) -> PromptedSam:
+    """Return a SAM with its published weights, in evaluation mode.
+
+    `checkpoint`: Meta's .pth for vit_*; None means the shipped weights and is for tiny only. `image_size` other than the
+    native one interpolates position embeddings. `weights=False` lays the model out only (also under torch.device("meta")).
+    Raises CheckpointError for a missing, damaged or other file, ConfigError for an impossible size.
+    """
+    shape = SHAPES[variant]
+    size = image_size or shape.native
+    if size % shape.patch:
+        near = max(1, round(size / shape.patch)) * shape.patch
+        raise ConfigError(f"model.image_size: {size} is no multiple of the patch size {shape.patch}; use {near}")
+    model = _lay_out(shape, size, max(classes, MASK_TOKENS - 1) if prompt == "none" else MASK_TOKENS - 1)
+    if weights:
+        _fill(model, _read(variant, checkpoint), variant, checkpoint or TINY_WEIGHTS)
+    if attention == "fused":
+        use_fused(model)
+    model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
+    model.by_box, model.rematerialize = prompt == "box", gradient_checkpointing
+    return model.eval()
+
+
+def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
+    """Return an uninitialized SAM of this shape; the numbers not in Shape are those of Meta's build_sam."""
+    grid = size // shape.patch
+    encoder = ImageEncoderViT(
+        depth=shape.depth, embed_dim=shape.width, img_size=size, mlp_ratio=4, num_heads=shape.heads, patch_size=shape.patch,
+        norm_layer=partial(nn.LayerNorm, eps=1e-6), qkv_bias=True, use_rel_pos=True,
+        global_attn_indexes=shape.global_blocks, window_size=shape.window, out_chans=shape.prompt,
+    )  # fmt: skip
+    prompts = PromptEncoder(
+        embed_dim=shape.prompt, image_embedding_size=(grid, grid), input_image_size=(size, size), mask_in_chans=16
+    )
+    transformer = TwoWayTransformer(
+        depth=2, embedding_dim=shape.prompt, mlp_dim=shape.decoder_mlp, num_heads=shape.decoder_heads
+    )
+    decoder = MaskDecoder(
+        num_multimask_outputs=multimask, transformer=transformer, transformer_dim=shape.prompt,
+        iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
+    )  # fmt: skip
+    return PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+
+
+def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
+    """Return the state dict of a checkpoint file."""
+    if checkpoint is None and variant != "tiny":
+        raise CheckpointError(f"model.checkpoint: missing; {variant} needs Meta's sam_{variant}_*.pth by path")
+    path = checkpoint or TINY_WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"model.checkpoint: {path}: no such file; give the path of the {variant} weights")
+    try:
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
+    if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
+        raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
+    return state
+
+
+def _fill(model: PromptedSam, state: dict[str, Tensor], variant: str, path: Path) -> None:
+    """Load a state dict, interpolating position embeddings and widening the mask tokens where the model asks for it."""
+    found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")
+    if found != variant:
+        raise CheckpointError(f"model.checkpoint: {path}: looks like {found}, model.variant is {variant}; change one")
+    want = model.state_dict()
+    state = _widen({name: _resize(name, tensor, want.get(name)) for name, tensor in state.items()}, want)
+    if wrong := sorted(
+        n for n in want.keys() | state.keys() if n not in want or n not in state or want[n].shape != state[n].shape
+    ):
+        raise CheckpointError(f"model.checkpoint: {path}: {wrong[0]} is missing or of another shape; fetch it again")
+    model.load_state_dict(state)
+
+
+def _fits(shape: Shape, state: dict[str, Tensor]) -> bool:
+    depth = sum(name.endswith("attn.qkv.weight") for name in state)
+    return depth == shape.depth and state["image_encoder.pos_embed"].shape[-1] == shape.width
+
+
+def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
+    """Interpolate position embeddings (1, h, w, C) and relative ones (2h - 1, d) to the model's grid, as SAM-Med2D does."""
+    if want is None or tensor.shape == want.shape:
+        return tensor
+    if name == "image_encoder.pos_embed":
+        moved = F.interpolate(tensor.float().permute(0, 3, 1, 2), want.shape[1:3], mode="bicubic", antialias=True)
+        return moved.permute(0, 2, 3, 1)
+    if ".rel_pos_" in name:
+        return F.interpolate(tensor.float().T[None], want.shape[0], mode="linear")[0].T
+    return tensor
+
+
+def _widen(state: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give classes beyond the third a token and head: copies of tokens 1..3, each moved by seeded noise to be distinct."""
+    tokens, count = state["mask_decoder.mask_tokens.weight"], len(want["mask_decoder.mask_tokens.weight"])
+    if count <= len(tokens):
+        return state
+    source = [1 + (i - 1) % (MASK_TOKENS - 1) for i in range(len(tokens), count)]
+    noise = torch.randn(len(source), tokens.shape[1], generator=torch.Generator().manual_seed(0))
+    wide = dict(state)
+    wide["mask_decoder.mask_tokens.weight"] = torch.cat([tokens, tokens[source] + 0.5 * tokens.std() * noise])
+    for index, origin in zip(range(len(tokens), count), source, strict=True):
+        prefix = "mask_decoder.output_hypernetworks_mlps."
+        for name in [n for n in state if n.startswith(f"{prefix}{origin}.")]:
+            wide[name.replace(f"{prefix}{origin}.", f"{prefix}{index}.")] = state[name].clone()
+    last = "mask_decoder.iou_prediction_head.layers.2."  # never used here, but part of the layout
+    for part in ("weight", "bias"):
+        head = state[last + part]
+        wide[last + part] = torch.cat([head, head[source]])
+    return wide

@@ -1,0 +1,100 @@
+"""How far a run is, read from what its log says: for admins who watch a running job, and for its files afterwards."""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from consilium.report.runlog import read_lines
+
+Line = dict[str, Any]
+REFUSAL = ("time", "round", "joining", "site", "reason")
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
+
+    `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. Per site: the
+    round of its last result, that result's metrics (as far as the site shares them), bytes of tensors up and down so far, its
+    weight in the last mean it was part of and its share of that mean's whole weight (None before there is one).
+    """
+    config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
+    lines = _without_repeats(read_lines(folder / "metrics.jsonl"))
+    started = [x for x in lines if x["event"] == "started"]
+    here = started[-1] if started else {"round": 0, "phase": 0, "sites": []}
+    done = [x for x in lines if x["event"] == "concluded"]
+    answers = [x["site"] for x in lines if x["event"] == "result" and _place(x) == _place(here)]
+    return {
+        "experiment": folder.name,
+        "job": config["name"],
+        "round": here["round"],
+        "rounds": config["training"]["rounds"],
+        "phase": here["phase"],
+        "asked": here["sites"],
+        "answered": sorted(answers),
+        "epsilon": done[-1].get("privacy/epsilon") if done else None,
+        "eta_seconds": _eta(started, done, config["training"]["rounds"]),
+        "sites": _sites(lines),
+        "refused": [{k: x.get(k) for k in REFUSAL} for x in lines if x["event"] == "refused"][-20:],
+        "finished": (folder / "results.json").is_file(),
+    }
+
+
+def when(refusal: Line, rounds: int) -> str:
+    """Return in words when a site was refused in a run of so many rounds."""
+    place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
+    if not refusal.get("joining"):
+        return f"in {place}"
+    return f"before {place}" if refusal["round"] else "before the first round"
+
+
+def _place(line: Line) -> tuple[int, int]:
+    return line["round"], line.get("phase", 0)
+
+
+def _without_repeats(lines: list[Line]) -> list[Line]:
+    """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
+    found: list[Line] = []
+    for line in lines:
+        if line["event"] == "resumed":
+            found = [x for x in found if _place(x) < _place(line) or x["event"] == "refused"]
+        else:
+            found.append(line)
+    return found
+
+
+def _eta(started: list[Line], done: list[Line], rounds: int) -> float | None:
+    """Return the seconds until the last round ends, by the median of the last rounds; None before the first has ended."""
+    begin = {x["round"]: x["time"] for x in reversed(started)}
+    end = {x["round"]: x["time"] for x in done if x["round"] < started[-1]["round"]}
+    took = [end[round] - begin[round] for round in sorted(end) if round in begin][-5:]
+    if not took:
+        return None
+    current = started[-1]["round"]
+    left = statistics.median(took) * (rounds - current) - (time.time() - begin[current])
+    return round(max(left, 0.0), 1)
+
+
+def _sites(lines: list[Line]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    weights = _weights(lines)
+    for line in (x for x in lines if x["event"] in ("result", "final")):
+        site = found.setdefault(line["site"], {"round": 0, "metrics": {}, "bytes_up": 0, "bytes_down": 0})
+        metrics = dict(line["metrics"])
+        for way in ("up", "down"):
+            site[f"bytes_{way}"] += int(metrics.pop(f"comm/bytes_{way}", 0))
+        site |= {"round": line["round"], "metrics": metrics}
+    return {name: values | weights.get(name, {"weight": None, "share": None}) for name, values in found.items()}
+
+
+def _weights(lines: list[Line]) -> dict[str, Line]:
+    """Return, by site, its weight and its share of the whole in the last mean it was part of."""
+    found: dict[str, Line] = {}
+    by_place: dict[tuple[int, int], dict[str, int]] = {}
+    for line in (x for x in lines if x["event"] == "result"):
+        by_place.setdefault(_place(line), {})[line["site"]] = line.get("weight", 1)
+    for weights in [by_place.get(_place(x), {}) for x in lines if x["event"] == "concluded"]:
+        found |= {site: {"weight": weight, "share": weight / sum(weights.values())} for site, weight in weights.items()}
+    return found

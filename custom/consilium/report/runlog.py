@@ -1,0 +1,184 @@
+"""What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
+
+import fcntl
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.messages import Payload, Tensors
+from consilium.privacy.plan import Plan
+from consilium.report.clean import tag
+from consilium.report.figures import heat, plot_curves, plot_matrices
+from consilium.storage import open_private, private_folder, write_atomic
+from consilium.strategies.strategy import ServerState
+
+PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
+
+
+class RunLog:
+    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
+
+    Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
+    """
+
+    def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
+        self.folder = private_folder(folder)
+        self._file = _open_alone(folder / "metrics.jsonl", resume)
+        self._writers: dict[str, SummaryWriter] = {}
+        self._down: dict[str, int] = {}
+        self._results: dict[str, dict[str, float]] = {}
+        self._figures: dict[str, list[dict[str, Any]]] = {}
+        self._curves: list[dict[str, float]] = []
+        write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+        write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
+
+    def resumed(self, state: ServerState) -> None:
+        """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
+        for event in read_lines(self.folder / "metrics.jsonl"):
+            if event["event"] == "figure" and event["round"] < state.round:
+                self._figures.setdefault(event["title"], []).append(event)
+            if event["event"] == "diagnostics" and (event["round"], event["phase"]) < (state.round, state.phase):
+                self._curves.append(event["values"])
+        self._line({"event": "resumed", "round": state.round, "phase": state.phase})
+
+    def started(self, state: ServerState, sites: list[str]) -> None:
+        """Record that a phase begins, and who is asked."""
+        self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
+
+    def joined(self, round: int, site: str, ledger: str) -> None:
+        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
+        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger})
+
+    def sent(self, site: str, payload: Payload) -> None:
+        """Note the size of what a site receives."""
+        self._down[site] = payload_bytes(payload.tensors)
+
+    def received(self, site: str, result: Payload, weight: int = 1) -> None:
+        """Record one accepted result and its weight in the mean."""
+        up, down = payload_bytes(result.tensors), self._down.get(site, 0)
+        values = result.metrics | {"comm/bytes_up": float(up), "comm/bytes_down": float(down)}
+        place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
+        self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
+        self._scalars(site, values, result.round)
+
+    def refused(self, refusal: dict[str, Any]) -> None:
+        """Record why a site's message was not used; see Coordinator.refuse."""
+        self._line(refusal)
+
+    def concluded(self, state: ServerState, sites: list[str], epsilon: float | None = None) -> None:
+        """Record that a phase ended, whose results are in its mean, and the epsilon of the plan so far."""
+        line = {"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites}
+        self._line(line | ({} if epsilon is None else {"privacy/epsilon": epsilon}))
+        if epsilon is not None:
+            self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
+
+    def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
+        """Record what a strategy says about a phase; the curves are drawn at the end."""
+        if values:
+            self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self._scalars("server", values, state.round)
+            self._curves.append(values)
+
+    def figures(self, state: ServerState, matrices: Tensors) -> None:
+        """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
+        for title, matrix in matrices.items():
+            stale = {name: state.round - 1 - last for name, last in state.reported.items()}
+            line = {
+                "event": "figure",
+                "round": state.round - 1,
+                "title": title,
+                "sites": sorted(state.sites),
+                "staleness": stale,
+            }
+            self._line(line | {"values": matrix.tolist()})
+            self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
+            self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
+
+    def held_out(self, site: str, result: Payload) -> None:
+        """Record the evaluation of a site that did not train in this round, before the round."""
+        self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
+
+    def final(self, site: str, result: Payload) -> None:
+        """Record a site's closing evaluation."""
+        self._results[site] = result.metrics
+        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
+        self._line(line | {"ledger": result.ledger})
+        self._scalars(site, result.metrics, result.round)
+
+    def finish(self, plan: Plan | None = None) -> None:
+        """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
+        if plan is not None:
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
+        for title, rounds in self._figures.items():
+            plot_matrices(self.folder / f"{title}.png", rounds)
+        if self._curves:
+            plot_curves(self.folder / "diagnostics.png", self._curves)
+        write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+
+    def close(self) -> None:
+        """Close all files."""
+        self._file.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def _line(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer(site).add_scalar(tag(name), value, step)
+
+    def _writer(self, site: str) -> SummaryWriter:
+        if site not in self._writers:
+            self._writers[site] = SummaryWriter(str(self.folder / "tb_events" / site))
+        return self._writers[site]
+
+
+def _open_alone(path: Path, resume: bool) -> TextIO:
+    """Open the record for writing and lock it for this process: the lock ends with the process, however that ends."""
+    try:
+        file = open_private(path, "a" if resume else "x")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileExistsError:
+        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name") from None
+    except BlockingIOError:
+        raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
+    if resume and not path.read_text(encoding="utf-8").endswith("\n"):
+        file.write("\n")  # the last line was torn
+    return file
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def payload_bytes(tensors: Tensors) -> int:
+    """Return the bytes of the tensors' own values."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of what decides a run's numbers."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # carried in a job's app/custom instead of installed
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,165 @@
+"""The strategy interface: one federated algorithm, both halves, as pure functions on tensors.
+
+A strategy holds hyperparameters only (a frozen dataclass). State lives in `ServerState` (the server's checkpoint) and in the
+site's own tensors. The defaults here are plain federated averaging of whatever `role` calls SHARED; a strategy file says
+which tensors those are and overrides a hook only where its paper differs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+from torch import Tensor
+
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import STRICT
+
+
+class Role(StrEnum):
+    """What happens to a tensor at a site in one phase of one round."""
+
+    SHARED = "shared"  # trained and uploaded
+    LOCAL = "local"  # trained, never leaves the site
+    FROZEN = "frozen"  # neither in this phase
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Everything the server needs to go on: `shared` as the federation has it now, `initial` as every site starts.
+
+    For strategies that treat sites apart: `sites`, what the server keeps of each; `matrices` by name, rows and columns in the
+    sorted order of `sites`; `reported`, the round of each site's last result, and `weights`, that result's weight.
+    """
+
+    round: int
+    phase: int
+    shared: Tensors
+    initial: Tensors
+    sites: dict[str, Tensors] = field(default_factory=dict)
+    matrices: Tensors = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local optimizer step as a regularizer sees it.
+
+    `params` are the live adapter tensors, `anchors` their detached values at the round's start (after the payload was
+    received), `scalars` those of the payload; `memory` is empty at the round's start and belongs to the strategy.
+    """
+
+    params: Mapping[str, Tensor]
+    anchors: Mapping[str, Tensor]
+    scalars: Mapping[str, float]
+    memory: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One site's accepted result with its weight, for strategies that need sites' results one by one."""
+
+    update: Payload
+    weight: int
+    sent: Payload
+    site: SiteInfo
+
+
+Gathered = Tensors | dict[str, Upload]
+"""A phase's results: their mean update (float64), or all of them by site, as `Strategy.needs` says."""
+
+
+def next_phase(state: ServerState, phases: int) -> tuple[int, int]:
+    """Return (round, phase) after the state's."""
+    return (state.round, state.phase + 1) if state.phase + 1 < phases else (state.round + 1, 0)
+
+
+class Strategy:
+    """Base of every algorithm. Hooks never mutate their inputs; all randomness must come from seeds in the payload."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: ClassVar[str]
+    upload_scalars: ClassVar[frozenset[str]] = frozenset()
+    pools_data: ClassVar[bool] = False
+    ranks_differ: ClassVar[bool] = False
+    """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
+    needs: ClassVar[Literal["sums", "sites"]] = "sums"
+    """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
+    every site's result."""
+
+    @property
+    def period(self) -> int:
+        """After how many rounds `phases` and `role` repeat."""
+        return 1
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
+        raise NotImplementedError
+
+    def phases(self, round: int) -> int:
+        """Return how many exchanges this round has."""
+        return 1
+
+    def names(self, tensors: Mapping[str, Tensor], role: Role, round: int, phase: int) -> list[str]:
+        """Return the names that have `role` in this phase, in order."""
+        return [name for name in tensors if self.role(name, round, phase) is role]
+
+    def peer(self, name: str, round: int, phase: int) -> str | None:
+        """Return the tensor, public in this phase, whose product with `name` is the effective update, or None.
+
+        With a peer, clipping and noise act in the space of that product; see privacy/mechanism.py.
+        """
+        return None
+
+    # server half ------------------------------------------------------------------------------------------------------
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
+        phases = [(r, p) for r in range(self.period) for p in range(self.phases(r))]
+        shared = {n: t for n, t in initial.items() if any(self.role(n, *p) is Role.SHARED for p in phases)}
+        return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared})
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""
+        first = {} if site.joined else state.initial
+        return Payload(state.round, state.phase, {**state.shared, **first})
+
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return what `site` receives after the last round, to evaluate and keep."""
+        return self.broadcast(state, site)
+
+    def figures(self, state: ServerState) -> dict[str, Tensor]:
+        """Return matrices (sites x sites, sorted names) worth a picture every round, by title."""
+        return {}
+
+    def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
+        """Return numbers about a phase's results worth a curve, given the state before they are merged."""
+        return {}
+
+    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+        """Return the next state: the mean update (float64) added to the shared tensors."""
+        shared = dict(state.shared)
+        shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.items()}
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared=shared)
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return the tensors local training starts from: the site's own, overwritten by what the server sent."""
+        return {**params, **payload.tensors}
+
+    def scaling(self, payload: Payload) -> float:
+        """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""
+        return 1.0
+
+    def regularizer(self, step: Step) -> Tensor | None:
+        """Return a scalar to add to the task's loss at this step, or None."""
+        return None
+
+    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
+        """Return the update that leaves the site: end - start of the SHARED tensors."""
+        shared = self.names(end, Role.SHARED, payload.round, payload.phase)
+        return Payload(payload.round, payload.phase, {name: end[name] - start[name] for name in shared})

@@ -1,0 +1,1 @@
+"""What FedHera and its peers share: ranks that differ by site and layer."""

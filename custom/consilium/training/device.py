@@ -1,0 +1,31 @@
+"""Where and in which precision a site computes."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from consilium.errors import ConsiliumError, Reason
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return bf16 autocast where it is wanted and the device computes in it ("auto" means on GPUs only)."""
+    gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    if (precision == "bf16" and (gpu or device.type == "cpu")) or (precision == "auto" and gpu):
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Return the torch device for "auto" (first GPU, else CPU) or a named one. Raises ConsiliumError if it is not there."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto", Reason.POLICY)
+    return torch.device(wanted)
+
+
+def _cuda_devices(params: Mapping[str, nn.Parameter]) -> list[torch.device]:
+    return list({p.device for p in params.values() if p.device.type == "cuda"})

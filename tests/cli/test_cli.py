@@ -1,0 +1,133 @@
+"""The command as a user types it: output, JSON, exit codes, one-line errors."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.cli.main import main
+from tests.conftest import JOBS, small_cells, small_config
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run the command and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return stopped.value.code or 0
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(small_config(rounds=1).model_dump()))
+    return path
+
+
+def test_simulate_ends_with_a_table_and_refuses_to_overwrite(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = tmp_path / "run"
+    assert run(monkeypatch, "simulate", small, "--sites", "2", "--workspace", workspace) == 0
+    shown = capsys.readouterr().out
+    assert "round 1/1" in shown
+    assert "ETA" in shown
+    assert "small: test split" in shown
+    assert "mean" in shown
+    assert run(monkeypatch, "simulate", small, "--workspace", workspace) == 2
+    assert "holds a run; give another folder, or --resume" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_simulate_as_json_with_overrides_and_own_data(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--sites", 2, "--training", 2, "--validation", 1, "--test", 1, "--size", 64, "--format", "json"]
+    assert run(monkeypatch, "data", "phantoms", tmp_path / "data", *data) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    options = ["--data", tmp_path / "data", "--set", "strategy.split=M1", "--workspace", tmp_path / "run", "--format", "json"]
+    assert run(monkeypatch, "simulate", small, *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["results"].keys() == {"site-1", "site-2"}
+    assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["split"] == "M1"
+
+
+def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "cost", JOBS / "fundus_fediat") == 0
+    assert "546,816" in capsys.readouterr().out
+    assert run(monkeypatch, "cost", JOBS / "fundus_fediat", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["total"] == 546_816
+
+
+def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "data", "phantoms", tmp_path, "--sites", 1, "--training", 2, "--validation", 1, "--test", 1, "--size", 32)
+    datalist = tmp_path / "site-1" / "datalist.json"
+    assert run(monkeypatch, "data", "check", datalist, "--job", JOBS / "quickstart") == 0
+    assert "no problems" in capsys.readouterr().out
+    assert run(monkeypatch, "data", "check", datalist, "--job", JOBS / "nuclei_fedit", "--format", "json") == 1
+    assert json.loads(capsys.readouterr().out)["problems"]["undeclared label value"]["count"] == 4
+
+
+def test_data_check_of_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["--kind", "sentences", "--sites", 1, "--training", 4, "--validation", 1, "--test", 3]
+    assert run(monkeypatch, "data", "phantoms", tmp_path, *counts) == 0
+    assert run(monkeypatch, "data", "check", tmp_path / "site-1") == 0
+    assert "4 training, 1 validation, 3 test" in capsys.readouterr().out
+    assert run(monkeypatch, "data", "check", tmp_path / "site-1", "--job", JOBS / "quickstart_text") == 0
+    assert "tokens (" in capsys.readouterr().out
+
+
+def test_a_partition_is_made_checked_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phantoms = ["--kind", "cells", "--sites", 1, "--training", 40, "--validation", 5, "--test", 5, "--size", 64]
+    assert run(monkeypatch, "data", "phantoms", tmp_path / "set", *phantoms) == 0
+    words = [tmp_path / "set/site-1/datalist.json", tmp_path / "out", "--sites", 2, "--beta", 0.5]
+    capsys.readouterr()
+    assert run(monkeypatch, "data", "partition", *words) == 0
+    assert "site-2: " in capsys.readouterr().out
+    assert (tmp_path / "out/partition.png").stat().st_size > 5000
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(small_cells(rounds=1, local_steps=1).model_dump()))
+    assert run(monkeypatch, "data", "check", tmp_path / "out/site-1/datalist.json", "--job", job) == 0
+    assert "class round: " in capsys.readouterr().out
+    options = ["--data", tmp_path / "out", "--workspace", tmp_path / "run"]
+    assert run(monkeypatch, "simulate", job, *options) == 0
+    assert "Accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cost", "nowhere"], "nowhere: no job.yaml there"),
+        (["simulate", JOBS / "quickstart", "--set", "training.lr"], "is not KEY=VALUE"),
+        (["simulate", JOBS / "quickstart", "--data", "nowhere"], "--data: nowhere: no such folder"),
+        (["simulate", JOBS / "quickstart", "--resume", "--workspace", "nowhere"], "nowhere holds no run"),
+        (["data", "phantoms", "x", "--kind", "lungs"], "--kind: 'lungs' is not one of fundus, nuclei"),
+        (["data", "check", "nowhere.json"], "nowhere.json: cannot be read"),
+        (
+            ["simulate", JOBS / "quickstart", "--engine", "flare", "--set", "strategy={name: centralized}"],
+            "pools all sites' data",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(
+    words: list, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_private_run_ends_with_its_claim_or_where_to_find_it(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, record = "{unit: site, epsilon: 3, clip: 1}", "{unit: record, noise_multiplier: 1}"
+    words = ("simulate", small, "--sites", "2", "--set", "strategy={name: fedit}")
+    assert run(monkeypatch, *words, "--workspace", tmp_path / "a", "--set", f"privacy={site}") == 0
+    assert "epsilon 3 at delta 1e-05 (site level, zero-out, trust local" in capsys.readouterr().out
+    assert run(monkeypatch, *words, "--workspace", tmp_path / "b", "--set", f"privacy={record}") == 0
+    assert "Privacy: record level, each site by its own data" in capsys.readouterr().out

@@ -1,0 +1,78 @@
+"""`consilium privacy plan` and `ledger`."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from consilium.cli.main import app
+from consilium.errors import ConfigError
+from consilium.privacy.composition import Entry
+from consilium.privacy.ledger import Ledger
+
+ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
+
+
+def call(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_a_plan_per_accountant_with_other_deltas_and_the_noise_it_means() -> None:
+    words = [
+        "privacy",
+        "plan",
+        "--epsilon",
+        "3",
+        "--delta",
+        "0.08333333333",
+        "--rounds",
+        "50",
+        "--phases",
+        "2",
+        "--sites",
+        "12",
+        "--format",
+        "json",
+    ]
+    found = json.loads(call(*words))["plans"]
+    sigmas = {name: plan["noise_multiplier"] for name, plan in found.items()}
+    assert sigmas == pytest.approx({"exact": 5.98, "prv": 6.0, "rdp": 7.07}, abs=0.006)
+    assert found["exact"]["epsilon"]["1e-05"] == pytest.approx(8.04, abs=0.01)
+    assert found["exact"]["noise_to_signal"]["central"] == pytest.approx(5.98 * (36 * 768 * 8) ** 0.5 / 12, rel=1e-3)
+    assert found["exact"]["noise_to_signal"]["local"] > found["exact"]["noise_to_signal"]["central"]
+
+
+@pytest.mark.parametrize("words", ["--accountant moments", "--delta 2"])
+def test_wrong_wishes_are_named(words: str) -> None:
+    with pytest.raises(ConfigError):
+        call("privacy", "plan", "--epsilon", "3", "--rounds", "5", *words.split())
+
+
+def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
+    path = tmp_path / "sites" / "a" / "ledger.sqlite"
+    Ledger(path).spend(ONE, {})
+    Ledger(path).spend(replace(ONE, round=1), {})
+    (tmp_path / "site.yaml").write_text("privacy: {ledger: sites/a/ledger.sqlite, budgets: {site: {epsilon: 3}}}")
+    for where in (path, tmp_path, tmp_path / "site.yaml"):
+        (found,) = json.loads(call("privacy", "ledger", str(where), "--format", "json"))["data_sets"]
+        assert (found["dataset"], found["releases"], found["adjacency"]) == ("ward-7", 2, "zero-out")
+    text = call("privacy", "ledger", str(tmp_path / "site.yaml"), "--rows")
+    assert "site level, zero-out, trust local" in text
+    assert "one site: epsilon 0.2335 at delta 1e-05; budget 3 at delta 1e-05" in text
+    assert "round 1 phase 0" in text
+
+
+def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("privacy: {ledger: l.sqlite}")
+    assert "nothing was released yet" in call("privacy", "ledger", str(tmp_path / "site.yaml"))
+    with pytest.raises(ConfigError, match="no ledger there"):
+        call("privacy", "ledger", str(tmp_path / "none.sqlite"))
+
+
+def test_noise_from_a_seed_is_called_what_it_is(tmp_path: Path) -> None:
+    Ledger(tmp_path / "ledger.sqlite").spend(replace(ONE, private=False), {})
+    assert "not private" in call("privacy", "ledger", str(tmp_path))

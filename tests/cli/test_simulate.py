@@ -1,0 +1,178 @@
+"""What `simulate` refuses before anything starts, and how it ends when it is interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from consilium.cli.main import main
+from consilium.cli.simulate import _command_again, site_names
+from consilium.errors import ConfigError
+from tests.conftest import JOBS, small_config
+
+JOB = ["simulate", str(JOBS / "quickstart")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sites", "0"], "--sites: 0: expected a number from 1 to 10000, or names"),
+        (["--sites=-1"], "--sites: -1: expected a number from 1"),
+        (["--sites", "9" * 5000], "expected a number from 1"),
+        (["--sites", "a,a"], "--sites: 'a' is there twice"),
+        (["--sites", "A,a"], "is there twice"),
+        (["--sites", ","], "--sites: names no site"),
+        (["--sites", "a/b"], "'a/b' cannot name a site; use letters"),
+        (["--sites", "..,b"], "'..' cannot name a site"),
+        (["--sites", "a\nb"], r"'a\nb' cannot name a site"),
+        (["--sites", "server,b"], "'server' cannot name a site"),
+        (["--sites", "a b"], "'a b' cannot name a site"),
+        (["--sites", "x" * 101], "cannot name a site"),
+        (["--data", "data", "--sites", "9"], "--sites: 9: --data data has folders for 2 (site-1, site-2); ask for at most 2"),
+        (["--data", "data", "--sites", "site-1,zz"], "--sites: 'zz': --data data has no such site; it has site-1, site-2"),
+        (["--set", "a..b=1"], "is not KEY=VALUE"),
+        (["--set", "=1"], "is not KEY=VALUE"),
+        (["--set", "training=3"], "training: 3: expected"),
+        (["--set", "training.lr=["], "--set: 'training.lr=[': the value is not valid YAML"),
+        (["--set", "training.lr=2001-99-99"], "the value is not valid YAML (month must be"),
+        (["--set", "strategy={1: 2}"], "strategy"),
+        (["--set", "training.lr.x=1"], "training.lr.x: there is no section above it"),
+        (["--set", "x=" + "[" * 3000], "the value is not valid YAML"),
+        (["--workspace", "file"], "--workspace: file: cannot be made (File exists)"),
+        (["--workspace", "file/below"], "--workspace: file/below: cannot be made (Not a directory)"),
+        (["--workspace", "/proc/no/where"], "cannot be made (No such file or directory)"),
+        (["--workspace", "/".join(["w" * 200] * 30)], "cannot be made (File name too long)"),
+        (["--workspace", "a b", "--engine", "flare"], "a path without spaces, quotes and #"),
+        (["--workspace", "w" * 300], "cannot be made (File name too long)"),
+        (["--format", "xml"], "consilium simulate: Invalid value for '--format': 'xml' is not one of 'txt', 'json'"),
+        (["--rounds", "x"], "consilium simulate: Invalid value for '--rounds'"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_line_and_nothing_starts(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for name in ("site-1", "site-2"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "datalist.json").write_text('{"training": []}')
+    assert run(monkeypatch, *JOB, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_may_not_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda _, mode, **__: not mode & os.W_OK)  # root may write anywhere
+    assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 2
+    assert "cannot be written to; change its permissions" in capsys.readouterr().err
+
+
+def test_who_takes_part(tmp_path: Path) -> None:
+    for name in ("a", "b", "Zürich.2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "datalist.json").touch()
+    (tmp_path / "no site").mkdir()
+    assert site_names("", None) == ["site-1", "site-2", "site-3"]
+    assert site_names("2", None) == ["site-1", "site-2"]
+    assert site_names("north, south", None) == ["north", "south"]
+    assert site_names("", tmp_path) == ["Zürich.2", "a", "b"]
+    assert site_names("2", tmp_path) == ["Zürich.2", "a"]
+    assert site_names("b,a", tmp_path) == ["b", "a"]
+    (tmp_path / "c\x1b[31m").mkdir()
+    (tmp_path / "c\x1b[31m" / "datalist.json").touch()
+    with pytest.raises(ConfigError, match=r"--data: .*'c\\x1b\[31m' cannot name a site"):
+        site_names("", tmp_path)
+
+
+def test_ctrl_c_tells_the_command_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=2, local_steps=1).model_dump()))
+
+    def stop(view: Any, event: dict[str, Any]) -> None:
+        if event["round"] == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("consilium.view.LiveView._on_step", stop)
+    words = ["simulate", "job.yaml", "--sites", "2", "--workspace=my run", "--set", "training.lr=0.001"]
+    assert run(monkeypatch, *words) == 130
+    (said,) = capsys.readouterr().err.splitlines()
+    command = "simulate job.yaml --sites 2 --set training.lr=0.001 --workspace 'my run' --resume"
+    assert said == f"interrupted; go on with: consilium {command}"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    again = ["simulate", "job.yaml", "--sites", "2", "--set", "training.lr=0.001", "--workspace", "my run", "--resume"]
+    assert run(monkeypatch, *again) == 0
+    assert json.loads((tmp_path / "my run/results.json").read_text()).keys() == {"site-1", "site-2"}
+
+
+def test_ctrl_c_before_the_first_round_and_with_flare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
+    assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
+    assert "interrupted before the first round; start it anew" in capsys.readouterr().err
+    assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
+    assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
+
+
+def test_the_command_again_replaces_the_workspace() -> None:
+    words = ["/x/consilium", "simulate", "j", "--workspace", "w", "--resume", "--set", "strategy={name: fedit}"]
+    assert _command_again(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """Return the living processes that have a text in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark in process.environ().values():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("engine", ["inprocess", "flare"])
+def test_no_process_is_left(engine: str, number: signal.Signals, tmp_path: Path) -> None:
+    workspace, command = tmp_path / "run", Path(sysconfig.get_path("scripts")) / "consilium"
+    words = [str(command), *JOB, "--engine", engine, "--workspace", str(workspace), "--set", "training.rounds=50"]
+    environment = os.environ | {"MARK": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(words, env=environment, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    log = workspace / "metrics.jsonl"
+    while not (log.is_file() and '"result"' in log.read_text()):
+        assert run.poll() is None
+        time.sleep(0.2)
+    assert len(processes(str(tmp_path))) == 1 if engine == "inprocess" else len(processes(str(tmp_path))) > 4
+    run.send_signal(number)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "interrupted; " in error.decode()
+    assert processes(str(tmp_path)) == []

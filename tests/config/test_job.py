@@ -1,0 +1,214 @@
+"""job.yaml and site.yaml: what is accepted, and one line that names file, field, value and remedy for the rest."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import find_site, load_site
+from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job
+from consilium.strategies import STRATEGIES
+from tests.conftest import JOBS, small_config
+
+
+def written(folder: Path, **changes: object) -> Path:
+    raw = small_config().model_dump()
+    for field, value in changes.items():
+        section, _, key = field.partition("__")
+        if key:
+            raw[section][key] = value
+        else:
+            raw[section] = value
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*/app/config/job.yaml")), ids=lambda p: p.parts[-4])
+def test_every_job_of_the_project_is_valid(path: Path) -> None:
+    config = load_job(path)
+    assemble_job(config, path)
+    assert config.name == path.parts[-4]
+
+
+def test_a_job_folder_and_its_file_are_the_same() -> None:
+    assert load_job(JOBS / "quickstart") == load_job(JOBS / "quickstart/app/config/job.yaml")
+
+
+def test_classes_as_names_number_themselves() -> None:
+    raw = small_config().model_dump() | {"task": {"classes": ["disc", "cup"]}}
+    assert JobConfig.model_validate(raw).task.classes == {"disc": [1], "cup": [2]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__lr": -1}, r"training\.lr: -1: expected greater than 0"),
+        ({"training__learning_rate": 3}, r"training\.learning_rate: unknown field; remove it \(did you mean 'lr'\?\)"),
+        ({"training__num_rounds": 3}, r"training\.num_rounds: unknown field; remove it \(did you mean 'rounds'\?\)"),
+        ({"adapter__r": 3}, r"adapter\.r: unknown field; remove it \(did you mean 'rank'\?\)"),
+        ({"adapter__lora_alpha": 3}, r"adapter\.lora_alpha: unknown field; remove it \(did you mean 'alpha'\?\)"),
+        ({"adapter": {"rank": 0}}, r"^[^\n]*adapter\.rank: 0: expected greater than or equal to 1$"),
+        ({"task__classes": [["a"]]}, r"task\.classes: \[\['a'\]\]: expected a valid dictionary"),
+        ({"task__classes": ["a", "a"]}, r"task\.classes: .*every class once; 'a'"),
+        ({"training__rouds": 3}, r"training\.rouds: unknown field; remove it \(did you mean 'rounds'\?\)"),
+        ({"model__variant": "vit_x"}, r"model\.variant: 'vit_x': expected 'tiny', 'vit_b'"),
+        ({"training": {"lr": 0.1}}, r"training\.rounds: missing; add it"),
+        ({"task__classes": {"disc": ["a"]}}, r"task\.classes\.disc\.0: 'a': expected a valid integer"),
+        ({"name": "a b"}, r"name: 'a b': "),
+        ({"training": 5}, r"training: 5: expected a valid dictionary"),
+        ({"model": 5}, r"model: 5: expected a valid dictionary"),
+        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of 'sam', 'clip', 'causal_lm'$"),
+        ({"model__varant": "tiny"}, r"model\.varant: unknown field; remove it \(did you mean 'variant'\?\)"),
+        ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
+        ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),
+        (
+            {"model": {"name": "clip", "variant": "tiny", "image_size": 64}},
+            r"task\.name: 'segmentation' does not fit model\.name",
+        ),
+        ({"task": {"name": "classification", "classes": ["a"]}}, r"task\.classes: \['a'\]: expected .*at least 2"),
+        ({"task": {"name": "classification", "classes": ["a", "b", "a"]}}, r"task\.classes: .*every class once; 'a'"),
+        ({"task": {"name": "classification", "classes": ["a", "b/c"]}}, r"task\.classes\.1: 'b/c'"),
+        ({"data": {"phantoms": {"kind": "cells"}}}, r"data\.phantoms\.kind: 'cells' does not fit task\.name"),
+        ({"data": {"phantoms": {"kind": "sentences"}}}, r"does not fit task\.name 'segmentation'; it is for language"),
+        ({"model": {"name": "causal_lm", "variant": "tiny"}}, r"task\.name: 'segmentation' does not fit .*'language'"),
+        ({"model": {"name": "causal_lm", "variant": "folder"}}, r"model\.checkpoint: None: expected the path of a"),
+        (
+            {"model": {"name": "causal_lm", "variant": "tiny", "config": {}}},
+            r"model\.config: \{\}: expected none: the tiny model",
+        ),
+        ({"task": {"name": "language", "labels": ["a", "a"]}}, r"task\.labels: .*every label once; 'a' is there twice"),
+    ],
+)
+def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_job(written(tmp_path, **changes))
+    assert str(caught.value).startswith(str(tmp_path / "job.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("fedavg", r"strategy\.name: 'fedavg': expected one of .* \(did you mean 'fedit'\?\)"),
+        ("ffa", r"strategy\.name: 'ffa': expected one of .* \(did you mean 'ffa_lora'\?\)"),
+        ({"name": ["fedit"]}, r"strategy\.name: \['fedit'\]: expected one of"),
+        ("fedia", r"strategy\.name: 'fedia': expected one of .* \(did you mean 'fediat'\?\)"),
+        ({"name": "fediat", "split": "M5"}, r"strategy\.split: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
+        ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it \(did you mean 'sor_weight'\?\)"),
+        ({"name": "fediat", "ema": 1.0}, r"strategy\.ema: 1\.0: expected less than 1"),
+        ({"name": "fedit", "split": "M1"}, r"strategy\.split: unknown field"),
+    ],
+)
+def test_strategy_errors(strategy: object, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, strategy=strategy)
+    with pytest.raises(ConfigError, match=message):
+        assemble_job(load_job(path), path)
+
+
+def test_several_problems_are_one_line_each(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(written(tmp_path, training__lr=0, training__batch_size=0))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_numbers_as_json_writes_them_are_numbers(tmp_path: Path) -> None:
+    text = (JOBS / "quickstart/app/config/job.yaml").read_text()
+    (tmp_path / "job.yaml").write_text(re.sub(r"strategy:.*", "strategy: {name: fediat, sor_weight: 1e-05, ema: 9E-1}", text))
+    assert load_job(tmp_path / "job.yaml").strategy == {"name": "fediat", "sor_weight": 1e-5, "ema": 0.9}
+
+
+def test_files_that_are_no_jobs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no job\.yaml there"):
+        load_job(tmp_path)
+    (tmp_path / "job.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_job(tmp_path)
+    (tmp_path / "job.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="is not a map of sections"):
+        load_job(tmp_path)
+
+
+def test_overrides_are_validated_like_the_file() -> None:
+    assert load_job(JOBS / "quickstart", {"training.rounds": 3, "strategy.split": "M1"}).training.rounds == 3
+    with pytest.raises(ConfigError, match=r"training\.rounds: 0: expected greater than or equal to 1"):
+        load_job(JOBS / "quickstart", {"training.rounds": 0})
+    with pytest.raises(ConfigError, match="there is no section above it"):
+        load_job(JOBS / "quickstart", {"name.x.y": 0})
+
+
+def test_a_rank_without_alpha_scales_by_one(tmp_path: Path) -> None:
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.scaling == 1.0
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.scaling == 0.5
+
+
+def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) -> None:
+    path = written(tmp_path)  # rank 4, alpha 4
+    message = r"adapter\.rank: 16: the file has alpha 4\.0, and alpha / rank scales the adapter; set adapter\.alpha too"
+    with pytest.raises(ConfigError, match=message):
+        load_job(path, {"adapter.rank": 16})
+    assert load_job(path, {"adapter.rank": 16, "adapter.alpha": 16}).adapter.scaling == 1.0
+    assert load_job(path, {"adapter.rank": 4}).adapter.scaling == 1.0
+    assert load_job(path, {"adapter": {"rank": 16}}).adapter.scaling == 1.0
+
+
+LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter.dropout": 0.1}, r"adapter\.dropout: 0\.1 draws all masks of a batch at once"),
+        ({"training.precision": "bf16"}, r"training\.precision: 'bf16' rounds a record's gradient by who is beside it"),
+        ({"training.accumulate": 2}, r"training\.accumulate: cannot be over 1 with privacy\.unit record"),
+        ({"privacy.noise_multiplier": 0.01}, r"privacy\.noise_multiplier: 0\.01: under 0\.05 no accountant tells it from none"),
+        ({"model.config": LLAMA | {"attention_dropout": 0.1}}, r"model\.config\.attention_dropout: 0\.1 draws all masks"),
+        ({"model.config": LLAMA | {"model_type": "xlnet"}}, r"model\.config\.model_type: 'xlnet': not known to keep records"),
+        ({"model.config": LLAMA | {"model_type": "mixtral"}}, r"model\.config\.model_type: 'mixtral': not known to keep"),
+    ],
+)
+def test_what_ties_records_together_is_refused_at_record_level(changes: dict, message: str) -> None:
+    privacy = {"privacy": {"unit": "record", "noise_multiplier": 1.0}}
+    model = {"model.variant": "folder", "model.checkpoint": "x"} if "model.config" in changes else {}
+    load_job(JOBS / "quickstart_text", privacy)
+    with pytest.raises(ConfigError, match=message):
+        load_job(JOBS / "quickstart_text", privacy | model | changes)
+
+
+def test_site_files_and_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "site.yaml").write_text("datalist: data/list.json\nshare_metrics: false\n")
+    assert load_site(local / "site.yaml").datalist == local / "data/list.json"
+    assert not find_site("a", local).share_metrics
+    assert find_site("a", tmp_path).datalist is None
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "datalist.json").touch()
+    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
+    monkeypatch.setenv("CONSILIUM_CHECKPOINTS", "/weights")
+    assert find_site("a", local).datalist == tmp_path / "a" / "datalist.json"
+    assert find_site("a").checkpoints == Path("/weights")
+    with pytest.raises(ConfigError, match=r"neither site\.yaml nor datalist\.json for site b"):
+        find_site("b")
+    (tmp_path / "a" / "site.yaml").write_text("device: gpu")
+    with pytest.raises(ConfigError, match="device: 'gpu'"):
+        find_site("a")
+
+
+def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
+    from consilium.config.site import SiteConfig
+    from consilium.federation.build import build_site
+
+    path = written(tmp_path, data={})
+    with pytest.raises(ConfigError, match="site-1: no data list; set `datalist:`"):
+        build_site(assemble_job(load_job(path)), "site-1", SiteConfig(), tmp_path, lambda event: None)
+    changes = {"data": {"phantoms": {"kind": "fundus", "training": 1}}, "model.image_size": 64}
+    fundus = assemble_job(load_job(JOBS / "fundus_fediat", changes))
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: .* needs the site's checkpoint folder"):
+        build_site(fundus, "site-1", SiteConfig(), tmp_path, lambda event: None)
+
+
+def test_the_registry_names_every_strategy_by_its_own_name() -> None:
+    assert all(cls.name == name for name, cls in STRATEGIES.items())

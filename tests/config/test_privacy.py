@@ -1,0 +1,75 @@
+"""The `privacy:` sections: what is wrong is said in a line, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.config.job import load_job
+from consilium.config.site import load_site
+from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job
+from tests.conftest import JOBS, small_config
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"unit": "site", "clip": 1}, "one of epsilon and noise_multiplier; give exactly one"),
+        ({"unit": "site", "epsilon": 1, "noise_multiplier": 1, "clip": 1}, "give exactly one"),
+        ({"unit": "site", "epsilon": 3, "clip": -1}, "privacy.clip: -1: expected greater than 0"),
+        ({"unit": "site", "epsilon": 3}, "privacy.clip: missing; add it"),
+        ({"unit": "site", "epsilon": 3, "clip": 1, "delta": 1}, "privacy.delta: 1: expected less than 1"),
+        ({"unit": "site", "epsilon": 3, "clip": 1, "trust": "server"}, "privacy.trust: 'server': expected 'local'"),
+        ({"unit": "record", "epsilon": 3, "trust": "central"}, "privacy.trust: unknown field"),
+        ({"unit": "patient", "epsilon": 3}, "privacy.unit: 'patient': expected one of 'site', 'record'"),
+        ({"epsilon": 3}, "privacy.unit: 'missing': expected one of 'site', 'record'"),
+    ],
+)
+def test_a_wrong_section_is_named(section: dict, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(JOBS / "quickstart", {"privacy": section})
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("federation.weighting", "samples", "federation.weighting: 'samples' with privacy.unit site would leak data sizes"),
+        ("privacy.trust", "distributed", "privacy.trust: 'distributed': expected 'local' or 'central': a share of the noise"),
+    ],
+)
+def test_what_does_not_go_together_is_named(field: str, value: str, problem: str) -> None:
+    private = {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}, "federation.min_sites": 1}
+    with pytest.raises(ConfigError) as caught:
+        load_job(JOBS / "quickstart", private | {field: value})
+    assert problem in str(caught.value)
+
+
+def test_accumulation_has_no_place_in_dp_sgd() -> None:
+    with pytest.raises(ConfigError, match=r"training\.accumulate: cannot be over 1 with privacy\.unit record"):
+        load_job(JOBS / "quickstart", {"privacy": {"unit": "record", "epsilon": 3}, "training.accumulate": 2})
+
+
+def test_pooled_data_have_no_site_to_protect() -> None:
+    config = load_job(JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}, "strategy": "centralized"})
+    with pytest.raises(ConfigError, match="privacy: strategy 'centralized' pools all sites' data"):
+        assemble_job(config)
+
+
+def test_weights_are_uniform_at_site_level_only() -> None:
+    assert small_config("fedit").weighting == "samples"
+    site = load_job(JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}})
+    record = load_job(JOBS / "quickstart", {"privacy": {"unit": "record", "epsilon": 3}})
+    assert (site.weighting, record.weighting) == ("uniform", "samples")
+
+
+def test_a_sites_policy_is_read_and_its_ledger_lies_beside_it(tmp_path: Path) -> None:
+    policy = {"dataset": "ward-7", "budgets": {"site": {"epsilon": 3}}, "ledger": "l.sqlite", "trust": ["local", "central"]}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({"privacy": policy}))
+    found = load_site(tmp_path / "site.yaml").privacy
+    assert found.ledger == tmp_path / "l.sqlite"
+    assert (found.budgets["site"].epsilon, found.budgets["site"].delta) == (3, 1e-5)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({"privacy": {"budgets": {"sites": {"epsilon": 3}}}}))
+    with pytest.raises(ConfigError, match=r"privacy\.budgets\.sites"):
+        load_site(tmp_path / "site.yaml")

@@ -1,0 +1,234 @@
+"""The server: bad results never reach the mean and never stop the round; quorum, sampling, checkpoint."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from consilium import __version__
+from consilium.config.job import JobConfig
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.messages import Hello, Payload
+from consilium.privacy.mechanism import system_normal
+from consilium.report.runlog import read_lines
+from consilium.strategies.strategy import Role
+from tests.conftest import small_config
+
+MakeJob = Callable[..., Job]
+
+
+def coordinator(job: Job, folder: Path, sites: int = 3, **options: object) -> Coordinator:
+    made = Coordinator(job, folder, lambda event: None, **options)
+    for index in range(sites):
+        made.welcome(Hello(f"site-{index}", 10 * (index + 1), False, __version__))
+    return made
+
+
+def update(job: Job, value: float, round: int = 0) -> Payload:
+    names = job.strategy.names(job.initial, Role.SHARED, round, 0)
+    return Payload(round, 0, {n: torch.full_like(job.initial[n], value) for n in names})
+
+
+def test_sample_weighted_mean_whatever_the_order(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit")
+    ends = []
+    for number, order in enumerate(itertools.permutations(range(3))):
+        server = coordinator(job, tmp_path / str(number))
+        server.start()
+        for index in order:
+            assert server.accept(f"site-{index}", update(job, 0.1 * 3**index)) is None
+        server.conclude()
+        ends.append(server.state.shared)
+    name = next(iter(job.initial))
+    expected = job.initial[name] + (10 * 0.1 + 20 * 0.3 + 30 * 0.9) / 60
+    assert torch.allclose(ends[0][name], expected, atol=1e-6)
+    assert all(torch.equal(ends[0][n], end[n]) for end in ends for n in end)
+
+
+def test_bad_results_are_refused_with_a_reason_and_the_round_goes_on(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit")
+    good = update(job, 0.1)
+    name = next(iter(good.tensors))
+    bad = {
+        "NaN or Inf": replace(good, tensors=good.tensors | {name: good.tensors[name] * float("nan")}),
+        "has shape": replace(good, tensors=good.tensors | {name: torch.zeros(1)}),
+        "is missing": replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}),
+        "is not expected": replace(good, tensors=good.tensors | {"extra": torch.zeros(1)}),
+        "stale": replace(good, round=7),
+        "not declared": replace(good, scalars={"secret": 1.0}),
+        "over 100 times the adapter's": update(job, 0.1 * 1e6),
+    }
+    clean = coordinator(job, tmp_path / "clean")
+    dirty = coordinator(job, tmp_path / "dirty", sites=len(bad) + 2)
+    for server in (clean, dirty):
+        server.start()
+        for index in range(2):
+            assert server.accept(f"site-{index}", good) is None
+    for index, (reason, result) in enumerate(bad.items(), start=2):
+        assert reason in dirty.accept(f"site-{index}", result)
+    assert "has answered already" in dirty.accept("site-0", good)
+    assert "was not asked" in dirty.accept("stranger", good)
+    for server in (clean, dirty):
+        server.conclude()
+    assert all(torch.equal(clean.state.shared[n], t) for n, t in dirty.state.shared.items())
+    log = (tmp_path / "dirty" / "metrics.jsonl").read_text()
+    assert log.count('"event": "refused"') == len(bad) + 2
+
+
+def test_what_noise_adds_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Local noise is as large as the plan says, whatever the adapter; a million times as much is refused all the same."""
+    raw = small_config("fedit").model_dump()
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 1e4, "clip": 1.0, "trust": "local"}
+    server = coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path)
+    server.start()
+    assert server.accept("site-0", update(server.job, 1e4)) is None
+    assert "noise of" in server.accept("site-1", update(server.job, 1e10))
+
+
+def test_a_folder_holds_one_run_and_one_process_works_on_it(small_job: MakeJob, tmp_path: Path) -> None:
+    first = coordinator(small_job(), tmp_path)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        coordinator(small_job(), tmp_path)
+    with pytest.raises(ConfigError, match="going on in another process"):
+        coordinator(small_job(), tmp_path, resume=True)
+    first.close()
+    assert coordinator(small_job(), tmp_path, resume=True).run == first.run  # before any round, too
+
+
+def test_a_run_goes_on_after_a_torn_line(small_job: MakeJob, tmp_path: Path) -> None:
+    coordinator(small_job(), tmp_path).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"event": "resu')
+    coordinator(small_job(), tmp_path, resume=True).start()
+    assert [line["event"] for line in read_lines(path) if line["event"] != "joined"] == ["resumed", "started"]
+
+
+def test_all_sites_have_the_same_base_checkpoint(small_job: MakeJob, tmp_path: Path) -> None:
+    one, other = "1" * 64, "2" * 64
+    server = coordinator(small_job(), tmp_path / "first", sites=0)
+    server.welcome(Hello("a", 5, False, __version__, one))
+    with pytest.raises(RefusedError, match=f"b: its base checkpoint has sha256 {other}, the sites admitted before have {one}"):
+        server.welcome(Hello("b", 5, False, __version__, other))
+    model = {"name": "sam", "variant": "vit_b", "checkpoint": "${SITE}/b.pth", "checkpoint_sha256": other, "image_size": 64}
+    config = JobConfig.model_validate(small_config().model_dump() | {"model": model})
+    named = coordinator(assemble_job(config), tmp_path / "named", sites=0)
+    with pytest.raises(RefusedError, match=f"model.checkpoint_sha256 is {other}"):
+        named.welcome(Hello("a", 5, False, __version__, one))
+    named.welcome(Hello("b", 5, False, __version__, other))
+
+
+def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit")
+    server = coordinator(job, tmp_path)
+    server.start()
+    server.accept("site-0", update(job, 1.0))
+    with pytest.raises(ConsiliumError, match=r"1 of 3 results, federation\.min_sites is 2"):
+        server.conclude()
+    assert server.state.round == 0
+    with pytest.raises(ConsiliumError, match="1 sites are here"):
+        coordinator(job, tmp_path / "few", sites=1).start()
+
+
+def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
+    server = coordinator(small_job(), tmp_path, sites=0)
+    with pytest.raises(RefusedError, match=r"consilium 0\.0\.0, the server has"):
+        server.welcome(Hello("old", 5, False, "0.0.0"))
+    with pytest.raises(RefusedError, match="no training samples"):
+        server.welcome(Hello("empty", 0, False, __version__))
+
+
+def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:
+    config = small_config("fedit")
+    federation = config.federation.model_copy(update={"sample": 0.4})
+    job = assemble_job(config.model_copy(update={"federation": federation}))
+    cohorts = []
+    for number, order in enumerate((range(10), reversed(range(10)))):
+        server = Coordinator(job, tmp_path / str(number), lambda event: None)
+        for index in order:
+            server.welcome(Hello(f"site-{index}", 1, False, __version__))
+        rounds = []
+        for round in range(4):
+            server.state = replace(server.state, round=round)
+            rounds.append(sorted(server.start()))
+        cohorts.append(rounds)
+    assert cohorts[0] == cohorts[1]
+    assert all(len(c) == 4 for c in cohorts[0])
+    assert len({tuple(c) for c in cohorts[0]}) > 1
+
+
+def test_a_checkpoint_restores_state_and_run(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    server = coordinator(job, tmp_path)
+    server.start()
+    for index in range(3):
+        server.accept(f"site-{index}", update(job, 0.25))
+    server.conclude()
+    server.close()
+    again = Coordinator(job, tmp_path, lambda event: None, resume=True)
+    again.close()
+    assert (again.run, again.state.round) == (server.run, 1)
+    assert all(torch.equal(again.state.shared[n], t) for n, t in server.state.shared.items())
+    with pytest.raises(CheckpointError, match="is of another job"):
+        Coordinator(assemble_job(small_config("fedit")), tmp_path, lambda event: None, resume=True)
+
+
+def test_local_only_concludes_without_tensors(small_job: MakeJob, tmp_path: Path) -> None:
+    server = coordinator(small_job("local_only"), tmp_path)
+    server.start()
+    for index in range(2):
+        assert server.accept(f"site-{index}", Payload(0, 0, {})) is None
+    server.conclude()
+    assert server.state.round == 1
+
+
+def central(tmp_path: Path, sample: float = 1.0, sites: int = 4, **privacy: object) -> Coordinator:
+    raw = small_config("fedit", rounds=40).model_dump()
+    raw["privacy"] = {"unit": "site", "noise_multiplier": 2.0, "clip": 0.5, "trust": "central"} | privacy
+    raw["federation"] |= {"sample": sample}
+    return coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path, sites)
+
+
+def test_central_noise_is_added_once_over_the_number_of_sites(tmp_path: Path) -> None:
+    """PITFALL: dividing by K twice, or adding sigma C / sqrt K after averaging."""
+    server = central(tmp_path)
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, 0.1 * index))
+    drawn: list[torch.Tensor] = []
+    server.normal = lambda shape: drawn.append(system_normal(shape)) or drawn[-1]
+    server.conclude()
+    for name, noise in zip(sorted(server.state.shared, key=list(server.state.shared).index), drawn, strict=True):
+        expected = server.job.initial[name].double() + 0.15 + noise * 2.0 * 0.5 / 4
+        assert torch.allclose(server.state.shared[name].double(), expected, atol=1e-5)
+
+
+def test_weights_are_uniform_under_site_level_privacy(tmp_path: Path) -> None:
+    server = central(tmp_path, noise_multiplier=0.0)
+    server.sites = {name: replace(site, num_samples=10**index) for index, (name, site) in enumerate(server.sites.items())}
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, float(index)))
+    server.conclude()
+    name = next(iter(server.job.initial))
+    assert torch.allclose(server.state.shared[name], server.job.initial[name] + 1.5, atol=1e-6)
+
+
+def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
+    server = central(tmp_path)
+    server.start()
+    for index in range(4):
+        server.accept(f"site-{index}", update(server.job, 0.1))
+    server.conclude()
+    server.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (concluded,) = [line for line in lines if line["event"] == "concluded"]
+    assert concluded["privacy/epsilon"] == pytest.approx(server.plan.epsilon(1))
+    report = json.loads((tmp_path / "privacy.json").read_text())
+    assert report["releases"] == 40
+    assert "trust central" in report["claim"]

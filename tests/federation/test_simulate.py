@@ -1,0 +1,123 @@
+"""Whole runs in one process: they learn, resume bit for bit, survive a bad site, and leave what they promise."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consilium.config.site import SiteConfig
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConsiliumError
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.engine import simulate
+from consilium.models.clip.network import build_clip
+from consilium.models.sam.network import build_sam
+from consilium.storage import load_state
+from consilium.strategies import STRATEGIES
+from tests.conftest import small_cells
+
+MakeJob = Callable[..., Job]
+SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
+
+
+def quiet(event: Mapping[str, Any]) -> None:
+    """See nothing."""
+
+
+def server(workspace: Path) -> dict[str, torch.Tensor]:
+    return load_state(workspace / "server/state.safetensors")[0]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_runs_and_learns(strategy: str, small_job: MakeJob, tmp_path: Path) -> None:
+    simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=4), SITES, tmp_path, quiet)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results.keys() == SITES.keys()
+    base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("base", "received"))
+    assert received < 0.9 * base
+
+
+def test_a_workspace_holds_what_the_readme_promises(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job(rounds=1)
+    simulate(job, SITES, tmp_path, quiet)
+    for name in ("job.yaml", "versions.json", "metrics.jsonl", "results.json", "server/state.safetensors"):
+        assert (tmp_path / name).is_file()
+    assert len(list((tmp_path / "tb_events").glob("site-*/events*"))) == 3
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = next(x for x in lines if x["event"] == "result")
+    assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in job.initial.values())
+    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapter"))
+    assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
+
+
+@pytest.mark.parametrize(("strategy", "whole"), [("fedit", True), ("ffa_lora", True), ("deer", True), ("fediat", False)])
+def test_the_servers_adapter_is_the_sites_where_all_is_shared(
+    strategy: str, whole: bool, small_job: MakeJob, tmp_path: Path
+) -> None:
+    simulate(small_job(strategy, rounds=1, local_steps=1), SITES, tmp_path, quiet)
+    assert (tmp_path / "adapter").exists() == whole
+    if whole:
+        ours, theirs = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("adapter", "sites/site-1/adapter"))
+        assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "adapter"))
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job(rounds=3)
+    simulate(job, SITES, tmp_path / "whole", quiet)
+
+    def crash(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 1 and event["site"] == "site-2" and event["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(job, SITES, tmp_path / "broken", crash)
+    simulate(job, SITES, tmp_path / "broken", quiet, resume=True)
+    one, other = server(tmp_path / "whole"), server(tmp_path / "broken")
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    results = [json.loads((tmp_path / w / "results.json").read_text()) for w in ("whole", "broken")]
+    assert results[0] == results[1]
+
+
+def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob, tmp_path: Path) -> None:
+    events: list[Mapping[str, Any]] = []
+
+    def fail(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], None]:
+        def observe(event: Mapping[str, Any]) -> None:
+            events.append(event)
+            if event["event"] == "step" and event["site"] in names:
+                raise ConsiliumError("no disk left")
+
+        return observe
+
+    job = small_job(rounds=1)
+    simulate(job, SITES, tmp_path / "one", fail(("site-3",)))
+    assert [e["reason"] for e in events if e["event"] == "refused"] == ["no disk left"]
+    with pytest.raises(ConsiliumError, match="1 of 3 results"):
+        simulate(job, SITES, tmp_path / "two", fail(("site-1", "site-3")))
+    assert not (tmp_path / "two" / "results.json").exists()
+
+
+def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: Path) -> None:
+    job = assemble_job(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3))
+    simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [r["test/base/accuracy"] for r in results.values()] == [0.2, 0.2]
+    base, received = (sum(r[f"test/{stage}/loss"] for r in results.values()) for stage in ("base", "received"))
+    assert received < 0.95 * base
+    assert "test/received/confusion/round/spiky" in results["site-1"]
+    shared = server(tmp_path)
+    assert shared["shared/head.weight"].any()
+    plain = peft.PeftModel.from_pretrained(build_clip("tiny", None, 64, 5), str(tmp_path / "sites/site-1/adapter"))
+    assert torch.equal(plain.base_model.model.head.weight, shared["shared/head.weight"])
+
+
+def test_sites_with_their_own_data_lists(small_job: MakeJob, tmp_path: Path) -> None:
+    lists = {n: make_phantoms(tmp_path / n, "fundus", n, 1, 3, 0, 1, 64, 0.5, 0.5) for n in ("a", "b")}
+    simulate(small_job(rounds=1), {n: SiteConfig(datalist=p) for n, p in lists.items()}, tmp_path / "run", quiet)
+    assert json.loads((tmp_path / "run/results.json").read_text()).keys() == {"a", "b"}

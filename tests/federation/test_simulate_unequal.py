@@ -1,0 +1,80 @@
+"""Sites with unequal ranks, few of many sampled, in one process: an interrupted run ends as an uninterrupted one does."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import Job, assemble_job
+from consilium.federation.engine import simulate
+from consilium.storage import load_state
+from tests.conftest import small_text
+
+TIERS = {"low": {"train": 1, "download": 4}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 8}}
+
+
+def quiet(event: Mapping[str, Any]) -> None:
+    """See nothing."""
+
+
+def some_sites(count: int) -> dict[str, SiteConfig]:
+    return {f"site-{i:03d}": SiteConfig() for i in range(1, count + 1)}
+
+
+def unequal_job(strategy: str, rounds: int = 3, sample: float = 0.25) -> Job:
+    raw = small_text({"name": strategy, "tiers": TIERS, "seed": 1}, rounds=rounds, local_steps=2, batch_size=4).model_dump()
+    raw["adapter"] = {"kind": "dual_rank", "rank": 8}
+    raw["task"] = {"name": "language"}
+    raw["data"]["phantoms"] |= {"training": 8, "validation": 2, "test": 0}
+    raw["federation"] |= {"sample": sample, "held_out": 0.4}
+    return assemble_job(JobConfig.model_validate(raw))
+
+
+def recorded(workspace: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    return [{name: v for name, v in line.items() if name != "time"} for line in lines if line["event"] == event]
+
+
+def run_twice(job: Job, sites: dict[str, SiteConfig], workspace: Path, round: int) -> None:
+    """Run without a break, and stopped as `round` begins and resumed; the server's state and all records must be equal."""
+
+    def stop(event: Mapping[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == round:
+            raise KeyboardInterrupt
+
+    whole, broken = workspace / "whole", workspace / "broken"
+    simulate(job, sites, whole, quiet)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(job, sites, broken, stop)
+    simulate(job, sites, broken, quiet, resume=True)
+    one, other = (load_state(run / "server/state.safetensors")[0] for run in (whole, broken))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for event in ("held_out", "concluded", "diagnostics", "final"):
+        assert recorded(whole, event) == recorded(broken, event) != []
+
+
+@pytest.mark.parametrize("strategy", ["fedhera", "hetlora"])
+def test_a_resumed_run_of_sampled_sites_equals_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
+    run_twice(unequal_job(strategy), some_sites(12), tmp_path, 2)
+    trained = [line["sites"] for line in recorded(tmp_path / "whole", "concluded")]
+    assert [len(names) for names in trained] == [3, 3, 3]
+    assert len(set().union(*trained)) > 3
+
+
+@pytest.mark.slow
+def test_a_hundred_sites_stopped_after_five_of_ten_rounds(tmp_path: Path) -> None:
+    run_twice(unequal_job("fedhera", 10, 0.1), some_sites(100), tmp_path, 5)
+
+
+def test_sites_held_out_of_a_round_are_those_that_did_not_train(tmp_path: Path) -> None:
+    simulate(unequal_job("flexlora"), some_sites(12), tmp_path, quiet)
+    for round, line in enumerate(recorded(tmp_path, "concluded")):
+        judged = {e["site"] for e in recorded(tmp_path, "held_out") if e["round"] == round}
+        assert len(judged) == 4  # 0.4 of the nine others, rounded up
+        assert not judged & set(line["sites"])

@@ -1,0 +1,120 @@
+"""A site across rounds: replay, staleness, private factors on disk, what it reports."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from consilium.adapters import layers
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.federation.build import Job, build_site
+from consilium.federation.site import Site
+from consilium.messages import Payload, SiteInfo
+from consilium.storage import load_state
+from consilium.strategies.strategy import Role
+
+MakeJob = Callable[..., Job]
+
+
+def make_site(job: Job, folder: Path, **options: object) -> Site:
+    return build_site(job, "site-1", SiteConfig(**options), folder, lambda event: None)
+
+
+def payload(job: Job, joined: bool = False, round: int = 0) -> Payload:
+    state = replace(job.strategy.init_state(job.initial), round=round)
+    return job.strategy.broadcast(state, SiteInfo("site-1", 1, joined))
+
+
+def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+    assert not site.hello("run").joined
+    reply = site.train("run", payload(job))
+    assert site.hello("run").joined
+    assert reply.tensors.keys() == set(job.strategy.names(job.initial, Role.SHARED, 0, 0))
+    assert any(t.abs().max() > 0 for t in reply.tensors.values())
+    kept, meta = load_state(tmp_path / "run" / "state.safetensors")
+    assert (meta["round"], meta["phase"]) == (0, 0)
+    private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
+    assert any(not torch.equal(kept[f"params/{n}"], job.initial[n]) for n in private)
+    assert {"validation/received/dice", "validation/personal/dice", "train/loss"} <= reply.metrics.keys()
+
+
+def test_the_handshake_has_the_checkpoints_hash(small_job: MakeJob, tmp_path: Path) -> None:
+    site = make_site(small_job(), tmp_path)
+    assert site.hello("run").checkpoint == ""  # the tiny model's weights are the package's
+    site.checkpoint = tmp_path / "base.pth"
+    site.checkpoint.write_bytes(b"weights")
+    assert site.hello("run").checkpoint == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_a_replayed_payload_trains_once_and_gets_the_same_bytes(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    first = make_site(job, tmp_path).train("run", payload(job))
+    other = make_site(job, tmp_path)  # a new process
+    other.model = None  # would fail if it trained
+    again = other.train("run", payload(job))
+    assert all(torch.equal(again.tensors[n], t) for n, t in first.tensors.items())
+    assert again.metrics == first.metrics
+
+
+def test_a_stale_payload_is_refused(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+    site.train("run", payload(job, round=3))
+    with pytest.raises(RefusedError, match="round 2 phase 0 is stale"):
+        site.train("run", payload(job, joined=True, round=2))
+
+
+def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    make_site(job, tmp_path).train("run", payload(job))
+    kept, _ = load_state(tmp_path / "run" / "state.safetensors")
+    site = make_site(job, tmp_path)
+    seen: dict[str, torch.Tensor] = {}
+    site.task.evaluate = lambda model, *rest: (
+        seen.update({n: p.clone() for n, p in layers.tensors(model).items()} if not seen else {}) or {}
+    )
+    site.train("run", payload(job, joined=True, round=1))
+    private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
+    assert all(torch.equal(seen[n], kept[f"params/{n}"]) for n in private)
+
+
+def test_a_new_run_never_meets_an_old_runs_tensors(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+    site.train("one", payload(job, round=5))
+    assert not site.hello("two").joined
+    assert site.train("two", payload(job)).round == 0
+
+
+def test_lost_state_is_a_clear_error(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    with pytest.raises(CheckpointError, match="the site's state is lost"):
+        make_site(job, tmp_path).train("run", payload(job, joined=True))
+
+
+def test_a_stop_in_training_saves_and_sends_nothing(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+
+    def stop() -> None:
+        raise ConsiliumError("stopped")
+
+    site.should_stop = stop
+    with pytest.raises(ConsiliumError, match="stopped"):
+        site.train("run", payload(job))
+    assert not site.hello("run").joined
+
+
+def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+    site.train("run", payload(job))
+    found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
+    assert {f"test/{s}/{m}" for s in ("base", "received", "personal") for m in ("dice", "iou")} <= found.keys()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

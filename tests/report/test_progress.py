@@ -1,0 +1,81 @@
+"""How far a run is, by its log: as an uninterrupted run would tell it, and without waiting for the closing evaluation."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from consilium.report.progress import progress, when
+
+
+def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"name": "study", "training": {"rounds": 5}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def started(round: int, at: float) -> dict[str, Any]:
+    return {"event": "started", "time": at, "round": round, "phase": 0, "sites": ["a", "b"]}
+
+
+def result(site: str, round: int, at: float) -> dict[str, Any]:
+    metrics = {"train/loss": 0.5, "comm/bytes_up": 100.0, "comm/bytes_down": 200.0}
+    weight = {"a": 30, "b": 10}[site]
+    return {"event": "result", "time": at, "site": site, "round": round, "phase": 0, "weight": weight, "metrics": metrics}
+
+
+def concluded(round: int, at: float) -> dict[str, Any]:
+    return {"event": "concluded", "time": at, "round": round, "phase": 0, "sites": ["a", "b"], "privacy/epsilon": round + 1.0}
+
+
+def test_a_run_before_its_first_round(tmp_path: Path) -> None:
+    found = progress(folder(tmp_path))
+    assert (found["job"], found["round"], found["rounds"]) == ("study", 0, 5)
+    assert (found["asked"], found["eta_seconds"], found["epsilon"]) == ([], None, None)
+
+
+def test_a_run_in_its_third_round(tmp_path: Path) -> None:
+    now = time.time()
+    lines = [x for r in (0, 1) for t in [now - 24 + 10 * r] for x in (started(r, t), result("a", r, t), concluded(r, t + 10))]
+    refused = {"event": "refused", "time": now, "round": 1, "site": "b", "reason": "no answer"}
+    found = progress(folder(tmp_path, *lines, refused, started(2, now - 4), result("a", 2, now - 1)))
+    assert (found["round"], found["asked"], found["answered"], found["epsilon"]) == (2, ["a", "b"], ["a"], 2.0)
+    assert found["eta_seconds"] == pytest.approx(3 * 10 - 4, abs=1)
+    expected = {"round": 2, "metrics": {"train/loss": 0.5}, "bytes_up": 300, "bytes_down": 600, "weight": 30, "share": 1.0}
+    assert found["sites"]["a"] == expected
+    assert [(one["site"], one["reason"]) for one in found["refused"]] == [("b", "no answer")]
+    assert not found["finished"]
+
+
+def test_a_sites_weight_is_that_of_the_last_mean_it_was_part_of(tmp_path: Path) -> None:
+    lines = [started(0, 0.0), result("a", 0, 1.0), result("b", 0, 1.0), concluded(0, 2.0), started(1, 2.0), result("a", 1, 3.0)]
+    sites = progress(folder(tmp_path, *lines))["sites"]
+    assert {name: (site["weight"], site["share"]) for name, site in sites.items()} == {"a": (30, 0.75), "b": (10, 0.25)}
+
+
+@pytest.mark.parametrize(
+    ("round", "joining", "said"),
+    [
+        (0, True, "before the first round"),
+        (1, True, "before round 2"),
+        (1, False, "in round 2"),
+        (2, False, "in the closing evaluation"),
+        (2, True, "before the closing evaluation"),
+    ],
+)
+def test_a_refusal_is_never_in_a_round_that_the_job_does_not_have(round: int, joining: bool, said: str) -> None:
+    assert when({"round": round, "joining": joining}, 2) == said
+
+
+def test_what_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
+    now = time.time()
+    whole = [started(0, now - 30), result("a", 0, now - 25), concluded(0, now - 20)]
+    broken = [started(1, now - 20), result("a", 1, now - 15)]
+    resumed = {"event": "resumed", "time": now - 5, "round": 1, "phase": 0}
+    found = progress(folder(tmp_path, *whole, *broken, resumed, started(1, now - 5), result("a", 1, now - 1)))
+    assert found["sites"]["a"]["bytes_up"] == 200
+    assert found["answered"] == ["a"]
+    assert found["eta_seconds"] == pytest.approx(4 * 10 - 5, abs=1)

@@ -1,0 +1,57 @@
+"""The site's probe: limits become ranks, what is counted is right, impossible limits are one clear line."""
+
+import pytest
+import torch
+
+from consilium.adapters import dual_rank
+from consilium.adapters.dual_rank import DualRankConfig
+from consilium.config.capacity import CapacityConfig
+from consilium.config.job import ConfigError
+from consilium.models.causal_lm.network import build_causal_lm
+from consilium.strategies.unequal import probe
+from consilium.strategies.unequal.ranks import shapes
+
+WANTED = DualRankConfig(kind="dual_rank", rank=16)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    model = build_causal_lm("tiny", None)
+    dual_rank.inject(model, WANTED.rank, WANTED.scaling, WANTED.targets)
+    return model
+
+
+def measured(model: torch.nn.Module, **limits: float) -> dict[str, float]:
+    ids = torch.arange(40).reshape(2, 20)
+    return probe.capacity(CapacityConfig(**limits), model, WANTED, lambda: model(ids, labels=ids).loss)
+
+
+def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
+    assert measured(model, train=3, download=9) == {"time": 3, "memory": 3, "download": 9}
+    assert measured(model, train=100) == {"time": 16, "memory": 16}  # more than the job's adapter has
+
+
+def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Module) -> None:
+    each = 4 * sum(map(sum, shapes(probe.adapter.tensors(model)).values()))
+    assert measured(model, download_bytes=5.5 * each) == {"download": pytest.approx(5.5)}
+
+
+def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(model: torch.nn.Module) -> None:
+    most = 2.3e6
+    found = measured(model, memory_bytes=most)["memory"]
+    assert 1 < found < 16
+    assert measured(model, memory_bytes=most) == {"memory": found}
+    numbers = sum(map(sum, shapes(probe.adapter.tensors(model)).values()))
+    more = measured(model, memory_bytes=most + 2 * 4 * 4 * numbers)["memory"]
+    assert 1.5 < more - found < 2  # two ranks' numbers, gradients and moments pay for less than two with what forward keeps
+
+
+def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
+    assert measured(model, step_seconds=1000.0) == {"time": 16}
+    with pytest.raises(ConfigError, match=r"site\.yaml: capacity\.step_seconds: 1e-06: one rank takes .*; raise it"):
+        measured(model, step_seconds=1e-6)
+
+
+def test_two_ways_to_say_the_same_are_refused() -> None:
+    with pytest.raises(ValueError, match="train and memory_bytes both say how much; give one of them"):
+        CapacityConfig(train=4, memory_bytes=1e9)
