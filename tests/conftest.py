@@ -30,7 +30,7 @@ def _equal_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONSILIUM_DATA", "CONSILIUM_CHECKPOINTS", "CONSILIUM_OUTPUT"):
+    for name in ("CONSILIUM_OUTPUT",):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -1,9 +1,9 @@
 """All that crosses from one process to another, in plain terms: hellos, payloads, observer events, names of metrics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -26,7 +26,8 @@ class Kind(StrEnum):
 @dataclass(frozen=True)
 class Hello:
     """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
-    `ledger`: the last seal of its privacy ledger, which the guard fills in.
+    `ledger`: the last seal of its privacy ledger, which the guard fills in; `plugins`: other packages that the job's kinds
+    come from at this site, with their versions.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Hello:
     checkpoint: str = ""
     capacity: dict[str, float] = field(default_factory=dict)
     ledger: str = ""
+    plugins: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -65,3 +67,48 @@ class Payload:
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     ledger: str = ""
+
+
+class Stage(StrEnum):
+    """Which model was evaluated at a site."""
+
+    PRETRAINED = "pretrained"  # the frozen base alone
+    GLOBAL = "global"  # as received from the server
+    PERSONALIZED = "personalized"  # after the site's own training
+
+
+SPLITS = ("validation", "test")
+"""Splits that are evaluated."""
+TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS = "train/loss", "train/steps", "train/seconds"
+"""What the training loop itself reports."""
+BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"
+"""What the server adds to a site's result: bytes of tensors."""
+
+
+@dataclass(frozen=True)
+class MetricKey:
+    """A score: of which split and which model, and what it measures, such as "dice" or "dice/disc"."""
+
+    split: str
+    stage: Stage
+    metric: str
+
+    def __str__(self) -> str:
+        """Return its name in messages and records: "test/global/dice"."""
+        return f"{self.split}/{self.stage}/{self.metric}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the key of a name; None for any other name, such as the training loop's."""
+        split, _, rest = text.partition("/")
+        stage, _, metric = rest.partition("/")
+        if split not in SPLITS or stage not in set(Stage) or not metric:
+            return None
+        return cls(split, Stage(stage), metric)
+
+
+def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
+    """Return the names a site may report: of every split and model the task's metrics, and the training loop's own."""
+    metrics = list(task_metrics)
+    scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
+    return frozenset({TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS, *scores})

@@ -47,10 +47,10 @@ class Section(BaseModel):
     model_config = STRICT | ConfigDict(frozen=True)
 
 
-def each_once(names: list[str]) -> list[str]:
+def each_once(names: list[str], what: str = "class") -> list[str]:
     """Return `names`. Raises ValueError if one is there twice."""
     if twice := sorted(name for name in set(names) if names.count(name) > 1):
-        raise ValueError(f"every class once; {twice[0]!r} is there twice")
+        raise ValueError(f"every {what} once; {twice[0]!r} is there twice")
     return names
 
 
@@ -103,12 +103,7 @@ def _check(text: str, size: int) -> None:
 
 # errors ---------------------------------------------------------------------------------------------------------------
 
-KINDS = {
-    "model": ("sam", "clip", "causal_lm"),
-    "adapter": ("lora", "dual_rank", "bottleneck"),
-    "task": ("segmentation", "classification", "language"),
-    "privacy": ("site", "record"),
-}
+UNIONS = {"privacy": ("site", "record")}
 """Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
 
 SYNONYMS = {
@@ -129,6 +124,11 @@ SYNONYMS = {
     "target_modules": "targets",
     "bottleneck": "width",
     "min_clients": "min_sites",
+    "sample": "fraction_train",
+    "fraction_fit": "fraction_train",
+    "held_out": "fraction_evaluate",
+    "grace": "straggler_grace_seconds",
+    "split": "sharing values_in",
     "max_grad_norm": "clip",
     "max_seq_length": "max_length",
     "num_classes": "classes",
@@ -144,17 +144,17 @@ SYNONYMS = {
     "local": "local_only",
     "central": "centralized",
 }
-"""What other programs and papers call it, where no spelling leads to our name."""
+"""What other programs, papers and former versions call it, where no spelling leads to our name."""
 MOST_LINES = 20
 LONGEST_SHOWN = 120
 
 
-def describe(error: ValidationError, path: Path | str, prefix: str, fields: list[str]) -> str:
+def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str:
     """Return one line per problem: file: field: value: what is expected, and the nearest known name."""
     lines = []
     items = [item for item in error.errors() if item["type"] != "default_factory_not_called"]  # what it needs is named itself
     for item in items[:MOST_LINES]:
-        field = prefix + ".".join(_place(item["loc"]))
+        field = ".".join(_place(item["loc"]))
         if item["type"] in ("union_tag_invalid", "union_tag_not_found"):  # only privacy.unit has no default
             key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "'site', 'record'")
             lines.append(f"{path}: {field}.{key}: {_shown(item['ctx'].get('tag', 'missing'))}: expected one of {known}")
@@ -167,7 +167,7 @@ def describe(error: ValidationError, path: Path | str, prefix: str, fields: list
             where = f"{field}: {_shown(item['input'])}: expected " if item["loc"] else ""
             lines.append(f"{path}: {where}{message}")
     if len(items) > MOST_LINES:
-        lines.append(f"{path}: and {len(items) - MOST_LINES} more; mend these first")
+        lines.append(f"{path}: and {len(items) - MOST_LINES} more; fix these first")
     return "\n".join(lines)
 
 
@@ -179,7 +179,7 @@ def _shown(value: Any) -> str:
 
 def _place(loc: tuple[int | str, ...]) -> list[str]:
     """Return pydantic's location without what it adds: the kind of a section, the type of a value, a mark for keys."""
-    kinds = KINDS.get(str(loc[0]), ()) if loc else ()
+    kinds = UNIONS.get(str(loc[0]), ()) if loc else ()
     parts = [str(part) for i, part in enumerate(loc) if not _added(str(part)) and not (i == 1 and part in kinds)]
     return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _shown(part) for part in parts]
 
@@ -192,8 +192,8 @@ def _added(part: str) -> bool:
 def nearest(word: str | None, known: Any) -> str:
     """Return " (did you mean ...?)" for the closest known word, or an empty string."""
     short, known = str(word)[:64], list(known)
-    meant = SYNONYMS.get(short.lower())
-    match = [meant] if meant in known else difflib.get_close_matches(short, known, n=1)
+    meant = [name for name in SYNONYMS.get(short.lower(), "").split() if name in known]
+    match = meant or difflib.get_close_matches(short, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
@@ -201,17 +201,20 @@ def all_fields(model: type[BaseModel]) -> list[str]:
     """Return the names of a section's fields and of all sections below it."""
     names = list(model.model_fields)
     for info in model.model_fields.values():
+        names += [name for mark in info.metadata if hasattr(mark, "fields") for name in mark.fields()]
         for kind in get_args(info.annotation) or (info.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 names += all_fields(kind)
     return names
 
 
-def validate(model: type[T], raw: Any, path: Path) -> T:
+def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | None = frozenset()) -> T:
     """Return `raw`, what the file `path` holds, as a section. Raises ConfigError with one line per problem."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: is not a map of sections; start with `name:`, `strategy:`, `model:` ...")
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
-        raise ConfigError(describe(error, path, "", all_fields(model))) from None
+        raise ConfigError(describe(error, path, all_fields(model))) from None
+    except ConfigError as error:  # a strategy's own check of its values
+        raise ConfigError(f"{path}: {error}") from None

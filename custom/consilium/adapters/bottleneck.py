@@ -7,8 +7,8 @@ M_u = 0 at the start, so that the model is its base.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,12 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.adapters.names import PLACES, bottleneck_count
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
 from consilium.errors import ConfigError
-from consilium.schema import Section
+from consilium.models.registry import ModelKind
 from consilium.storage import write_atomic
 
 
-class BottleneckConfig(Section):
+class BottleneckConfig(AdapterConfig):
     """Three bottleneck adapters in every block of SAM's image encoder. `decoder`: the mask decoder trains too, at its site.
 
     `width`: hidden features, a quarter of the block's by default.
@@ -34,12 +36,10 @@ class BottleneckConfig(Section):
     decoder: bool = False
 
 
-PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 PARALLEL_SCALE = 0.5
-_NAME = re.compile(rf"image_encoder\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
 
 
-class Bottleneck(layers.Switched):
+class Bottleneck(layers.AdapterModule):
     """Map (..., C) to (..., C) through `width` features; with `skip` the input is added."""
 
     def __init__(self, features: int, width: int, skip: bool) -> None:
@@ -55,21 +55,41 @@ class Bottleneck(layers.Switched):
         return x + changed if self.skip else PARALLEL_SCALE * changed
 
 
-def inject(model: nn.Module, width: int | None, decoder: bool) -> None:
-    """Freeze `model` and add three bottlenecks to every block of its image encoder; `decoder` lets the mask decoder train.
+def shapes(model: nn.Module, width: int | None) -> Shapes:
+    """Return the adapters' shapes. Raises ConfigError for a model without such blocks, or an adapter too large."""
+    found: Shapes = {}
+    for number, block in enumerate(_blocks(model)):
+        size = block.norm1.normalized_shape[0]
+        inner = width or size // 4
+        for place in PLACES:
+            name = f"image_encoder.blocks.{number}.{place}"
+            found |= {f"{name}.down.weight": (inner, size), f"{name}.down.bias": (inner,)}
+            found |= {f"{name}.up.weight": (size, inner), f"{name}.up.bias": (size,)}
+    layers.check_size(sum(math.prod(shape) for shape in found.values()))
+    return found
 
-    `width`: hidden features, a quarter of the block's by default. Raises ConfigError for a model without such blocks.
-    """
+
+def _blocks(model: nn.Module) -> nn.Module:
     blocks = getattr(getattr(model, "image_encoder", None), "blocks", None)
     if blocks is None:
         raise ConfigError("adapter.kind: 'bottleneck' needs the blocks of SAM's image encoder; use model sam or kind lora")
-    features = [block.norm1.normalized_shape[0] for block in blocks]
-    layers.check_size(sum(2 * len(PLACES) * size * (width or size // 4) for size in features))
-    for block, size in zip(blocks, features, strict=True):
-        _add(block, size, width)
-    names = [n for n, _ in model.named_parameters()]
-    native = [n for n in names if decoder and n.startswith("mask_decoder.")]
-    layers.claim(model, [n for n in names if position(n) is not None], native)
+    return blocks
+
+
+def inject(model: nn.Module, width: int | None, decoder: bool) -> None:
+    """Freeze `model` and add three bottlenecks to every block of its image encoder; `decoder` lets the mask decoder train.
+
+    `width`: hidden features, a quarter of the block's by default. Raises ConfigError as `shapes`.
+    """
+    names = list(shapes(model, width))
+    for block in _blocks(model):
+        _add(block, block.norm1.normalized_shape[0], width)
+    layers.freeze_base(model, names, decoder_names(model) if decoder else [])
+
+
+def decoder_names(model: nn.Module) -> list[str]:
+    """Return the names of the mask decoder's parameters."""
+    return [name for name, _ in model.named_parameters() if name.startswith("mask_decoder.")]
 
 
 def _add(block: nn.Module, features: int, width: int | None) -> None:
@@ -82,20 +102,34 @@ def _add(block: nn.Module, features: int, width: int | None) -> None:
     block.mlp.register_forward_hook(lambda module, args, output: block.adapter_output(output) + block.adapter_mlp(args[0]))
 
 
-def position(name: str) -> int | None:
-    """Return which adapter a tensor belongs to, from 0 at the input; None for a tensor of no bottleneck."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else len(PLACES) * int(found[1]) + PLACES.index(found[2])
-
-
-def count(names: Iterable[str]) -> int:
-    """Return how many adapters (K) the tensor names belong to."""
-    return len({p for n in names if (p := position(n)) is not None})
-
-
 def save(folder: Path, values: Mapping[str, Tensor], base: str) -> None:
     """Write adapter.safetensors and adapter.json; PEFT has no such adapter."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"kind": "bottleneck", "base": base, "adapters": count(values), "places": PLACES, "parallel_scale": PARALLEL_SCALE}
+    about = {
+        "kind": "bottleneck",
+        "base": base,
+        "adapters": bottleneck_count(values),
+        "places": PLACES,
+        "parallel_scale": PARALLEL_SCALE,
+    }
     write_atomic(folder / "adapter.json", json.dumps(about, indent=1).encode())
     save_file({n: t.detach().cpu().contiguous() for n, t in values.items()}, folder / "adapter.safetensors")
+
+
+def _shapes(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> Shapes:
+    return shapes(model, config.width)
+
+
+def _inject(model: nn.Module, config: BottleneckConfig, base: ModelKind) -> None:
+    inject(model, config.width, config.decoder)
+
+
+def _export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig, base: ModelKind, name: str) -> None:
+    save(folder, values, name)
+
+
+def _trainable_base(model: nn.Module, config: BottleneckConfig) -> list[str]:
+    return decoder_names(model) if config.decoder else []
+
+
+BOTTLENECK = AdapterKind(BottleneckConfig, _shapes, _inject, _export, _trainable_base)

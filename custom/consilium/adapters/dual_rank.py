@@ -18,11 +18,14 @@ from torch.autograd.function import FunctionCtx
 
 from consilium.adapters import layers, lora
 from consilium.adapters.names import GATE, TAIL, factor
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
+from consilium.adapters.targets import linear_layers
 from consilium.errors import CheckpointError
-from consilium.schema import Dropout, Positive, Rank, Section
+from consilium.models.registry import ModelKind, TargetSet
+from consilium.schema import Dropout, Positive, Rank
 
 
-class DualRankConfig(Section):
+class DualRankConfig(AdapterConfig):
     """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail.
 
     `rank`: the most that any site holds of a layer; `scaling`: what multiplies B A at every rank; `targets` as for lora.
@@ -63,7 +66,7 @@ class Products(torch.autograd.Function):
         return tuple(found)
 
 
-class DualRank(layers.Switched):
+class DualRank(layers.AdapterModule):
     """A frozen linear layer with a dual-rank adapter beside it; starts with `rank` trained ranks and no tail."""
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, dropout: float) -> None:
@@ -123,15 +126,24 @@ class DualRank(layers.Switched):
         return self
 
 
-def inject(model: nn.Module, rank: int, scaling: float, targets: str, dropout: float = 0.0) -> None:
-    """Freeze `model` but for its head, and put a DualRank around every layer that `targets` (as for LoRA) matches."""
-    linear = {name: model.get_submodule(name) for name in lora.linear_layers(model, targets)}
-    ranks = {name: min(rank, layer.in_features, layer.out_features) for name, layer in linear.items()}
-    layers.check_size(sum(ranks[name] * (layer.in_features + layer.out_features) for name, layer in linear.items()))
-    for name, layer in linear.items():
+def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
+    """Return the factors' shapes at the largest rank, `rank` or what a layer has. Raises ConfigError."""
+    found: Shapes = {}
+    for name in linear_layers(model, target):
+        layer = model.get_submodule(name)
+        most = min(rank, layer.in_features, layer.out_features)
+        found |= {f"{name}.lora_A": (most, layer.in_features), f"{name}.lora_B": (layer.out_features, most)}
+    layers.check_size(sum(rows * columns for rows, columns in found.values()))
+    return found
+
+
+def inject(model: nn.Module, rank: int, scaling: float, target: TargetSet, dropout: float = 0.0) -> None:
+    """Freeze `model` but for its head, and put a DualRank around every layer that `target` matches."""
+    ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
+    for name, most in ranks.items():
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, DualRank(layer, ranks[name], scaling, dropout))
-    layers.claim(model, [n for n, _ in model.named_parameters() if factor(n)])
+        setattr(model.get_submodule(parent), own, DualRank(model.get_submodule(name), most, scaling, dropout))
+    layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)])
 
 
 def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -150,4 +162,19 @@ def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: 
     plain = merged(values)
     empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
     kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
-    lora.save_peft(folder, kept, 1, scaling, "", base)
+    lora.save_peft(folder, kept, 1, scaling, base)
+
+
+def _shapes(model: nn.Module, config: DualRankConfig, base: ModelKind) -> Shapes:
+    return shapes(model, config.rank, base.target(config.targets))
+
+
+def _inject(model: nn.Module, config: DualRankConfig, base: ModelKind) -> None:
+    inject(model, config.rank, config.scaling, base.target(config.targets), config.dropout)
+
+
+def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, base: ModelKind, name: str) -> None:
+    save_peft(folder, values, config.scaling, name)
+
+
+DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, unequal_ranks=True, per_sample=False)

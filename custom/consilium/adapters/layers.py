@@ -1,8 +1,7 @@
 """An adapter's tensors, whatever its kind: which they are, how they start, how they are read and written.
 
-Names: "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r) without PEFT's ".default.weight"; "<block>.adapter_<place>.down"
-and ".up" with weight and bias for bottlenecks; "head.weight" and "head.bias" for a classifier's head, which is trained whole.
-*Native* tensors are parts of the base that train too (a mask decoder): they start as the base has them and never leave a site.
+names.py says how tensors are called. Parameters of the base that train too (a mask decoder) start as the base has them and
+never leave a site.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ def check_size(numbers: int) -> None:
         raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, or narrow targets")
 
 
-class Switched(nn.Module):
+class AdapterModule(nn.Module):
     """Base of modules that an adapter adds to a model; switched off, the model is its base."""
 
     enabled: bool = True
@@ -38,30 +37,30 @@ class Switched(nn.Module):
         """Make room for this module's `values`, whose numbers are written next, if its shapes may change."""
 
 
-def claim(model: nn.Module, names: Iterable[str], native: Iterable[str] = ()) -> None:
-    """Freeze `model` but for its head and the parameters `names` (as PEFT or we name them) and `native`, and remember which."""
-    names, native = {_short(n) for n in names} | set(_head(model)), set(native)
-    model.adapter_names = names | native
+def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = ()) -> None:
+    """Freeze `model` but for its head, its adapter's parameters `trained` (as PEFT or we name them), and those of `base`."""
+    own, base = {_short(n) for n in trained} | set(_head(model)), set(base)
+    model.adapter_names = own | base
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_short(name) in model.adapter_names)
-    model.native = {n: p.detach().clone() for n, p in model.named_parameters() if n in native}
+    model.trainable_base = {n: p.detach().clone() for n, p in model.named_parameters() if n in base}
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail)."""
     found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in model.adapter_names}
-    for name, module in _switched(model):
+    for name, module in _modules(model):
         found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
     return found
 
 
-def _switched(model: nn.Module) -> list[tuple[str, Switched]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Switched)]
+def _modules(model: nn.Module) -> list[tuple[str, AdapterModule]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule)]
 
 
-def native(model: nn.Module) -> dict[str, Tensor]:
-    """Return the native tensors as the base has them."""
-    return dict(model.native)
+def trainable_base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the base that train too, as the base has them."""
+    return dict(model.trainable_base)
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -70,7 +69,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
         module, _, own = name.rpartition(".")
         by_module.setdefault(module, {})[own] = tensor
-    for name, module in _switched(model):
+    for name, module in _modules(model):
         module.fit(by_module.get(name, {}))
     live = tensors(model)
     if wrong := sorted(live.keys() ^ values.keys()):
@@ -83,13 +82,21 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             parameter.copy_(values[name])
 
 
-def initial(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return start values by name of all but native tensors, each from its own seed; meta models do.
+def head_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the model's head; {} without one."""
+    return {name: tuple(parameter.shape) for name, parameter in _head(model).items()}
 
-    LoRA's A and a bottleneck's down projection are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing
-    changes at the start.
+
+def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return a tensor's first value: LoRA's A and a bottleneck's down projection are drawn, each from its own seed.
+
+    They are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing changes at the start.
     """
-    return {name: _start(name, tuple(p.shape), seed) for name, p in tensors(model).items() if name not in model.native}
+    if factor(name) != "A" and not name.endswith(".down.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
+    bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 @contextmanager
@@ -97,7 +104,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | model.native
+    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | model.trainable_base
     live = tensors(model)
     kept = {name: live[name].detach().clone() for name in replaced}
     with ExitStack() as stack:
@@ -105,7 +112,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
             if isinstance(module, BaseTunerLayer):
                 module.enable_adapters(False)
                 stack.callback(module.enable_adapters, True)
-            elif isinstance(module, Switched):
+            elif isinstance(module, AdapterModule):
                 module.enabled = False
                 stack.callback(setattr, module, "enabled", True)
         _write(live, replaced)
@@ -125,11 +132,3 @@ def _short(name: str) -> str:
 
 def _head(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if name.startswith(f"{HEAD}.")}
-
-
-def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    if factor(name) != "A" and not name.endswith(".down.weight"):
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
-    bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,4 +1,12 @@
-"""What the names of adapter tensors say. Strategies know these names and no model's."""
+"""What the names of adapter tensors say. Strategies know these names and no model's.
+
+"<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
+(out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
+"head.weight" and "head.bias" of a classifier's head, which is trained whole. Any other name is a parameter of the base.
+"""
+
+import re
+from collections.abc import Iterable
 
 from consilium.errors import ConfigError
 
@@ -6,6 +14,9 @@ HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 TAIL = ("tail_A", "tail_B")
 GATE = "gate"
+PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
+"""The bottlenecks of a block, from its input."""
+_BOTTLENECK = re.compile(rf".*\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
 
 
 def factor(name: str) -> str | None:
@@ -14,7 +25,28 @@ def factor(name: str) -> str | None:
 
 
 def lora_factor(name: str, strategy: str) -> str | None:
-    """Return `factor(name)` for a strategy that is about LoRA. Raises ConfigError for another kind of adapter."""
-    if ".adapter_" in name or (name.startswith("mask_decoder.") and factor(name) is None):
+    """Return `factor(name)` for a strategy that is about LoRA; None for a head. Raises ConfigError for any other tensor."""
+    if factor(name) is None and not is_head(name):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")
     return factor(name)
+
+
+def is_head(name: str) -> bool:
+    """Tell whether a tensor belongs to a classifier's head."""
+    return name.startswith(f"{HEAD}.")
+
+
+def is_frozen_part(name: str) -> bool:
+    """Tell whether a tensor is a dual-rank adapter's tail or gate, which never train."""
+    return name.rpartition(".")[2] in (*TAIL, GATE)
+
+
+def bottleneck_position(name: str) -> int | None:
+    """Return which bottleneck a tensor belongs to, from 0 at the input; None for any other tensor."""
+    found = _BOTTLENECK.fullmatch(name)
+    return None if found is None else len(PLACES) * int(found[1]) + PLACES.index(found[2])
+
+
+def bottleneck_count(names: Iterable[str]) -> int:
+    """Return how many bottlenecks (K) the tensor names belong to."""
+    return len({p for name in names if (p := bottleneck_position(name)) is not None})

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 MOST_SITES = 10_000
+LONGEST_LINE = 4000
+"""Characters of a line that is printed, at most."""
 
 
 class Format(StrEnum):
@@ -33,7 +35,7 @@ class PageFormat(StrEnum):
 
 FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
 PageFormatOption = Annotated[PageFormat, typer.Option("--format", help="md for people, json for programs")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in strategy.split=M1")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in training.lr=0.001")]
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
@@ -59,7 +61,11 @@ def check_finite(**values: float | None) -> None:
 
 
 def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":
-    """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself."""
+    """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself.
+
+    On a researcher's own machine: every installed package's kinds may be named.
+    """
     from consilium.config.job import job_file, load_job
 
-    return load_job(job, dict(parse_override(one) for one in overrides)), job_file(job)
+    chosen = dict(parse_override(one) for one in overrides)
+    return load_job(job, chosen, plugins=None), job_file(job)

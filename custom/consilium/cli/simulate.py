@@ -14,14 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from consilium.cli.options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.privacy import claim_of
+from consilium.config.site import find_site
 from consilium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from consilium.config.job import JobConfig
+    from consilium.config.site import Given
 from consilium.report.clean import shown
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
@@ -63,37 +68,45 @@ def simulate(
     config, source = load(job, overrides)
     names = site_names(sites, data)
     folder = workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    environment = {"CONSILIUM_DATA": data, "CONSILIUM_CHECKPOINTS": checkpoints}
-    environment = {key: str(value.resolve()) for key, value in environment.items() if value is not None}
-    os.environ |= environment
+    from consilium.config.site import Given
+
+    given = Given(*(None if path is None else path.resolve() for path in (data, checkpoints)))
     try:
         with _stoppable():
-            results, losses = _run(config, source, engine, names, folder, resume, format)
+            results, losses = _run(config, source, engine, names, given, folder, resume, format)
     except KeyboardInterrupt:
         Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
         raise typer.Exit(INTERRUPTED) from None
-    _print_results(results, losses, config.name, folder, format)
+    _print_results(results, losses, config, folder, format)
 
 
 def _run(
-    config: Any, source: Path, engine: Engine, names: list[str], folder: Path, resume: bool, format: Format
+    config: "JobConfig",
+    source: Path,
+    engine: Engine,
+    names: list[str],
+    given: "Given",
+    folder: Path,
+    resume: bool,
+    format: Format,
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the closing metrics and the last training loss of every site."""
-    from consilium.config.site import find_site
     from consilium.federation.build import assemble_job
     from consilium.report.view import LiveView
+    from consilium.tasks.registry import TASKS
 
     ready = assemble_job(config, source)
     _check_workspace(folder, resume, engine)
-    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name) as view:
+    scores = TASKS[config.task.name].scores(config.task)
+    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name, scores) as view:
         if engine is Engine.FLARE:
             from consilium.flare.simulator import export_job, run_simulator
 
-            run_simulator(export_job(config, folder), names, folder, view)
+            run_simulator(export_job(config, folder), names, folder, view, given=given)
         else:
             from consilium.federation.engine import simulate as run_inprocess
 
-            run_inprocess(ready, {name: find_site(name) for name in names}, folder, view, resume)
+            run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume)
     return json.loads((folder / "results.json").read_text()), view.losses
 
 
@@ -227,9 +240,10 @@ def _is_word(path: str) -> bool:
 
 
 def _print_results(
-    results: dict[str, dict[str, float]], losses: dict[str, float], name: str, folder: Path, format: Format
+    results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
 ) -> None:
     from consilium.report.view import result_table
+    from consilium.tasks.registry import TASKS
 
     if format is Format.JSON:
         print(json.dumps({"workspace": str(folder), "results": results, "losses": losses}, indent=1, sort_keys=True))
@@ -237,7 +251,8 @@ def _print_results(
     console = Console()
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else FILE_WIDTH
     console = Console(width=width)
-    console.print(result_table(results, name, width, losses))
+    scores = TASKS[config.task.name].scores(config.task)
+    console.print(result_table(results, config.name, scores, width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")

@@ -42,7 +42,7 @@ def submit(
     from consilium.flare.submission import prepare, submitting
 
     overrides = dict(parse_override(one) for one in override or [])
-    name = experiment or f"{load_job(job, overrides).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = experiment or f"{load_job(job, overrides, plugins=None).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
         with submitting(folder := prepare(job, overrides, name, admin.uploads)):
             job_id = admin.submit(folder)
@@ -187,17 +187,21 @@ def show(found: dict[str, Any]) -> None:
 def _table(progress: dict[str, Any]) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received."""
-    from consilium.report.view import HEADINGS, LEADING, leading, number
+    from consilium.messages import TRAIN_LOSS, Stage
+    from consilium.report.view import number, reported, score_of
+    from consilium.tasks.registry import Scores
 
-    sites = progress["sites"]
-    score = leading({name for one in sites.values() for name in one["metrics"]}, LEADING[0])
+    sites, told = progress["sites"], progress["scores"]
+    scores = Scores(tuple(told["leading"]), (), told["headings"])
+    score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
+    stages = (Stage.GLOBAL, Stage.PERSONALIZED)
     table = Table(box=SIMPLE, pad_edge=False)
-    scores = (f"{HEADINGS[score]} received", f"{HEADINGS[score]} personal")
-    for heading in ("site", "round", "weight", "loss", *scores, "KiB up", "KiB down"):
+    headings = [f"{scores.heading(score)} {stage}" for stage in stages]
+    for heading in ("site", "round", "weight", "loss", *headings, "KiB up", "KiB down"):
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for name, one in sorted(sites.items()):
-        metrics = {key.removeprefix("test/").removeprefix("validation/"): value for key, value in one["metrics"].items()}
-        numbers = [number(metrics.get(key)) for key in ("train/loss", f"received/{score}", f"personal/{score}")]
+        metrics = one["metrics"]
+        numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in stages)]
         sizes = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down")]
         weight = "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})"
         table.add_row(line(name), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *sizes)

@@ -1,36 +1,28 @@
-"""job.yaml and site.yaml: their schema, and errors that name file, field, value and remedy."""
+"""job.yaml: what a job is made of, and errors that name file, field, value and remedy."""
 
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from consilium.adapters.bottleneck import BottleneckConfig
-from consilium.adapters.dual_rank import DualRankConfig
-from consilium.adapters.lora import LoraConfig
+from consilium.adapters.registry import ADAPTERS, AdapterConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
-from consilium.config.records import keep_apart
 from consilium.errors import ConfigError
-from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.clip import ClipConfig
-from consilium.models.sam import SamConfig
-from consilium.schema import (
-    Positive,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-    read_yaml,
-    validate,
-)
-from consilium.tasks.classification import ClassificationConfig
-from consilium.tasks.language import LanguageConfig
-from consilium.tasks.segmentation import SegmentationConfig
+from consilium.models.registry import MODELS, ModelConfig
+from consilium.registry import NO_PLUGINS, KindField, Plugins
+from consilium.schema import SMALLEST_NOISE, Positive, Seconds, Section, Seed, Share, read_yaml, validate
+from consilium.strategies.registry import STRATEGIES
+from consilium.tasks.registry import TASKS, TaskConfig
+
+if TYPE_CHECKING:
+    from consilium.strategies.strategy import Strategy
+else:
+    Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
 
 
 class TrainingConfig(Section):
@@ -53,30 +45,33 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool = False
     seed: Seed = 0
 
+    def steps_per_round(self, num_samples: int) -> int:
+        """Return the optimizer steps of one round at a site with `num_samples` training samples."""
+        if self.local_steps:
+            return self.local_steps
+        batches = -(-num_samples // self.batch_size)
+        return self.local_epochs * -(-batches // self.accumulate)
+
 
 class FederationConfig(Section):
-    """Who takes part. `min_sites` is the quorum of a round, `sample` the fraction of sites asked; times in seconds.
+    """Who takes part. `min_sites` is the quorum of a round, `fraction_train` of the sites are asked; times in seconds.
 
     `max_norm_ratio`: an update whose norm is over this many times that of the adapter at its start is refused.
     `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
-    `held_out`: the fraction of the sites not asked that evaluate the shared model before each round, on their validation data.
+    `fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, on their validation data.
     """
 
     min_sites: Annotated[int, Field(ge=1, le=10_000)] = 1
-    sample: Annotated[float, Field(gt=0, le=1)] = 1.0
-    held_out: Share = 0.0
+    fraction_train: Annotated[float, Field(gt=0, le=1)] = 1.0
+    fraction_evaluate: Share = 0.0
     weighting: Literal["samples", "uniform"] | None = None
     max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
     round_timeout: Annotated[Seconds, Field(gt=0)] = 3600.0
-    grace: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
+    straggler_grace_seconds: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
     max_norm_ratio: Positive = 100.0
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]  # it becomes a folder's name
-DEFAULT_KIND = {"model": ("name", "sam"), "task": ("name", "segmentation"), "adapter": ("kind", "lora")}
-"""Sections of several kinds: the key that tells them apart, and the kind meant where it is left out."""
-FITS = {"sam": "segmentation", "clip": "classification", "causal_lm": "language"}
-"""The task each model does."""
 
 
 class JobConfig(Section):
@@ -84,10 +79,10 @@ class JobConfig(Section):
 
     name: Name
     experiment: Name | None = None
-    strategy: dict[str, Any]
-    model: Annotated[SamConfig | ClipConfig | CausalLmConfig, Field(discriminator="name")]
-    adapter: Annotated[LoraConfig | DualRankConfig | BottleneckConfig, Field(discriminator="kind")] = LoraConfig()
-    task: Annotated[SegmentationConfig | ClassificationConfig | LanguageConfig, Field(discriminator="name")]
+    strategy: Annotated[Strategy, KindField(STRATEGIES, "name")]
+    model: Annotated[ModelConfig, KindField(MODELS, "name", "sam")]
+    adapter: Annotated[AdapterConfig, KindField(ADAPTERS, "kind", "lora"), Field(default={}, validate_default=True)]
+    task: Annotated[TaskConfig, KindField(TASKS, "name", "segmentation")]
     data: DataConfig = DataConfig()
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
@@ -99,6 +94,18 @@ class JobConfig(Section):
         settings = self.model_dump(mode="json")
         del settings["training"]["rounds"]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """The other packages, by name, that strategy, model, task and adapter come from, with their versions."""
+        named = (
+            (STRATEGIES, self.strategy.name),
+            (MODELS, self.model.name),
+            (TASKS, self.task.name),
+            (ADAPTERS, self.adapter.kind),
+        )
+        found = [registry.packages[name].split() for registry, name in named if name in registry.packages]
+        return dict(sorted((package, version) for package, version in found))
 
     @property
     def weighting(self) -> str:
@@ -118,23 +125,29 @@ class JobConfig(Section):
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":
-            keep_apart(self.privacy.noise_multiplier, self.training, self.adapter, self.model)
+            self._keep_apart(self.privacy.noise_multiplier)
         return self
 
-    @field_validator("strategy", mode="before")
-    @classmethod
-    def _name_only(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    def _keep_apart(self, noise_multiplier: float | None) -> None:
+        """Raise ValueError, naming field, value and remedy, for what ties the records of a batch together.
 
-    @field_validator(*DEFAULT_KIND, mode="before")
-    @classmethod
-    def _default_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        key, kind = DEFAULT_KIND[info.field_name]
-        return {key: kind} | value if isinstance(value, Mapping) else value
+        DP-SGD's noise is made for a sum that one record moves by the clip at most. That holds only while a record's gradient
+        does not depend on the records beside it.
+        """
+        if self.training.accumulate > 1:
+            raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
+        if self.training.precision == "bf16":
+            what = "rounds a record's gradient by who is beside it, so no privacy.unit record"
+            raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
+        self.adapter.keep_apart()
+        self.model.keep_apart()
+        if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
+            what = f"under {SMALLEST_NOISE} no accountant tells it from none"
+            raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
 
     @model_validator(mode="after")
     def _fit_together(self) -> "JobConfig":
-        if (wanted := FITS[self.model.name]) != self.task.name:
+        if (wanted := MODELS[self.model.name].task) != self.task.name:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
         kind = self.data.phantoms.kind if self.data.phantoms else None
         if kind and PHANTOMS[kind] != wanted:
@@ -142,15 +155,16 @@ class JobConfig(Section):
         return self
 
 
-def load_job(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
+def load_job(path: Path, overrides: Mapping[str, Any] | None = None, plugins: Plugins = NO_PLUGINS) -> JobConfig:
     """Read and validate a job.yaml, or the one inside a job folder. Raises ConfigError with one line per problem.
 
-    `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation.
+    `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation. `plugins`: the
+    packages whose strategies, models, tasks and adapters the job may name, see registry.py.
     """
     path = job_file(path)
     raw = read_yaml(path)
     override(raw, overrides or {}, path)
-    return validate(JobConfig, raw, path)
+    return validate(JobConfig, raw, path, plugins)
 
 
 def job_file(path: Path) -> Path:

@@ -1,17 +1,21 @@
 """site.yaml: what belongs to a hospital, not to a job."""
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from consilium.config.capacity import CapacityConfig
+from consilium.config.job import JobConfig
 from consilium.config.privacy import PolicyConfig
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.registry import NO_PLUGINS, Plugins
 from consilium.schema import Section, read_yaml, validate
+
+PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
 
 
 class SiteConfig(Section):
@@ -19,7 +23,9 @@ class SiteConfig(Section):
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
     because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
-    `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`.
+    `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
+    packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
+    Without the list none are, in a simulation all.
     """
 
     datalist: Path | None = None
@@ -29,8 +35,22 @@ class SiteConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     share_metrics: bool | None = None
     approve: Literal["digest"] | None = None
+    plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: PolicyConfig = PolicyConfig()
+
+
+def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
+    """Return the packages whose kinds a job may name at this site."""
+    return (None if simulated else NO_PLUGINS) if site.plugins is None else frozenset(site.plugins)
+
+
+def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
+    """Raise RefusedError where a job of this process names a kind of a package that the site, in a simulation, leaves out."""
+    allowed = allowed_plugins(site, simulated=True)
+    if allowed is not None and (extra := sorted(config.packages.keys() - allowed)):
+        what = f"package {extra[0]!r} is not among `plugins` of site.yaml; list it there, or take the job without it"
+        raise RefusedError(f"{name}: {what}", Reason.POLICY)
 
 
 def load_site(path: Path) -> SiteConfig:
@@ -42,23 +62,29 @@ def load_site(path: Path) -> SiteConfig:
     return site.model_copy(update=paths)
 
 
-def find_site(name: str, kit_local: Path | None = None) -> SiteConfig:
-    """Return the site's configuration: CONSILIUM_DATA/<name>/ (simulation), else the kit's local/site.yaml, else defaults.
+@dataclass(frozen=True)
+class Given:
+    """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for."""
 
-    See read_site_folder for the simulation folder. CONSILIUM_CHECKPOINTS fills a missing checkpoint folder. Raises
-    ConfigError if CONSILIUM_DATA is set and holds nothing for this site.
+    data: Path | None = None
+    checkpoints: Path | None = None
+
+
+def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) -> SiteConfig:
+    """Return the site's configuration: of a simulation's folder, else the kit's local/site.yaml, else defaults.
+
+    See read_site_folder for the simulation's folder. Raises ConfigError if there is one and it holds nothing for this site.
     """
-    site = _find_site(name, kit_local)
-    shared = os.environ.get("CONSILIUM_CHECKPOINTS")
-    return site if site.checkpoints or not shared else site.model_copy(update={"checkpoints": Path(shared)})
+    site = _find_site(name, given.data, kit_local)
+    return site if site.checkpoints or not given.checkpoints else site.model_copy(update={"checkpoints": given.checkpoints})
 
 
-def _find_site(name: str, kit_local: Path | None) -> SiteConfig:
-    if data := os.environ.get("CONSILIUM_DATA"):
-        if found := read_site_folder(Path(data) / name):
+def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConfig:
+    if data is not None:
+        if found := read_site_folder(data / name):
             return found
         remedy = f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
-        raise ConfigError(f"{Path(data) / name}: {remedy}")
+        raise ConfigError(f"{data / name}: {remedy}")
     if kit_local and (kit_local / "site.yaml").is_file():
         return load_site(kit_local / "site.yaml")
     return SiteConfig()

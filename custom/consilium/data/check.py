@@ -22,7 +22,7 @@ NAMED = 10
 
 
 @dataclass
-class Report:
+class Findings:
     """What was found. `problems` stop training, `warnings` deserve a look; both map a kind to the samples it concerns."""
 
     path: str
@@ -43,14 +43,14 @@ class Report:
         return found
 
 
-def check_datalist(path: Path, classes: Classes = None) -> Report:
+def check_datalist(path: Path, classes: Classes = None) -> Findings:
     """Open each image and mask and report; with `classes`, labels that belong to none are problems.
 
     Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
     cannot be read.
     """
     data = read_datalist(path, None if classes is None else not isinstance(classes, dict))
-    report = Report(str(path), {split: len(data.splits[split]) for split in SPLITS})
+    report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split in SPLITS:
         for item in data.splits[split]:
             _check_item(report, split, item, classes)
@@ -59,8 +59,8 @@ def check_datalist(path: Path, classes: Classes = None) -> Report:
     return report
 
 
-def check_splits(report: Report) -> None:
-    """Report splits without samples: a problem for training, a warning for the others."""
+def check_splits(report: Findings) -> None:
+    """Findings splits without samples: a problem for training, a warning for the others."""
     if not report.samples["training"]:
         report.problems["no training samples"] = [report.path]
     for split in ("validation", "test"):
@@ -68,7 +68,7 @@ def check_splits(report: Report) -> None:
             report.warnings.setdefault("empty split", []).append(split)
 
 
-def _check_item(report: Report, split: str, item: Item, classes: Classes) -> None:
+def _check_item(report: Findings, split: str, item: Item, classes: Classes) -> None:
     name = f"{split}: {item.name}"
     try:
         image = read_image(item.image, item.slice)
@@ -92,7 +92,7 @@ def _check_item(report: Report, split: str, item: Item, classes: Classes) -> Non
         _check_values(report, name, set(np.unique(mask).tolist()), declared)
 
 
-def _check_class(report: Report, split: str, name: str, label: Path | str | int, classes: Classes) -> None:
+def _check_class(report: Findings, split: str, name: str, label: Path | str | int, classes: Classes) -> None:
     report.images_of_class.setdefault(str(label), Counter())[split] += 1
     if isinstance(classes, dict):
         report.problems.setdefault("class instead of a mask", []).append(f"{name}: {label}")
@@ -100,7 +100,7 @@ def _check_class(report: Report, split: str, name: str, label: Path | str | int,
         report.problems.setdefault("undeclared class", []).append(f"{name}: {label}")
 
 
-def _check_values(report: Report, name: str, values: set[int], declared: set[int] | None) -> None:
+def _check_values(report: Findings, name: str, values: set[int], declared: set[int] | None) -> None:
     report.label_values.update(values)
     if values == {0}:
         report.warnings.setdefault("empty mask", []).append(name)
@@ -108,7 +108,7 @@ def _check_values(report: Report, name: str, values: set[int], declared: set[int
         report.problems.setdefault("undeclared label value", []).append(f"{name}: {extra}")
 
 
-def _check_duplicates(report: Report, data: DataList) -> None:
+def _check_duplicates(report: Findings, data: DataList) -> None:
     """Find equal files: across splits they leak test data into training."""
     seen: dict[tuple[str, int | None], tuple[str, str]] = {}
     digest = cache(_digest)

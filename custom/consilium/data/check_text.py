@@ -5,18 +5,18 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.data.check import Report, check_splits
+from consilium.data.check import Findings, check_splits
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text, read_texts
 
 
-def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int = 0) -> Report:
+def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int = 0) -> Findings:
     """Read every record and report; with a tokenizer also lengths in tokens, and which exceed `max_length`.
 
     Equal prompts in two splits leak the test into training and are problems. Raises DataError where a file cannot be read.
     """
     data = read_texts(path)
-    report = Report(str(path), {split: len(data.splits[split]) for split in SPLITS})
+    report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split in SPLITS:
         for text in data.splits[split]:
             _check(report, text, tokenizer, max_length)
@@ -25,7 +25,7 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
     return report
 
 
-def _check(report: Report, text: Text, tokenizer: PreTrainedTokenizerBase | None, max_length: int) -> None:
+def _check(report: Findings, text: Text, tokenizer: PreTrainedTokenizerBase | None, max_length: int) -> None:
     if not all(output.strip() for output in text.outputs):
         report.problems.setdefault("empty answer", []).append(text.name)
     if tokenizer is None:
@@ -38,7 +38,7 @@ def _check(report: Report, text: Text, tokenizer: PreTrainedTokenizerBase | None
         report.warnings.setdefault(f"longer than {max_length} tokens", []).append(f"{text.name}: {length + 1}")
 
 
-def _check_duplicates(report: Report, data: DataList) -> None:
+def _check_duplicates(report: Findings, data: DataList) -> None:
     seen: dict[str, tuple[str, str]] = {}
     within: Counter[str] = Counter()
     for split in SPLITS:

@@ -1,38 +1,27 @@
-"""From configuration to objects: the one place that knows models, adapters, tasks, strategies and sites."""
+"""From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from consilium.adapters import bottleneck, dual_rank, layers, lora
+from consilium.adapters import layers
+from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, pool, read_datalist
-from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.data.text import read_texts
+from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.site import Site
-from consilium.messages import Observer, Tensors
-from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.models.clip import ClipConfig
-from consilium.models.clip.network import build_clip
-from consilium.models.sam import SamConfig
-from consilium.models.sam.network import build_sam
+from consilium.messages import Observer, Tensors, allowed_metrics
+from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
-from consilium.privacy.release import allowed_metrics
-from consilium.strategies import build_strategy
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Task
-from consilium.tasks.classification import task as classification
-from consilium.tasks.language import task as language
-from consilium.tasks.segmentation import task as segmentation
-from consilium.training.device import pick_device
+from consilium.tasks.registry import TASKS, TaskKind
 
 
 @dataclass(frozen=True)
@@ -40,8 +29,17 @@ class Job:
     """A validated job: its configuration, its strategy, and the adapter tensors every site starts from."""
 
     config: JobConfig
-    strategy: Strategy
     initial: Tensors
+
+    @property
+    def strategy(self) -> Strategy:
+        """The job's algorithm."""
+        return self.config.strategy
+
+
+def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
+    """Return what is registered of a job's model, task and adapter."""
+    return MODELS[config.model.name], TASKS[config.task.name], ADAPTERS[config.adapter.kind]
 
 
 def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
@@ -49,94 +47,97 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
 
     Raises ConfigError where model, adapter and strategy do not fit together.
     """
+    base, _, adapter = kinds_of(config)
     with torch.device("meta"):
         model = _bare_model(config, checkpoint=None, weights=False)
-        _inject(model, config)
-    job = Job(config, build_strategy(config.strategy, source), layers.initial(model, config.training.seed))
-    _check_adapter(config, job.strategy, source)
+        shapes = adapter.shapes(model, config.adapter, base) | layers.head_shapes(model)
+    begin, seed = adapter.start or layers.start, config.training.seed
+    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
+    _check_adapter(config, adapter, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
-    if shared := [name for name in layers.native(model) if job.strategy.role(name, 0, 0) is not Role.LOCAL]:
-        who = f"strategy {job.strategy.name!r} would share {shared[0]!r}"
-        raise ConfigError(f"{source}: adapter.decoder: true: {who}, which never leaves a site; use fedsca, or false")
-    if config.privacy is not None and config.privacy.unit == "site" and job.strategy.needs == "sites":
-        _refuse_central(config.privacy.trust, job.strategy.name, source)
-    if config.privacy is not None and job.strategy.pools_data:
-        raise ConfigError(f"{source}: privacy: strategy {job.strategy.name!r} pools all sites' data; remove the section")
+    _check_base(job, adapter.trainable_base(model, config.adapter), source)
+    _check_privacy(job, source)
     make_plan(config, job.strategy)
     return job
 
 
-def _check_adapter(config: JobConfig, strategy: Strategy, source: Path | str) -> None:
+def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
     """Raise ConfigError where the adapter cannot do what strategy or privacy ask of it."""
-    dual = config.adapter.kind == "dual_rank"
-    if strategy.ranks_differ and not dual:
+    kind, strategy = config.adapter.kind, config.strategy
+    if strategy.ranks_differ and not adapter.unequal_ranks:
         what = f"strategy {strategy.name!r} gives sites unequal ranks"
-        raise ConfigError(f"{source}: adapter.kind: {config.adapter.kind!r}: {what}; use dual_rank")
-    if dual and config.privacy is not None and config.privacy.unit == "record":
-        raise ConfigError(f"{source}: adapter.kind: 'dual_rank': has no per-sample gradients for privacy.unit record; use lora")
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")
+    if type(strategy).scaling is not Strategy.scaling and adapter.scale is None:
+        what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+    if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
+        what = "has no per-sample gradients for privacy.unit record"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
 
 
-def _refuse_central(trust: str, strategy: str, source: Path | str) -> None:
-    """Raise ConfigError for noise that protects sums only, with a strategy whose server looks at single sites."""
-    if trust != "local":
+def _check_base(job: Job, names: list[str], source: Path | str) -> None:
+    """Raise ConfigError for a strategy that would share parameters of the base, which never leave a site."""
+    if shared := [name for name in names if job.strategy.role(name, 0, 0) is not Role.LOCAL]:
+        who = f"strategy {job.strategy.name!r} would share {shared[0]!r}"
+        raise ConfigError(f"{source}: adapter.decoder: true: {who}, which never leaves a site; use fedsca, or false")
+
+
+def _check_privacy(job: Job, source: Path | str) -> None:
+    """Raise ConfigError for privacy that the strategy would undo."""
+    privacy, strategy = job.config.privacy, job.strategy
+    if privacy is None:
+        return
+    if strategy.pools_data:
+        raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
+    if privacy.unit == "site" and strategy.needs == "sites" and privacy.trust != "local":
         raise ConfigError(
-            f"{source}: privacy.trust: {trust!r}: strategy {strategy!r} compares single sites' updates, so noise on their sum "
-            "protects nothing; use local"
+            f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
+            "on their sum protects nothing; use local"
         )
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
+    from consilium.training.device import pick_device
+
+    base, _, adapter = kinds_of(config)
     model = _bare_model(config, _checkpoint(config.model, site), weights=True)
-    _inject(model, config)
+    adapter.inject(model, config.adapter, base)
     return model.to(pick_device(site.device)).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
     """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
-    task, model = config.task, config.model
-    if task.name == "language":
-        tokenizer = tokenizer_of(config, site or SiteConfig())
-        return language.LanguageTask(data, tokenizer, model.max_length, task.evaluate, task.labels, task.max_new_tokens)
-    if task.name == "classification":
-        return classification.ClassificationTask(data, task.classes, model.image_size, task.augment)
-    return segmentation.SegmentationTask(data, task.classes, model.image_size, task.prompt, task.augment)
+    _, task, _ = kinds_of(config)
+    return task.build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
 
 
-def tokenizer_of(config: JobConfig, site: SiteConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a language job at a site. Raises CheckpointError or ConfigError."""
-    return load_tokenizer(config.model.variant, _checkpoint(config.model, site))
+def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
+    """Return the tokenizer of a language model at a site, None for other models. Raises CheckpointError or ConfigError."""
+    base, _, _ = kinds_of(config)
+    return base.tokenizer(config.model, _checkpoint(config.model, site)) if base.tokenizer else None
 
 
 def metric_names(config: JobConfig) -> frozenset[str]:
     """Return every metric the job's task can report."""
-    if config.task.name == "language":
-        return language.metric_names(config.task.evaluate)
-    module = classification if config.task.name == "classification" else segmentation
-    return module.metric_names(config.task.classes)
+    return TASKS[config.task.name].metric_names(config.task)
 
 
 def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
     """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
+    task, phantoms = TASKS[config.task.name], config.data.phantoms
     if site.datalist:
-        return _read_data(config, site.datalist)
-    phantoms = config.data.phantoms
+        return task.read(site.datalist)
     if phantoms is None:
-        file = "training.jsonl" if config.task.name == "language" else "datalist.json"
         raise ConfigError(
             f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
-            f"{name}/{file}"
+            f"{name}/{task.file}"
         )
-    size = getattr(config.model, "image_size", 0)
-    spec = phantoms.model_dump() | {"seed": config.training.seed, "size": size}
-    return _read_data(config, make_phantoms(folder / "phantoms", site=name, **spec))
+    from consilium.data.synthetic.phantoms import make_phantoms
 
-
-def _read_data(config: JobConfig, path: Path) -> DataList:
-    if config.task.name == "language":
-        return read_texts(path)
-    return read_datalist(path, config.task.name == "classification")
+    spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
+    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
 
 def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
@@ -207,34 +208,12 @@ def _site(
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
-    wanted, task, again = config.model, config.task, config.training.gradient_checkpointing
-    if wanted.name == "causal_lm":
-        return build_causal_lm(wanted.variant, checkpoint, wanted.config, weights, again)
-    if wanted.name == "clip":
-        return build_clip(wanted.variant, checkpoint, wanted.image_size, len(task.classes), weights, again)
-    return build_sam(
-        wanted.variant,
-        checkpoint,
-        wanted.image_size,
-        len(task.classes),
-        prompt=task.prompt,
-        attention=wanted.attention,
-        gradient_checkpointing=again,
-        weights=weights,
+    return MODELS[config.model.name].build(
+        config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
     )
 
 
-def _inject(model: nn.Module, config: JobConfig) -> None:
-    wanted = config.adapter
-    if wanted.kind == "dual_rank":
-        dual_rank.inject(model, wanted.rank, wanted.scaling, wanted.targets, wanted.dropout)
-    elif wanted.kind == "bottleneck":
-        bottleneck.inject(model, wanted.width, wanted.decoder)
-    else:
-        lora.inject(model, wanted.rank, wanted.alpha, wanted.targets, wanted.dropout)
-
-
-def _checkpoint(config: SamConfig | ClipConfig | CausalLmConfig, site: SiteConfig) -> Path | None:
+def _checkpoint(config: ModelConfig, site: SiteConfig) -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
     if config.checkpoint is None:
         return None

@@ -14,9 +14,9 @@ from torch import Tensor
 from consilium import __version__
 from consilium.errors import RefusedError
 from consilium.federation.build import Job, metric_names
-from consilium.messages import Hello, Payload, Tensors
+from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.plan import Plan
-from consilium.privacy.release import allowed_metrics, upload_shapes
+from consilium.privacy.release import upload_shapes
 from consilium.report.clean import shown
 from consilium.strategies.strategy import Role
 
@@ -31,8 +31,11 @@ _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
 
 
-def check_hello(hello: Hello) -> None:
-    """Raise RefusedError unless every value has its kind and range, and the version is the server's."""
+def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
+    """Raise RefusedError unless every value has its kind and range, and versions are the server's.
+
+    `packages`: the other packages that the job's kinds come from at the server, with their versions.
+    """
     if (
         not isinstance(hello.name, str)
         or not _NAME.fullmatch(hello.name)
@@ -44,6 +47,11 @@ def check_hello(hello: Hello) -> None:
     if version != __version__:
         told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"
         raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
+    if not isinstance(hello.plugins, dict) or hello.plugins != packages:
+        wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
+        raise RefusedError(
+            f"{name}: its packages with kinds of this job are others than the server's ({wanted}); install the same"
+        )
     if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
         raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
     if hello.num_samples < 1:

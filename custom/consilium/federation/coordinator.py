@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from consilium.adapters.export import export
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_update
+from consilium.federation.site import export_adapter
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, release, system_normal
 from consilium.privacy.plan import Plan, make_plan
@@ -73,7 +73,7 @@ class Coordinator:
 
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
-        check_hello(hello)
+        check_hello(hello, self.job.config.packages)
         self._check_checkpoint(hello)
         with self._lock:
             self.checkpoint = hello.checkpoint
@@ -116,7 +116,7 @@ class Coordinator:
         if self.state.phase:
             return {}
         names = sorted(self.sites.keys() - self.asked.keys())
-        count = math.ceil(self.job.config.federation.held_out * len(names))
+        count = math.ceil(self.job.config.federation.fraction_evaluate * len(names))
         drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
@@ -139,7 +139,7 @@ class Coordinator:
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
         names, config = sorted(self.sites), self.job.config
-        count = min(len(names), max(self.quorum, math.ceil(config.federation.sample * len(names))))
+        count = min(len(names), max(self.quorum, math.ceil(config.federation.fraction_train * len(names))))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 
     def accept(self, name: str, result: Payload) -> str | None:
@@ -225,7 +225,7 @@ class Coordinator:
         self.log.finish(self.plan)
         if self.job.strategy.needs == "sums" and not self._keeps_local():
             shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
-            export(self.folder / "adapter", self.state.initial | shared, self.job.config)
+            export_adapter(self.folder / "adapter", self.state.initial | shared, self.job.config)
 
     def _keeps_local(self) -> bool:
         """Tell whether sites keep parts of the adapter for themselves."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from consilium.adapters.bottleneck import count, position
+from consilium.adapters.names import bottleneck_count, bottleneck_position
 from consilium.errors import ConfigError
 from consilium.federation.build import Job
 from consilium.messages import SiteInfo, Tensors
@@ -55,11 +55,11 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
 
 def adapters(job: Job) -> dict[str, float] | None:
     """Return K, the parameters of one bottleneck adapter, how many travel, and the bytes this saves; None for LoRA."""
-    total = count(job.initial)
+    total = bottleneck_count(job.initial)
     if not total:
         return None
-    low = count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
-    each = sum(t.numel() for n, t in job.initial.items() if position(n) == 0)
+    low = bottleneck_count(job.strategy.names(job.initial, Role.SHARED, 1, 0))
+    each = sum(t.numel() for n, t in job.initial.items() if bottleneck_position(n) == 0)
     return {"adapters": total, "parameters_each": each, "travelling": low, "times_fewer_bytes": total / max(low, 1)}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from consilium.config.site import SiteConfig
+from consilium.config.site import SiteConfig, check_packages
 from consilium.errors import ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
@@ -65,6 +65,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
 
 
 def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
+    check_packages(job.config, site, name)
     guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
     return Member(build_site(job, name, site, folder, observer, model), guard)
 

@@ -11,12 +11,24 @@ import torch
 from torch import nn
 
 from consilium import __version__
-from consilium.adapters import layers, lora
-from consilium.adapters.export import export
+from consilium.adapters import layers
+from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, RefusedError
-from consilium.messages import HELD_OUT, Hello, Observer, Payload, Tensors
+from consilium.messages import (
+    HELD_OUT,
+    TRAIN_LOSS,
+    TRAIN_SECONDS,
+    TRAIN_STEPS,
+    Hello,
+    MetricKey,
+    Observer,
+    Payload,
+    Stage,
+    Tensors,
+)
+from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
@@ -53,13 +65,16 @@ class Site:
         self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
+        self.adapter = ADAPTERS[config.adapter.kind]
         self.should_stop: Callable[[], None] = lambda: None
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
         joined = self._file(run).exists()
-        return Hello(self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run))
+        return Hello(
+            self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
+        )
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
@@ -85,39 +100,39 @@ class Site:
         if last is not None and last > (payload.round, payload.phase):
             raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
         start = self._receive(own, payload)
-        metrics = self._evaluate("validation", "received", payload)
+        metrics = self._evaluate("validation", Stage.GLOBAL, payload)
         began = time.monotonic()
         trained = self._train(payload)
         seconds = time.monotonic() - began
         end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
-        metrics |= self._evaluate("validation", "personal", payload)
-        metrics |= {"train/loss": trained["loss"], "train/steps": trained["steps"], "train/seconds": seconds}
+        metrics |= self._evaluate("validation", Stage.PERSONALIZED, payload)
+        metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds}
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
         return reply
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
-        """Return test metrics (validation where there is no test split) of base, personal and received model.
+        """Return test metrics (validation where there is no test split) of the pretrained, the personalized and the global model.
 
-        It also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
-        it only returns validation metrics of the received model.
+        It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
+        it only returns validation metrics of the global model.
         """
         own, last, _ = self._restore(run)
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
-            return replace(payload, tensors={}, metrics=self._evaluate("validation", "received", payload))
+            return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         if last is not None:
             layers.load(self.model, own)
             self._scale(1.0)
-            metrics |= self._evaluate(split, "personal", payload, distances=True)
+            metrics |= self._evaluate(split, Stage.PERSONALIZED, payload, distances=True)
         final = self._receive(own, payload)
-        metrics |= self._evaluate(split, "received", payload, distances=True)
+        metrics |= self._evaluate(split, Stage.GLOBAL, payload, distances=True)
         with layers.disabled(self.model):
-            metrics |= self._evaluate(split, "base", payload, distances=True)
-        export(self.folder / "adapter", final, self.config)
+            metrics |= self._evaluate(split, Stage.PRETRAINED, payload, distances=True)
+        export_adapter(self.folder / "adapter", final, self.config)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -132,9 +147,9 @@ class Site:
         return start
 
     def _scale(self, factor: float) -> None:
-        """Set alpha / rank times `factor` where the adapter has such a scale."""
-        if self.config.adapter.kind == "lora":
-            lora.scale(self.model, self.config.adapter.scaling * factor)
+        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
+        if self.adapter.scale:
+            self.adapter.scale(self.model, self.config.adapter, factor)
 
     def _train(self, payload: Payload) -> dict[str, float]:
         params = layers.tensors(self.model)
@@ -154,12 +169,12 @@ class Site:
             return None
         return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase)
 
-    def _evaluate(self, split: str, stage: str, payload: Payload, distances: bool = False) -> dict[str, float]:
+    def _evaluate(self, split: str, stage: Stage, payload: Payload, distances: bool = False) -> dict[str, float]:
         self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
         device = next(self.model.parameters()).device
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
-        return {f"{split}/{stage}/{name}": value for name, value in metrics.items()}
+        return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"
@@ -172,7 +187,7 @@ class Site:
     def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
         """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
         if not self._file(run).exists():
-            return layers.native(self.model), None, Payload(-1, -1, {})
+            return layers.trainable_base_parameters(self.model), None, Payload(-1, -1, {})
         tensors, meta = load_state(self._file(run))
         params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
@@ -184,3 +199,9 @@ class Site:
 def _hash(path: Path) -> str:
     """Hash a checkpoint once per process: the sites of a simulation share it."""
     return file_hash(path)
+
+
+def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
+    """Write a whole adapter of a job into `folder`, as its kind does."""
+    kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
+    kind.export(folder, values, config.adapter, base, f"{config.model.name}-{config.model.variant}")

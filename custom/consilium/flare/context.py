@@ -15,22 +15,27 @@ from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import SiteConfig, find_site
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
 from consilium.messages import Observer
+from consilium.registry import NO_PLUGINS, Plugins
 from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
-"""Environment variable of a simulation: the folder that receives the run's files of server and sites."""
+"""Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
+GIVEN = "simulation.json"
+"""In that folder: what the simulation gives its sites, see config.site.Given."""
 
 
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    return federated_job(folder / "config" / "job.yaml")
+    server = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"  # of it, only the plug-ins count at a server
+    plugins = allowed_plugins(load_site(server) if server.is_file() else SiteConfig(), simulated())
+    return federated_job(folder / "config" / "job.yaml", plugins)
 
 
 def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
@@ -43,7 +48,7 @@ def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
     if key not in _opened:
         site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
         app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
-        config = load_job(app / "config" / "job.yaml")
+        config = load_job(app / "config" / "job.yaml", plugins=allowed_plugins(site, simulated()))
         check_approved(app, config, site, Path(workspace.get_site_config_dir()))
         _opened[key] = (_federated(config, app / "config" / "job.yaml"), site)
     return _opened[key]
@@ -53,9 +58,9 @@ _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
 """This process' jobs by FLARE's id and site."""
 
 
-def federated_job(path: Path) -> Job:
+def federated_job(path: Path, plugins: Plugins = NO_PLUGINS) -> Job:
     """Return the job of a job.yaml. Raises ConfigError if it is wrong, or pools data, which a federation never does."""
-    return _federated(load_job(path), path)
+    return _federated(load_job(path, plugins=plugins), path)
 
 
 def _federated(config: JobConfig, path: Path) -> Job:
@@ -73,7 +78,15 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
         raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
-    return find_site(name, local)
+    return find_site(name, _given(), local)
+
+
+def _given() -> Given:
+    """Return what a simulation of ours gives its sites; nothing elsewhere."""
+    if not simulated():
+        return Given()
+    raw = json.loads((Path(os.environ[OUTPUT]) / GIVEN).read_text(encoding="utf-8"))
+    return Given(**{key: Path(value) for key, value in raw.items() if value is not None})
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:

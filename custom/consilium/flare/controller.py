@@ -224,7 +224,7 @@ class RoundController(Controller):
 
     def _wait(self, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
         """Return when all tasks have ended, or `grace` seconds after `enough` became true."""
-        grace, enough_since = self.coordinator.job.config.federation.grace, None
+        grace, enough_since = self.coordinator.job.config.federation.straggler_grace_seconds, None
         while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
             if enough():
                 enough_since = enough_since or time.monotonic()

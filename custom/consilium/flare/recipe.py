@@ -28,7 +28,7 @@ class ConsiliumRecipe(Recipe):
 
     def __init__(self, job: Path | str) -> None:
         path = job_file(Path(job))
-        config = federated_job(path).config
+        config = federated_job(path, None).config
         self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
         path = Path(shutil.copy(path, Path(self._place.name) / "job.yaml"))
         named = {"experiment": config.experiment} if config.experiment else None

@@ -70,7 +70,7 @@ class Admin:
             try:
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
-                return load_job(file).experiment
+                return load_job(file, plugins=None).experiment
             except (*FLARE_ERRORS, ConfigError, ValueError, OSError):
                 return None
 

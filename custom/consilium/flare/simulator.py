@@ -13,12 +13,13 @@ import psutil
 import yaml
 
 from consilium.config.job import JobConfig
+from consilium.config.site import Given
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
-from consilium.flare.context import OUTPUT
+from consilium.flare.context import GIVEN, OUTPUT
 from consilium.flare.recipe import export
 from consilium.messages import Observer
-from consilium.storage import private_folder
+from consilium.storage import private_folder, write_atomic
 
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
@@ -32,12 +33,21 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     return export(source, workspace / "flare" / "job")
 
 
-def run_simulator(job: Path, sites: list[str], workspace: Path, observer: Observer, threads: int | None = None) -> None:
+def run_simulator(
+    job: Path,
+    sites: list[str],
+    workspace: Path,
+    observer: Observer,
+    threads: int | None = None,
+    given: Given = Given(),  # noqa: B008 - frozen
+) -> None:
     """Run a job folder with one FLARE client process per site; files land in `workspace` as from the in-process engine.
 
-    `threads`: how many sites run at a time, all by default. FLARE's own files are under `workspace`/flare. No process is left
+    `threads`: how many sites run at a time, all by default; `given`: the sites' data and checkpoints. FLARE's own files are under `workspace`/flare. No process is left
     however this ends. Raises ConsiliumError with the reason if the job does not complete.
     """
+    told = {key: None if path is None else str(path) for key, path in vars(given).items()}
+    write_atomic(workspace / GIVEN, json.dumps(told).encode())
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
     with open(log, "w", encoding="utf-8") as output:

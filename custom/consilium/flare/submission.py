@@ -66,7 +66,7 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 @contextmanager
 def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
     """Yield the finished job folder, in a hidden folder that goes when the block ends. Raises ConfigError."""
-    config = load_job(job, {**overrides, "experiment": experiment})
+    config = load_job(job, {**overrides, "experiment": experiment}, plugins=None)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     uploads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
@@ -78,7 +78,7 @@ def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Pa
             export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
         write_atomic(job_file(folder), text)
         _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
-        federated_job(job_file(folder))
+        federated_job(job_file(folder), None)
         yield folder
 
 

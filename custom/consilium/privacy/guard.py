@@ -158,6 +158,7 @@ class Guard:
             "checkpoint": str(hello["checkpoint"]),
             "capacity": capacity,
             "ledger": self.ledger.seal(),
+            "plugins": self.config.packages,
         }
         self._note("hello", values=shown)
         return shown

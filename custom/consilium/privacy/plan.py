@@ -1,7 +1,7 @@
 """What a job's `privacy:` section comes to: noise multiplier, what one release costs, what the whole run costs.
 
 Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Sampling
-sites (federation.sample < 1) makes nothing cheaper: amplification needs cohorts that nobody but the server ever learns, and a
+sites (federation.fraction_train < 1) makes nothing cheaper: amplification needs cohorts that nobody but the server ever learns, and a
 federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on Poisson batches, which
 stay inside the site.
 """
@@ -16,7 +16,6 @@ from consilium.errors import ConfigError
 from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.strategy import Strategy
-from consilium.training.loop import steps_per_round
 
 OTHER_DELTAS = (1e-5, 1e-6)
 HIDDEN = {
@@ -110,7 +109,7 @@ def _record_plan(config: JobConfig, privacy: RecordPrivacyConfig, releases: int,
             f"training.batch_size: {config.training.batch_size}: not under this site's {num_samples} samples, so nothing is "
             "sampled and record-level DP has no use; lower it"
         )
-    steps = steps_per_round(num_samples, config.training)
+    steps = config.training.steps_per_round(num_samples)
     rate = 1 / math.ceil(num_samples / config.training.batch_size)  # as Opacus' loader has it
     sigma = _sigma(privacy, steps * releases, rate)
     return Plan(privacy, sigma, Spend(sigma, rate, steps), releases)

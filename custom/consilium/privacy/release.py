@@ -11,15 +11,6 @@ from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
 from consilium.strategies.strategy import Role, Strategy
 
-STAGES = ("received", "personal", "base")
-TRAIN_METRICS = frozenset({"train/loss", "train/steps", "train/seconds"})
-
-
-def allowed_metrics(task_metrics: Set[str]) -> frozenset[str]:
-    """Return the metric names a site may report: "<split>/<stage>/<metric>" and the training loop's own."""
-    splits = ("validation", "test")
-    return TRAIN_METRICS | {f"{split}/{stage}/{m}" for split in splits for stage in STAGES for m in task_metrics}
-
 
 def check_release(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
     """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""

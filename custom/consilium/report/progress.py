@@ -7,7 +7,9 @@ from typing import Any
 
 import yaml
 
+from consilium.messages import BYTES_DOWN, BYTES_UP
 from consilium.report.runlog import read_lines
+from consilium.tasks.registry import TASKS
 
 Line = dict[str, Any]
 REFUSAL = ("time", "round", "joining", "site", "reason")
@@ -38,8 +40,19 @@ def progress(folder: Path) -> dict[str, Any]:
         "eta_seconds": _eta(started, done, config["training"]["rounds"]),
         "sites": _sites(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in lines if x["event"] == "refused"][-20:],
+        "scores": _scores(config["task"]),
         "finished": (folder / "results.json").is_file(),
     }
+
+
+def _scores(task: dict[str, Any]) -> Line:
+    """Return which scores lead and how they are called, see tasks.registry.Scores; nothing of a task that is not known here."""
+    try:
+        kind = TASKS[task["name"]]
+    except KeyError:
+        return {"leading": ["loss"], "headings": {}}
+    found = kind.scores(kind.config.model_validate(task))
+    return {"leading": list(found.leading), "headings": dict(found.headings)}
 
 
 def when(refusal: Line, rounds: int) -> str:
@@ -83,8 +96,8 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
     for line in (x for x in lines if x["event"] in ("result", "final")):
         site = found.setdefault(line["site"], {"round": 0, "metrics": {}, "bytes_up": 0, "bytes_down": 0})
         metrics = dict(line["metrics"])
-        for way in ("up", "down"):
-            site[f"bytes_{way}"] += int(metrics.pop(f"comm/bytes_{way}", 0))
+        for way, name in (("up", BYTES_UP), ("down", BYTES_DOWN)):
+            site[f"bytes_{way}"] += int(metrics.pop(name, 0))
         site |= {"round": line["round"], "metrics": metrics}
     return {name: values | weights.get(name, {"weight": None, "share": None}) for name, values in found.items()}
 

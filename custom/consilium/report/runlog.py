@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
-from consilium.messages import Payload, Tensors
+from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
 from consilium.report.figures import heat, plot_curves, plot_matrices
@@ -64,7 +64,7 @@ class RunLog:
     def received(self, site: str, result: Payload, weight: int = 1) -> None:
         """Record one accepted result and its weight in the mean."""
         up, down = payload_bytes(result.tensors), self._down.get(site, 0)
-        values = result.metrics | {"comm/bytes_up": float(up), "comm/bytes_down": float(down)}
+        values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
         place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
         self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
         self._scalars(site, values, result.round)

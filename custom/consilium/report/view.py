@@ -1,7 +1,7 @@
 """What a person sees of a run: a live table while it goes on, plain lines where there is no terminal, and the result."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,29 +13,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.clean import line, shown
 from consilium.report.progress import when
 from consilium.report.tables import fit
+from consilium.tasks.registry import Scores
 
 Results = Mapping[str, Mapping[str, float]]
 """Metrics of the closing evaluation by site."""
-STAGES = ("base", "received", "personal")
-HEADINGS = {
-    "dice": "Dice", "iou": "IoU", "hd95": "HD95", "accuracy": "Accuracy", "f1": "Macro F1", "exact": "Exact", "loss": "Loss",
-    "perplexity": "Perplexity", "rouge_l": "ROUGE-L", "bleu": "BLEU", "meteor": "METEOR", "nist": "NIST", "cider": "CIDEr",
-}  # fmt: skip
-LEADING = ("dice", "accuracy", "exact", "rouge_l", "loss")
-"""The score a task is judged by: the first of these it reports."""
-BESIDE = {
-    "dice": ("iou", "hd95"),
-    "accuracy": ("f1", "loss"),
-    "exact": ("loss",),
-    "rouge_l": ("bleu", "meteor", "nist", "cider", "loss"),
-    "loss": ("perplexity",),
-}
-"""What the closing table shows beside the leading score, where it is reported."""
-
-
+Headings = Callable[[str], dict[str, str]]
+"""Return headings by metric, their words joined as told."""
 LINE = 2000
 """Characters of a line at most; names and reasons in it have their own bound."""
 
@@ -46,12 +33,12 @@ class LiveView:
     `losses`: the last training loss of every site.
     """
 
-    def __init__(self, console: Console, rounds: int, title: str) -> None:
-        self.console, self.rounds, self.title = console, rounds, title
+    def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
+        self.console, self.rounds, self.title, self.scores = console, rounds, title, scores
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
         self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
-        self.score = LEADING[0]
+        self.score = scores.leading[0]
         columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
         self._bar = Progress(*columns, expand=True)
         self._task = self._bar.add_task(shown(title), total=rounds, eta="")
@@ -107,12 +94,12 @@ class LiveView:
         self._say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
-        metrics, row, closing = event["metrics"], self._row(event), "train/loss" not in event["metrics"]
-        self.score = leading(metrics, self.score)
-        found = {k: _score(metrics, k, self.score) for k in STAGES}
+        metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
+        self.score = self.scores.lead(reported(metrics))
+        found = {stage: score_of(metrics, stage, self.score) for stage in Stage}
         row |= {k: v for k, v in found.items() if v is not None} | {"state": "done", "part": 1.0}
         if not closing:
-            self.losses[shown(event["site"])] = row["loss"] = metrics["train/loss"]
+            self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
         if not self._live:
             self._say(f"{self._when(event, closing)}  {shown(event['site'])}: {self._scores(found, row, closing)}")
 
@@ -125,7 +112,7 @@ class LiveView:
     def _scores(self, found: Mapping[str, float | None], row: Mapping[str, Any], closing: bool) -> str:
         """Return what was measured: the loss of training and the leading score, as far as there are any."""
         values = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
-        scores = f"{HEADINGS[self.score]} {values}" if values else ""
+        scores = f"{self.scores.heading(self.score)} {values}" if values else ""
         if closing:
             return scores or "nothing to score"
         return "  ".join(part for part in (f"loss {row['loss']:.3f}", scores, self._eta()) if part)
@@ -148,7 +135,8 @@ class LiveView:
 
     def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
         """Return a row per site with the first `count` numbers."""
-        headings = {"loss": "loss"} | {k: f"{HEADINGS[self.score]}{joint}{k}" for k in ("received", "personal")}
+        heading = self.scores.heading(self.score)
+        headings = {"loss": "loss"} | {k: f"{heading}{joint}{k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
         table = Table(Column("site", no_wrap=True), Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False)
         numbers = list(headings)[:count]
         for key in numbers:
@@ -159,22 +147,22 @@ class LiveView:
         return table
 
 
-def result_table(results: Results, title: str, width: int = 120, losses: Mapping[str, float] = MappingProxyType({})) -> Table:
-    """Return the closing per-site table: the leading score of base, received and personal model, then the received one's rest.
+def result_table(
+    results: Results, title: str, scores: Scores, width: int = 120, losses: Mapping[str, float] = MappingProxyType({})
+) -> Table:
+    """Return the closing per-site table: the leading score of all three models, then the global one's other scores.
 
-    Segmentation: Dice, then IoU and HD95; classification: accuracy, then macro F1; language: see LEADING and BESIDE. In fewer
-    than the needed `width` cells headings become narrower, then names shorter, then every score gets a line of its own.
-    Where nothing was scored it says so and shows the last training `losses` by site.
+    In fewer than the needed `width` cells headings become narrower, then names shorter, then every score gets a line of its
+    own. Where nothing was scored it says so and shows the last training `losses` by site.
     """
-    names = {name for metrics in results.values() for name in metrics}
-    if not names:
+    keys = [key for metrics in results.values() for name in metrics if (key := MetricKey.parse(name))]
+    if not keys:
         found = fit([partial(_unscored, results, title, losses)] * 2, map(shown, results), width)
         found.min_width = min(width, len(str(found.title)))  # so that its title is one line
         return found
-    split = "test" if any(name.startswith("test/") for name in names) else "validation"
-    score = leading(names, LEADING[0])
-    remark = ", resized grid; HD95 in pixels of it" if score == "dice" else ""
-    table = partial(_wide, results, f"{shown(title)}: {split} split{remark}", split, score, _beside(score, names))
+    split = "test" if any(key.split == "test" for key in keys) else "validation"
+    columns = partial(_columns, split, scores, scores.lead(key.metric for key in keys))
+    table = partial(_wide, results, f"{shown(title)}: {split} split{scores.remark}", columns)
     layouts = [partial(table, " "), partial(table, "\n"), partial(_tall, *table.args)]
     found = fit(layouts, map(shown, [*results, "mean"]), width)
     if without := sorted(site for site in results if not any(name.startswith(f"{split}/") for name in results[site])):
@@ -182,17 +170,16 @@ def result_table(results: Results, title: str, width: int = 120, losses: Mapping
     return found
 
 
-def _columns(split: str, score: str, rest: Iterable[str], joint: str) -> dict[str, str]:
+def _columns(split: str, scores: Scores, score: str, joint: str) -> dict[str, str]:
     """Return headings by metric."""
-    shown = [(stage, score) for stage in STAGES] + [("received", metric) for metric in rest]
-    return {f"{split}/{stage}/{metric}": f"{HEADINGS[metric]}{joint}{stage}" for stage, metric in shown}
+    keys = [MetricKey(split, stage, score) for stage in Stage]
+    keys += [MetricKey(split, Stage.GLOBAL, metric) for metric in scores.beside if metric != score]
+    return {str(key): f"{scores.heading(key.metric)}{joint}{key.stage}" for key in keys}
 
 
-def _wide(
-    results: Results, title: str, split: str, score: str, rest: Iterable[str], joint: str, names: Mapping[str, str]
-) -> Table:
+def _wide(results: Results, title: str, headings: Headings, joint: str, names: Mapping[str, str]) -> Table:
     """Return a row per site."""
-    table, columns = _table(title), _columns(split, score, rest, joint)
+    table, columns = _table(title), headings(joint)
     for heading in ("site", *columns.values()):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for site in sorted(results):
@@ -202,9 +189,9 @@ def _wide(
     return table
 
 
-def _tall(results: Results, title: str, split: str, score: str, rest: Iterable[str], names: Mapping[str, str]) -> Table:
+def _tall(results: Results, title: str, headings: Headings, names: Mapping[str, str]) -> Table:
     """Return a row per site and score."""
-    table, columns = _table(title), _columns(split, score, rest, " ")
+    table, columns = _table(title), headings(" ")
     for heading in ("site", "score", ""):
         table.add_column(heading, justify="left" if heading else "right", no_wrap=True)
     for site in [*sorted(results), None]:
@@ -237,23 +224,14 @@ def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | 
     return sum(found) / len(found) if found else None
 
 
-def leading(names: Iterable[str], otherwise: str) -> str:
-    """Return which of LEADING is among metric names such as "test/base/dice"; the training's own loss does not count."""
-    found = {name.rpartition("/")[2] for name in names if not name.startswith("train/")}
-    return next((score for score in LEADING if score in found), otherwise)
+def reported(metrics: Iterable[str]) -> set[str]:
+    """Return what scores metric names such as "test/global/dice" tell of; the training's own loss does not count."""
+    return {key.metric for name in metrics if (key := MetricKey.parse(name))}
 
 
-def _beside(score: str, names: set[str]) -> tuple[str, ...]:
-    """Return what is shown beside a leading score; images always have theirs, and classifiers' loss is left out."""
-    found = {name.rpartition("/")[2] for name in names}
-    if score == "dice" or "f1" in found:
-        return tuple(one for one in BESIDE[score] if one != "loss")
-    return tuple(one for one in BESIDE[score] if one in found)
-
-
-def _score(metrics: Mapping[str, float], stage: str, score: str) -> float | None:
+def score_of(metrics: Mapping[str, float], stage: Stage, score: str) -> float | None:
     """Return a score of whichever split there is: validation in training, test or validation in the end."""
-    return next((v for split in ("validation", "test") if (v := metrics.get(f"{split}/{stage}/{score}")) is not None), None)
+    return next((v for split in SPLITS if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)
 
 
 def number(value: float | None) -> str:

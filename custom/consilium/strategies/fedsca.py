@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium.adapters.bottleneck import count, position
+from consilium.adapters.names import bottleneck_count, bottleneck_position, factor, is_head
 from consilium.errors import ConfigError
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import Payload, SiteInfo, Tensors
@@ -48,8 +48,8 @@ class FedSCA(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
-        where = position(name)
-        if (where is None and not name.startswith("mask_decoder.")) or ".lora_" in name:
+        where = bottleneck_position(name)
+        if factor(name) or is_head(name):
             raise ConfigError(f"strategy fedsca cannot place adapter tensor {name!r}; use adapter kind bottleneck")
         return Role.SHARED if where is not None and (where < self.low or not self.low) else Role.LOCAL
 
@@ -57,8 +57,10 @@ class FedSCA(Strategy):
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0. Raises ConfigError if the model has fewer adapters than `low`."""
-        if self.low > count(initial):
-            raise ConfigError(f"strategy.low: {self.low}: the model has {count(initial)} adapters; use that or less, 0 for all")
+        if self.low > bottleneck_count(initial):
+            raise ConfigError(
+                f"strategy.low: {self.low}: the model has {bottleneck_count(initial)} adapters; use that or less, 0 for all"
+            )
         return super().init_state(initial)
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:

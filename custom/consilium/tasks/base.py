@@ -1,18 +1,18 @@
 """What training and evaluation need of a task."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-Batch = dict[str, Tensor]
+Batch: TypeAlias = "dict[str, Tensor]"
 
 
 class Task(Protocol):
     """What the loop needs of a task; see tasks/segmentation.py."""
 
     num_samples: int
-    metric_names: frozenset[str]
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -25,10 +25,10 @@ class Task(Protocol):
         """
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: "nn.Module", batch: Batch) -> "Tensor":
         """Return the scalar mean loss of a batch."""
         ...
 
-    def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+    def evaluate(self, model: "nn.Module", split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         """Return metrics of a split, {} if it is empty."""
         ...

@@ -59,7 +59,7 @@ def train(
     optimizer = make_optimizer(list(active.values()), config)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
-    total, running = steps_per_round(task.num_samples, config), 0.0
+    total, running = config.steps_per_round(task.num_samples), 0.0
     model.train()
     with torch.random.fork_rng(devices=_cuda_devices(params)), _steps(model, task, optimizer, config, seed, active, dp) as take:
         torch.manual_seed(seed)
@@ -146,14 +146,6 @@ def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig
         )
     loss.backward()
     return loss.item()
-
-
-def steps_per_round(num_samples: int, config: TrainingConfig) -> int:
-    """Return the optimizer steps of one round at a site with `num_samples` training samples."""
-    if config.local_steps:
-        return config.local_steps
-    batches = -(-num_samples // config.batch_size)
-    return config.local_epochs * -(-batches // config.accumulate)
 
 
 def _stream(task: Task, config: TrainingConfig, seed: int) -> Iterator[Batch]:

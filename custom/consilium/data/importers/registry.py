@@ -3,14 +3,29 @@
 from pathlib import Path
 from typing import Any
 
-from consilium.data.importers import classes, nuclei, pictures, volumes
 from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.writing import check_free, write_sites
 from consilium.errors import ConfigError, DataError
+from consilium.registry import Registry
 from consilium.schema import nearest
 
-IMPORTERS: dict[str, Importer] = {**pictures.SETS, **nuclei.SETS, **volumes.SETS, **classes.SETS}
-"""Importers by the name a user gives."""
+_ROOM = "consilium.data.importers"
+IMPORTERS: Registry[Importer] = Registry(
+    "data set",
+    {
+        "polyp": f"{_ROOM}.pictures:SETS",
+        "fundus": f"{_ROOM}.pictures:SETS",
+        "pannuke": f"{_ROOM}.nuclei:SETS",
+        "monuseg": f"{_ROOM}.nuclei:SETS",
+        "monusac": f"{_ROOM}.nuclei:SETS",
+        "tnbc": f"{_ROOM}.nuclei:SETS",
+        "prostate": f"{_ROOM}.volumes:SETS",
+        "mnms": f"{_ROOM}.volumes:SETS",
+        "oct-c8": f"{_ROOM}.classes:SETS",
+        "kvasir-v2": f"{_ROOM}.classes:SETS",
+    },
+)
+"""Importers by the name a user gives. A new one: an Importer in a file, and its line here."""
 
 
 def import_set(name: str, source: Path, dest: Path, options: Options = Options()) -> dict[str, Any]:  # noqa: B008 - frozen

@@ -1,14 +1,23 @@
 """Causal language models of `transformers`."""
 
 import re
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.schema import LONGEST_TEXT, Section, Sha256
+from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+from consilium.schema import LONGEST_TEXT
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+APART = ("llama", "mistral", "qwen2", "qwen3")
+"""Language models (`model_type`) whose layers are known to keep the rows of a batch apart; experts and recurrences may not."""
 
 
-class CausalLmConfig(Section):
+class CausalLmConfig(ModelConfig):
     """A frozen causal language model: the tiny one, or `folder`, any of `transformers` by local path.
 
     `config` is the contents of the folder's config.json (JSON is valid YAML: paste it), because the server has no weights and
@@ -19,7 +28,6 @@ class CausalLmConfig(Section):
     name: Literal["causal_lm"]
     variant: Literal["tiny", "folder"]
     checkpoint: Annotated[str | None, Field(validate_default=True)] = None
-    checkpoint_sha256: Sha256 | None = None
     config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
     max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens")] = 512
 
@@ -40,6 +48,17 @@ class CausalLmConfig(Section):
         if value is not None and variant == "tiny":
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value
+
+    def keep_apart(self) -> None:
+        """See ModelConfig."""
+        if self.config is None:
+            return
+        if (kind := self.config.get("model_type")) not in APART:
+            what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(APART)}"
+            raise ValueError(f"model.config.model_type: {kind!r}: {what}")
+        if name := next((key for key, value in self.config.items() if "dropout" in key and value), None):
+            what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
+            raise ValueError(f"model.config.{name}: {self.config[name]!r} {what}; use 0")
 
 
 _SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
@@ -64,3 +83,29 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
             raise ValueError(f"{key} of at most {most}")
     elif isinstance(value, str) and len(value) > LONGEST_TEXT:
         raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
+
+
+def _build(config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+    from consilium.models.causal_lm.network import build_causal_lm
+
+    return build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
+
+
+def _tokenizer(config: CausalLmConfig, checkpoint: Path | None) -> "PreTrainedTokenizerBase":
+    from consilium.models.causal_lm.network import load_tokenizer
+
+    return load_tokenizer(config.variant, checkpoint)
+
+
+_ATTENTION, _MLP = r"model\.layers\.\d+\.self_attn", r"model\.layers\.\d+\.mlp"
+_QKV = TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)")
+TARGETS = {
+    "paper": _QKV,
+    "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
+    "qkv": _QKV,
+    "attention": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)"),
+    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)|{_MLP}\.(gate_proj|up_proj|down_proj)"),
+}
+"""Layers to adapt, by full module names, of models laid out like Llama (Mistral, Qwen3)."""
+
+CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer)

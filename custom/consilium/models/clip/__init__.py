@@ -1,17 +1,42 @@
 """CLIP-like vision towers with a trained head, for classification."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.schema import Section, Sha256
+from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-class ClipConfig(Section):
-    """A frozen CLIP vision tower with a trained head, for classification. `checkpoint` as for SAM, see models/clip.py."""
+class ClipConfig(ModelConfig):
+    """A frozen CLIP vision tower with a trained head, for classification. `checkpoint` as for SAM."""
 
     name: Literal["clip"]
     variant: Literal["tiny", "biomedclip", "clip"]
-    checkpoint: str | None = None
-    checkpoint_sha256: Sha256 | None = None
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
+
+    @property
+    def image_side(self) -> int:
+        """See ModelConfig."""
+        return self.image_size
+
+
+def _build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+    from consilium.models.clip.network import build_clip
+
+    return build_clip(config.variant, checkpoint, config.image_size, len(task.classes), weights, use_checkpointing)
+
+
+_TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
+_ATTENTION = rf"{_TOWER}\.(attention|self_attn)"
+TARGETS = {
+    "paper": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)"),
+    "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
+    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj|out_proj)|{_TOWER}\.mlp\.(fc1|fc2)"),
+}
+"""Layers to adapt, by full module names."""
+
+CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS)

@@ -1,18 +1,62 @@
-"""SAM: a frozen one, for segmentation."""
+"""SAM, a frozen one, for segmentation."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.schema import Section, Sha256
+from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
 
-class SamConfig(Section):
+class SamConfig(ModelConfig):
     """A frozen SAM, for segmentation. `checkpoint` may start with ${SITE}, the site's checkpoint folder."""
 
     name: Literal["sam"] = "sam"
     variant: Literal["tiny", "vit_b", "vit_l", "vit_h"]
-    checkpoint: str | None = None
-    checkpoint_sha256: Sha256 | None = None
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
     attention: Literal["fused", "original"] = "fused"
+
+    @property
+    def image_side(self) -> int:
+        """See ModelConfig."""
+        return self.image_size
+
+
+def _build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+    from consilium.models.sam.network import build_sam
+
+    prompt, size = getattr(task, "prompt", "none"), config.image_size
+    kept = {"gradient_checkpointing": use_checkpointing, "weights": weights}
+    return build_sam(config.variant, checkpoint, size, len(task.classes), prompt, config.attention, **kept)
+
+
+def _split(model: "nn.Module") -> None:
+    from consilium.models.sam.attention import split_qkv
+
+    split_qkv(model)
+
+
+def _fuse(values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    from consilium.models.sam.attention import fuse_qkv
+
+    return fuse_qkv(values)
+
+
+_ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
+_QV_DECODER = rf"{_DECODER}\.(q_proj|v_proj)"
+TARGETS = {
+    "paper": TargetSet(rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)"),
+    "qv": TargetSet(rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_QV_DECODER}", _split, _fuse, rf"{_ENCODER}\.attn\.qkv|{_QV_DECODER}"),
+    "all-linear": TargetSet(
+        rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
+        rf"|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj|lin1|lin2)"
+    ),
+}
+"""Layers to adapt, by full module names."""
+
+SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS)

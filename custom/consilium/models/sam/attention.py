@@ -1,5 +1,7 @@
 """SAM's attention on PyTorch's fused kernels, and the split of a fused qkv projection. Parameters stay where Meta has them."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from segment_anything.modeling.image_encoder import Attention as ImageAttention
@@ -80,3 +82,17 @@ def split_qkv(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ImageAttention):
             module.qkv = SplitQKV(module.qkv)
+
+
+def fuse_qkv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the factors of the fused projection: A = [A_q; A_v], B with B_q in the q rows and B_v in the v rows.
+
+    So a pair of rank r on q and v becomes one adapter of rank 2r, block-placed and so exactly equal.
+    """
+    fused = {n: t for n, t in values.items() if ".attn.qkv." not in n}
+    for layer in {n.rpartition(".")[0].rpartition(".")[0] for n in values if ".attn.qkv." in n}:
+        a_q, a_v, b_q, b_v = (values[f"{layer}.{s}.lora_{f}"] for f in "AB" for s in "qv")
+        over_q, over_v = torch.zeros_like(b_q), torch.zeros_like(b_v)
+        rows = (torch.cat(pair, 1) for pair in ((b_q, over_v), (over_q, over_v), (over_q, b_v)))
+        fused[f"{layer}.lora_A"], fused[f"{layer}.lora_B"] = torch.cat([a_q, a_v]), torch.cat([*rows])
+    return fused

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.dual_rank import DualRankConfig
-from consilium.adapters.names import factor
+from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
 from consilium.strategies.unequal.ranks import shapes
@@ -62,7 +62,7 @@ def _fits(name: str, most: float, least: float, slope: float, rank: int) -> floa
 
 def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> Step:
     values = {name: torch.zeros(_cut(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
-    layers.load(model, {n: t for n, t in values.items() if factor(n) or n.startswith("head.")})
+    layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
     trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
     for parameter in trained:
         parameter.requires_grad_(True)

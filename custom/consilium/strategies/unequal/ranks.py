@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium.adapters.names import GATE, TAIL, lora_factor
+from consilium.adapters.names import GATE, TAIL, is_frozen_part, is_head, lora_factor
 from consilium.errors import ConfigError
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product
@@ -70,7 +70,7 @@ class UnequalRanks(Strategy):
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for tails and gates, SHARED for factors and a head. Raises ConfigError for another adapter."""
-        if name.rpartition(".")[2] in (*TAIL, GATE):
+        if is_frozen_part(name):
             return Role.FROZEN
         lora_factor(name, self.name)
         return Role.SHARED
@@ -136,7 +136,7 @@ def _depth(layer: str) -> list[tuple[bool, int, str]]:
 
 def others(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return what is no factor, tail or gate: a classifier's head, which is averaged."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("head.")}
+    return {name: tensor for name, tensor in tensors.items() if is_head(name)}
 
 
 def pair(layer: str, product: Product) -> Tensors:

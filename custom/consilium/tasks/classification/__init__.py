@@ -1,13 +1,21 @@
-"""Classification: one class per image."""
+"""Classification: one class per image, judged by accuracy."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
+from consilium.data.datalist import DataList, read_datalist
+from consilium.models.registry import ModelConfig
+from consilium.schema import MOST_CLASSES, ClassName, each_once
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+
+if TYPE_CHECKING:
+    from consilium.data.check import Findings
+    from consilium.tasks.classification.task import ClassificationTask
 
 
-class ClassificationConfig(Section):
+class ClassificationConfig(TaskConfig):
     """One class per image. `classes`: their names, in the order of the model's outputs; integer labels count from 0."""
 
     name: Literal["classification"]
@@ -18,3 +26,30 @@ class ClassificationConfig(Section):
     @classmethod
     def _differ(cls, value: list[str]) -> list[str]:
         return each_once(value)
+
+
+def metric_names(config: ClassificationConfig) -> frozenset[str]:
+    """Return every metric a classification task can report."""
+    classes = config.classes
+    pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
+    return frozenset({"loss", "accuracy", "f1", *(f"recall/{c}" for c in classes), *pairs})
+
+
+def _read(path: Path) -> DataList:
+    return read_datalist(path, True)
+
+
+def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "ClassificationTask":
+    from consilium.tasks.classification.task import ClassificationTask
+
+    return ClassificationTask(data, config.classes, model.image_side, config.augment)
+
+
+def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+    from consilium.data.check import check_datalist
+
+    return check_datalist(path, config.classes if config else None)
+
+
+SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
+CLASSIFICATION = TaskKind(ClassificationConfig, lambda config: SCORES, metric_names, _read, _build, _check)

@@ -11,14 +11,7 @@ from consilium.data.cache import SampleCache
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import augment, augmentation, read_picture
 from consilium.errors import DataError
-
-Batch = dict[str, Tensor]
-
-
-def metric_names(classes: Sequence[str]) -> frozenset[str]:
-    """Return every metric a classification task can report."""
-    pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
-    return frozenset({"loss", "accuracy", "f1", *(f"recall/{c}" for c in classes), *pairs})
+from consilium.tasks.base import Batch
 
 
 class ClassificationTask:
@@ -30,7 +23,6 @@ class ClassificationTask:
     def __init__(self, data: DataList, classes: Sequence[str], image_size: int, augment: bool = True) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
-        self.metric_names = metric_names(classes)
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
         self._transforms = augmentation(moved=["image"])
         self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size)})

@@ -1,13 +1,25 @@
 """Language: answers to instructions."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from consilium.schema import MOST_CLASSES, Section
+from consilium.data.datalist import DataList
+from consilium.data.text import read_texts
+from consilium.schema import MOST_CLASSES, each_once
+from consilium.tasks.language.text_scores import NAMES
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+
+if TYPE_CHECKING:
+    from consilium.data.check import Findings
+    from consilium.tasks.language.task import LanguageTask
+
+WRITTEN: dict[str, tuple[str, ...]] = {"loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES}
+"""Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
 
 
-class LanguageConfig(Section):
+class LanguageConfig(TaskConfig):
     """Answers to instructions. `evaluate`: loss; label, exact or generation add what their greedily written answers score.
 
     `labels`: the answers to choose from, in any order, for records that name none of their own.
@@ -21,6 +33,36 @@ class LanguageConfig(Section):
     @field_validator("labels")
     @classmethod
     def _differ(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := [label for label in value if value.count(label) > 1]:
-            raise ValueError(f"every label once; {twice[0]!r} is there twice")
-        return value
+        return tuple(each_once(list(value), "label"))
+
+
+def metric_names(config: LanguageConfig) -> frozenset[str]:
+    """Return every metric a language task can report."""
+    return frozenset({"loss", "perplexity", *WRITTEN[config.evaluate]})
+
+
+def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> "LanguageTask":
+    from consilium.tasks.language.task import LanguageTask
+
+    return LanguageTask(data, tokenizer, model.max_length, config.evaluate, config.labels, config.max_new_tokens)
+
+
+def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+    from consilium.data.check_text import check_texts
+
+    return check_texts(path, tokenizer, max_length)
+
+
+HEADINGS = {
+    "accuracy": "Accuracy", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
+    "bleu": "BLEU", "meteor": "METEOR", "nist": "NIST", "cider": "CIDEr",
+}  # fmt: skip
+
+
+def scores(config: LanguageConfig) -> Scores:
+    """Return how the scores of this kind of evaluation are shown."""
+    written = WRITTEN[config.evaluate]
+    return Scores((*written[:1], "loss"), (*written[1:], "loss") if written else ("perplexity",), HEADINGS)
+
+
+LANGUAGE = TaskKind(LanguageConfig, scores, metric_names, read_texts, _build, _check, "training.jsonl")

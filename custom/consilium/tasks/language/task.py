@@ -12,18 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
+from consilium.tasks.base import Batch
 from consilium.tasks.language import text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
 from consilium.tasks.language.tokens import IGNORED, Encoder
-
-Batch = dict[str, Tensor]
-WRITTEN = {"loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": text_scores.NAMES}
-"""Metrics that each kind of `task.evaluate` adds to loss and perplexity."""
-
-
-def metric_names(evaluate: str) -> frozenset[str]:
-    """Return every metric a language task can report."""
-    return frozenset({"loss", "perplexity", *WRITTEN[evaluate]})
 
 
 class LanguageTask:
@@ -47,7 +39,6 @@ class LanguageTask:
     ) -> None:
         self.data, self.labels, self.max_new_tokens, self.kind = data, tuple(labels), max_new_tokens, evaluate
         self.num_samples = len(data.splits["training"])
-        self.metric_names = metric_names(evaluate)
         self._encoder = Encoder(tokenizer, max_length)
         self._pairs = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
         self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}

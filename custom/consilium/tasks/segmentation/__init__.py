@@ -1,15 +1,23 @@
-"""Segmentation: masks."""
+"""Segmentation: masks, judged by Dice."""
 
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
+from consilium.data.datalist import DataList, read_datalist
+from consilium.models.registry import ModelConfig
+from consilium.schema import MOST_CLASSES, ClassName, each_once
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+
+if TYPE_CHECKING:
+    from consilium.data.check import Findings
+    from consilium.tasks.segmentation.task import SegmentationTask
 
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
 
 
-class SegmentationConfig(Section):
+class SegmentationConfig(TaskConfig):
     """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
     name: Literal["segmentation"] = "segmentation"
@@ -23,3 +31,36 @@ class SegmentationConfig(Section):
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             return value
         return {name: [i] for i, name in enumerate(each_once(value), start=1)}
+
+
+NAMES = ("dice", "iou", "hd95")
+
+
+def metric_names(config: SegmentationConfig) -> frozenset[str]:
+    """Return every metric a segmentation task can report."""
+    return frozenset({"loss", *NAMES, *(f"{name}/{c}" for name in NAMES for c in config.classes)})
+
+
+def _read(path: Path) -> DataList:
+    return read_datalist(path, False)
+
+
+def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "SegmentationTask":
+    from consilium.tasks.segmentation.task import SegmentationTask
+
+    return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment)
+
+
+def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+    from consilium.data.check import check_datalist
+
+    return check_datalist(path, config.classes if config else None)
+
+
+SCORES = Scores(
+    ("dice",),
+    ("iou", "hd95"),
+    {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "loss": "Loss"},
+    ", resized grid; HD95 in pixels of it",
+)
+SEGMENTATION = TaskKind(SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check)

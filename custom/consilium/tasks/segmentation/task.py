@@ -4,7 +4,7 @@ Classes may nest (a cup lies in its disc), so every class is a binary problem of
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,14 +17,7 @@ from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList
 from consilium.data.images import Sample, augment, augmentation, read_sample
 from consilium.seeding import seed_for
-
-Batch = dict[str, Tensor]
-
-
-def metric_names(classes: Iterable[str]) -> frozenset[str]:
-    """Return every metric a segmentation task can report."""
-    names = ("dice", "iou", "hd95")
-    return frozenset({"loss", *names, *(f"{m}/{c}" for m in names for c in classes)})
+from consilium.tasks.base import Batch
 
 
 class SegmentationTask:
@@ -41,7 +34,6 @@ class SegmentationTask:
         self.data, self.classes, self.size = data, classes, image_size
         self.by_box, self.augment = prompt == "box", augment
         self.num_samples = len(data.splits["training"])
-        self.metric_names = metric_names(classes)
         self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
         self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size))
 

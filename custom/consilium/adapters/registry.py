@@ -1,0 +1,61 @@
+"""The kinds of adapters. A new one: a file with an AdapterKind, and its line in ADAPTERS."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consilium.models.registry import ModelKind
+from consilium.registry import Registry
+from consilium.schema import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class AdapterConfig(Section):
+    """Base of every `adapter:` section."""
+
+    kind: str
+
+    def keep_apart(self) -> None:
+        """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
+
+
+def _no_base(model: "nn.Module", config: Any) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """What the rest must know of an adapter.
+
+    `shapes(model, config, base)`: its tensors' names and shapes, in the order of the model's modules, on a base without it (a
+    head not counted); `inject(model, config, base)` puts it in; `export(folder, values, config, base, name)` writes a whole
+    one for others; `trainable_base(model, config)`: parameters of the base that train too and never leave their site;
+    `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the adapter's part of the
+    forward pass. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample.
+    """
+
+    config: type[AdapterConfig]
+    shapes: "Callable[[nn.Module, Any, ModelKind], Shapes]"
+    inject: "Callable[[nn.Module, Any, ModelKind], None]"
+    export: "Callable[[Path, Mapping[str, Tensor], Any, ModelKind, str], None]"
+    trainable_base: "Callable[[nn.Module, Any], list[str]]" = _no_base
+    start: "Callable[[str, tuple[int, ...], int], Tensor] | None" = None
+    scale: "Callable[[nn.Module, Any, float], None] | None" = None
+    unequal_ranks: bool = False
+    per_sample: bool = True
+
+
+ADAPTERS: Registry[AdapterKind] = Registry(
+    "adapter",
+    {
+        "lora": "consilium.adapters.lora:LORA",
+        "dual_rank": "consilium.adapters.dual_rank:DUAL_RANK",
+        "bottleneck": "consilium.adapters.bottleneck:BOTTLENECK",
+    },
+    "consilium.adapters",
+)

@@ -1,0 +1,38 @@
+"""Which linear layers of a model an adapter is put into."""
+
+from typing import Any
+
+import re2
+from torch import nn
+
+from consilium.adapters.names import HEAD
+from consilium.errors import ConfigError
+from consilium.models.registry import TargetSet
+
+
+def linear_layers(model: nn.Module, target: TargetSet) -> list[str]:
+    """Return the names of the linear layers that `target` matches, in the model's order, after its `prepare`.
+
+    Raises ConfigError if nothing matches, or for what is no pattern.
+    """
+    if target.prepare:
+        target.prepare(model)
+    pattern = _compiled(target.pattern)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD and pattern.fullmatch(n)]
+    if not linear:
+        known = f"{', '.join(target.known)}, or " if target.known else ""
+        what = "matches no linear layer of the model"
+        raise ConfigError(f"adapter.targets: {target.pattern!r} {what}; use {known}a full regex")
+    return linear
+
+
+def _compiled(pattern: str) -> Any:
+    """Return the compiled RE2 pattern, whose time grows with the text only, whoever wrote it. Raises ConfigError."""
+    quiet = re2.Options()
+    quiet.log_errors = False
+    try:
+        return re2.compile(pattern, quiet)
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
+        what = f"is no valid regular expression of RE2, without look-around and back-references ({reason})"
+        raise ConfigError(f"adapter.targets: {pattern!r} {what}; fix it") from None

@@ -1,0 +1,82 @@
+"""The kinds of frozen base models. A new one: a folder (or a file) with a ModelKind, and its line in MODELS."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from consilium.registry import Registry
+from consilium.schema import Section, Sha256
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class ModelConfig(Section):
+    """Base of every `model:` section. `checkpoint` may start with ${SITE}, the site's checkpoint folder."""
+
+    name: str
+    variant: str
+    checkpoint: str | None = None
+    checkpoint_sha256: Sha256 | None = None
+
+    @property
+    def image_side(self) -> int:
+        """Pixels a side of the pictures it takes; 0 for a model that takes none."""
+        return 0
+
+    def keep_apart(self) -> None:
+        """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
+
+
+@dataclass(frozen=True)
+class TargetSet:
+    """Linear layers to adapt: those whose full names `pattern` (RE2) matches.
+
+    `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
+    has; `exported` is then the pattern for these. `known`: the model's own sets, for messages.
+    """
+
+    pattern: str
+    prepare: "Callable[[nn.Module], None] | None" = None
+    fuse: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None" = None
+    exported: str = ""
+    known: tuple[str, ...] = ()
+
+
+class Build(Protocol):
+    """Returns a base in evaluation mode. `task` is the job's task section; `weights` False lays it out only (meta device)."""
+
+    def __call__(self, config: Any, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+        """Raise CheckpointError for weights that do not fit, ConfigError for an impossible size."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """What the rest must know of a model. `task`: the kind of task it does; `targets`: sets of layers to adapt, by name.
+
+    `tokenizer(config, checkpoint)` returns a language model's tokenizer.
+    """
+
+    config: type[ModelConfig]
+    task: str
+    build: Build
+    targets: Mapping[str, TargetSet] = field(default_factory=dict)
+    tokenizer: Callable[[Any, Path | None], Any] | None = None
+
+    def target(self, name: str) -> TargetSet:
+        """Return the set of that name; any other name is a pattern."""
+        found = self.targets.get(name, TargetSet(name))
+        return replace(found, known=tuple(self.targets))
+
+
+MODELS: Registry[ModelKind] = Registry(
+    "model",
+    {
+        "sam": "consilium.models.sam:SAM",
+        "clip": "consilium.models.clip:CLIP",
+        "causal_lm": "consilium.models.causal_lm:CAUSAL_LM",
+    },
+    "consilium.models",
+)

@@ -1,0 +1,161 @@
+"""Kinds by name: strategies, models, tasks, adapters, importers. A process imports a kind when something names it.
+
+Other packages add kinds by entry points. Which packages may, the caller says every time: by default none, so that a hospital
+runs no code that its administrator has not listed in site.yaml (`plugins:`). A built-in name cannot be replaced.
+"""
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo, TypeAdapter, ValidationError, ValidationInfo
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from consilium.errors import ConfigError
+from consilium.schema import nearest
+
+K = TypeVar("K")
+Plugins = frozenset[str] | None
+"""Names of packages whose kinds may be used; None: every installed one, for a researcher's own machine."""
+NO_PLUGINS: frozenset[str] = frozenset()
+
+
+class Registry(Mapping[str, K], Generic[K]):
+    """The kinds of one sort by name; as a mapping it is those of this package.
+
+    `built_in`: where each is, as "module:attribute" (a dict there is asked for the name); `group`: the entry points by which
+    other packages add theirs.
+    """
+
+    def __init__(self, what: str, built_in: Mapping[str, str], group: str = "") -> None:
+        self.what, self.group = what, group
+        self._built_in, self._added = dict(built_in), dict[str, K]()
+        self.packages: dict[str, str] = {}
+        """The package and version, as "name version", that each added kind came from."""
+
+    def __getitem__(self, name: str) -> K:
+        if name in self._added:
+            return self._added[name]
+        module, _, attribute = self._built_in[name].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        return found[name] if isinstance(found, dict) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._built_in)
+
+    def __len__(self) -> int:
+        return len(self._built_in)
+
+    def find(self, name: object, plugins: Plugins = NO_PLUGINS) -> K:
+        """Return a kind: of this package, or of one of `plugins`. Raises KeyError for an unknown name, ConfigError."""
+        if not isinstance(name, str):
+            raise KeyError(name)
+        if name in self._built_in:
+            return self[name]
+        point = self._point(name, plugins)
+        if name not in self._added:
+            self._added[name] = _load(point, f"{self.what} {name!r}")
+            self.packages[name] = f"{_package(point)} {point.dist.version if point.dist else '0'}"
+        return self._added[name]
+
+    def known(self, plugins: Plugins = NO_PLUGINS) -> list[str]:
+        """Return all names that `find` knows."""
+        return [*self._built_in, *sorted({point.name for point in self._points(plugins)})]
+
+    def _points(self, plugins: Plugins) -> list[EntryPoint]:
+        if plugins is not None and not plugins:
+            return []
+        wanted = None if plugins is None else {_normal(name) for name in plugins}
+        return [p for p in entry_points(group=self.group) if wanted is None or _normal(_package(p)) in wanted]
+
+    def _point(self, name: str, plugins: Plugins) -> EntryPoint:
+        found = [point for point in self._points(plugins) if point.name == name]
+        if not found:
+            raise KeyError(name)
+        if len(found) > 1:
+            who = " and ".join(sorted(map(_package, found)))
+            raise ConfigError(f"{self.what} {name!r} comes with two packages, {who}; list or install one of them")
+        return found[0]
+
+
+def _load(point: EntryPoint, what: str) -> Any:
+    """Return what an entry point names. Raises ConfigError whatever goes wrong: it is somebody else's code."""
+    try:
+        return point.load()
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{what}: package {_package(point)} cannot be loaded ({type(error).__name__}: {why}); fix it"
+        ) from None
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else ""
+
+
+def _normal(name: str) -> str:
+    """Return a package's name as installers compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclass(frozen=True)
+class KindField:
+    """Says of a section's field which registry its values belong to: `Annotated[Base, KindField(REGISTRY, "name")]`.
+
+    `key` tells the kinds apart; `default` is the kind where it is left out. The packages whose kinds may be named come with
+    the validation's context, under "plugins". A kind is its own class, or has it as `config`.
+    """
+
+    registry: Registry[Any]
+    key: str
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True)
+        return core_schema.with_info_plain_validator_function(self._read, serialization=write)
+
+    def fields(self) -> list[str]:
+        """Return the names of all fields of the kinds of this package, to tell which one was meant."""
+        return [field for name in self.registry for field in _fields(_section(self.registry[name]))]
+
+    def _read(self, value: Any, info: ValidationInfo) -> Any:
+        """Return a section of its kind's class. Raises ValidationError with the places of what is wrong in it."""
+        value = {self.key: value} if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            return self._made(value)
+        name, plugins = value.get(self.key, self.default), (info.context or {}).get("plugins", NO_PLUGINS)
+        try:
+            section = _section(self.registry.find(name, plugins))
+        except KeyError:
+            raise self._unknown(name, plugins) from None
+        rest = {key: part for key, part in value.items() if key != self.key}
+        return TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
+
+    def _made(self, value: Any) -> Any:
+        """Return a section that is one already."""
+        if getattr(value, self.key, None) is None:
+            raise PydanticCustomError("kind", "a section with `{key}:`", {"key": self.key})
+        return value
+
+    def _unknown(self, name: object, plugins: Plugins) -> ValidationError:
+        known = self.registry.known(plugins)
+        told = f"one of {', '.join(known)}{nearest(str(name), known)}"
+        error = PydanticCustomError("kind", "{told}", {"told": told})
+        return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
+
+    def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
+        return {self.key: getattr(value, self.key)} | TypeAdapter(type(value)).dump_python(value, mode=info.mode)
+
+
+def _section(kind: Any) -> type:
+    """Return the class of a kind's section."""
+    return kind if isinstance(kind, type) else kind.config
+
+
+def _fields(section: type) -> list[str]:
+    if issubclass(section, BaseModel):
+        return list(section.model_fields)
+    return list(getattr(section, "__dataclass_fields__", {}))

@@ -1,0 +1,33 @@
+"""The algorithms. A new one: a file with a frozen dataclass, and its line in STRATEGIES."""
+
+from typing import TYPE_CHECKING
+
+from consilium.registry import Registry
+
+if TYPE_CHECKING:
+    from consilium.strategies.strategy import Strategy
+
+STRATEGIES: "Registry[type[Strategy]]" = Registry(
+    "strategy",
+    {
+        "fedit": "consilium.strategies.fedit:FedIT",
+        "ffa_lora": "consilium.strategies.ffa_lora:FFALoRA",
+        "fedsa_lora": "consilium.strategies.fedsa_lora:FedSALoRA",
+        "fediat": "consilium.strategies.fediat:FedIAT",
+        "deer": "consilium.strategies.deer:DEeR",
+        "dp_dylora": "consilium.strategies.dp_dylora:DPDyLoRA",
+        "fedsca": "consilium.strategies.fedsca:FedSCA",
+        "fedprox": "consilium.strategies.fedprox:FedProx",
+        "lora_fair": "consilium.strategies.lora_fair:LoraFair",
+        "local_only": "consilium.strategies.local_only:LocalOnly",
+        "centralized": "consilium.strategies.centralized:Centralized",
+        "fedhera": "consilium.strategies.fedhera:FedHera",
+        "fedhomolora": "consilium.strategies.fedhomolora:FedHomoLoRA",
+        "flexlora": "consilium.strategies.flexlora:FlexLoRA",
+        "fedhl": "consilium.strategies.fedhl:FedHL",
+        "flora": "consilium.strategies.flora:FLoRA",
+        "hetlora": "consilium.strategies.hetlora:HetLoRA",
+        "fedhello": "consilium.strategies.fedhello:FedHeLLo",
+    },
+    "consilium.strategies",
+)

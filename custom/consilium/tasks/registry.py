@@ -1,0 +1,77 @@
+"""The kinds of tasks. A new one: a folder (or a file) with a TaskKind, and its line in TASKS."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from consilium.data.datalist import DataList
+from consilium.registry import Registry
+from consilium.schema import Section
+from consilium.tasks.base import Task
+
+if TYPE_CHECKING:
+    from consilium.data.check import Findings
+
+
+class TaskConfig(Section):
+    """Base of every `task:` section."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a task's scores are shown. `leading`: what it is judged by, the first of these that is reported.
+
+    `beside`: what the closing table shows beside it; `headings` by score; `remark` belongs to the table's title.
+    """
+
+    leading: tuple[str, ...]
+    beside: tuple[str, ...]
+    headings: Mapping[str, str]
+    remark: str = ""
+
+    def lead(self, reported: Iterable[str]) -> str:
+        """Return the leading score among the names of reported ones; the first choice where none is."""
+        found = set(reported)
+        return next((name for name in self.leading if name in found), self.leading[0])
+
+    def heading(self, name: str) -> str:
+        """Return how a score is called in a table."""
+        return self.headings.get(name, name)
+
+
+class Check(Protocol):
+    """Looks at a data list before anyone trains on it. `config`, `tokenizer`, `max_length`: the job's, if there is one."""
+
+    def __call__(self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+        """Raise DataError where the list itself cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """What the rest must know of a task. `build(config, model, data, tokenizer)`: the task on one site's data.
+
+    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `file`: what such a list is called.
+    """
+
+    config: type[TaskConfig]
+    scores: Callable[[Any], Scores]
+    metric_names: Callable[[Any], frozenset[str]]
+    read: Callable[[Path], DataList]
+    build: Callable[[Any, Any, DataList, Any], Task]
+    check: Check | None = None
+    file: str = "datalist.json"
+
+
+TASKS: Registry[TaskKind] = Registry(
+    "task",
+    {
+        "segmentation": "consilium.tasks.segmentation:SEGMENTATION",
+        "classification": "consilium.tasks.classification:CLASSIFICATION",
+        "language": "consilium.tasks.language:LANGUAGE",
+    },
+    "consilium.tasks",
+)
