@@ -3,14 +3,19 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+from torch import nn
 
+from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.federation.build import Job, assemble_job
-from consilium.strategies import STRATEGIES
+from consilium.registry import KindField
+from consilium.schema import Section, validate
+from consilium.strategies.registry import STRATEGIES
+from consilium.strategies.strategy import Strategy
 
 JOBS = Path(__file__).parent.parent / "jobs"
 
@@ -34,6 +39,23 @@ def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+class OnlyStrategy(Section):
+    """A job.yaml of a strategy alone."""
+
+    strategy: Annotated[Any, KindField(STRATEGIES, "name")]
+
+
+def strategy_of(options: dict[str, Any]) -> Strategy:
+    """Return the strategy that a job's `strategy:` section describes. Raises ConfigError."""
+    return validate(OnlyStrategy, {"strategy": options}, Path("job.yaml")).strategy
+
+
+def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Return the first values of a model's adapter."""
+    live = {n: t for n, t in layers.tensors(model).items() if n not in model.trainable_base}
+    return {name: layers.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
+
+
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
     """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
     phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
@@ -50,7 +72,7 @@ def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> 
             "task": {"classes": {"disc": [1, 2], "cup": [2]}},
             "data": {"phantoms": phantoms},
             "training": {"rounds": 2, "batch_size": 2, "lr": 3e-3, "seed": 0} | training,
-            "federation": {"min_sites": 2, "round_timeout": 120, "grace": 90},
+            "federation": {"min_sites": 2, "round_timeout": 120, "straggler_grace_seconds": 90},
         }
     )
 

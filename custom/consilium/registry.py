@@ -7,7 +7,7 @@ runs no code that its administrator has not listed in site.yaml (`plugins:`). A 
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -158,4 +158,4 @@ def _section(kind: Any) -> type:
 def _fields(section: type) -> list[str]:
     if issubclass(section, BaseModel):
         return list(section.model_fields)
-    return list(getattr(section, "__dataclass_fields__", {}))
+    return [field.name for field in fields(section)]

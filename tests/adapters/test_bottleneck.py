@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from consilium.adapters import bottleneck, layers
+from consilium.adapters.names import bottleneck_count, bottleneck_position
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
-from tests.conftest import small_config
+from consilium.strategies.fedit import FedIT
+from tests.conftest import initial, small_config
 
 
 def tiny(decoder: bool = False, width: int | None = 4) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
@@ -25,7 +27,7 @@ def tiny(decoder: bool = False, width: int | None = 4) -> tuple[torch.nn.Module,
 
 def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
     model, images, before = tiny()
-    layers.load(model, layers.initial(model, 0))
+    layers.load(model, initial(model, 0))
     with torch.no_grad():
         assert torch.equal(model(images), before)
         for name, parameter in layers.tensors(model).items():
@@ -40,7 +42,7 @@ def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
 @pytest.mark.parametrize("place", bottleneck.PLACES)
 def test_every_adapter_acts(place: str) -> None:
     model, images, before = tiny()
-    layers.load(model, layers.initial(model, 0))
+    layers.load(model, initial(model, 0))
     with torch.no_grad():
         layers.tensors(model)[f"image_encoder.blocks.3.{place}.up.bias"].fill_(0.5)
         assert not torch.allclose(model(images), before, atol=1e-3)
@@ -59,13 +61,13 @@ def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
         model = build_sam("vit_b", None, 1024, 1, weights=False)
         bottleneck.inject(model, None, False)
     names = list(layers.tensors(model))
-    assert bottleneck.count(names) == 36
-    assert bottleneck.position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
-    assert bottleneck.position("image_encoder.blocks.2.adapter_output.up.bias") == 8
-    assert bottleneck.position("image_encoder.blocks.2.attn.qkv.weight") is None
+    assert bottleneck_count(names) == 36
+    assert bottleneck_position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
+    assert bottleneck_position("image_encoder.blocks.2.adapter_output.up.bias") == 8
+    assert bottleneck_position("image_encoder.blocks.2.attn.qkv.weight") is None
     sizes: dict[int, int] = {}
     for name, parameter in layers.tensors(model).items():
-        where = bottleneck.position(name)
+        where = bottleneck_position(name)
         sizes[where] = sizes.get(where, 0) + parameter.numel()
     assert set(sizes.values()) == {768 * 192 * 2 + 192 + 768}
 
@@ -76,12 +78,12 @@ def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert trained == layers.tensors(model).keys()
         assert any(n.startswith("mask_decoder.") for n in trained) == decoder
-        assert not any(n.startswith("mask_decoder.") for n in layers.initial(model, 0))
+        assert not any(n.startswith("mask_decoder.") for n in initial(model, 0))
 
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     model, images, before = tiny(decoder=True)
-    layers.load(model, layers.initial(model, 0) | layers.native(model))
+    layers.load(model, initial(model, 0) | layers.trainable_base_parameters(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
         for parameter in layers.tensors(model).values():
@@ -106,8 +108,6 @@ def test_a_model_without_such_blocks_and_a_decoder_that_would_be_shared_are_name
     with pytest.raises(ConfigError, match=r"adapter\.kind: 'bottleneck' needs"):
         bottleneck.inject(build_clip("tiny", None, 64, 2), None, False)
     config = small_config("fedsca")
-    sharing = config.model_copy(
-        update={"strategy": {"name": "fedit"}, "adapter": config.adapter.model_copy(update={"decoder": True})}
-    )
+    sharing = config.model_copy(update={"strategy": FedIT(), "adapter": config.adapter.model_copy(update={"decoder": True})})
     with pytest.raises(ConfigError, match=r"adapter\.decoder: true: strategy 'fedit' would share 'mask_decoder"):
         assemble_job(sharing)

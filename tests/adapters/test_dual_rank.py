@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import dual_rank, layers
 from consilium.errors import CheckpointError
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -31,7 +32,7 @@ class Net(nn.Module):
 
 def net(rank: int = 4, **options: int) -> Net:
     model = Net(**options)
-    dual_rank.inject(model, rank, SCALING, "paper")
+    dual_rank.inject(model, rank, SCALING, CAUSAL_LM.target("paper"))
     return model
 
 
@@ -173,7 +174,7 @@ def test_bf16_autocast_computes_in_bf16_and_trains_in_float32() -> None:
 
 def test_the_export_is_plain_lora_with_a_rank_per_layer(tmp_path: Path) -> None:
     model, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
-    dual_rank.inject(model, 8, SCALING, "paper")
+    dual_rank.inject(model, 8, SCALING, CAUSAL_LM.target("paper"))
     generator, state = torch.Generator().manual_seed(0), {}
     for index, (name, tensor) in enumerate(layers.tensors(model).items()):
         layer = name.rpartition(".")[0]

@@ -10,13 +10,16 @@ from torch import nn
 
 from consilium.adapters import layers, lora
 from consilium.errors import CheckpointError, ConfigError
+from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
+from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
+from tests.conftest import initial
 
 
 def tiny(targets: str, rank: int = 3, alpha: float = 6.0) -> nn.Module:
     model = build_sam("tiny", None, 64, 2)
-    lora.inject(model, rank, alpha, targets)
+    lora.inject(model, rank, alpha, SAM.target(targets))
     return model
 
 
@@ -31,7 +34,7 @@ def randomize(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) -> None:
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 2, weights=False)
-        lora.inject(model, rank, rank, "paper")
+        lora.inject(model, rank, rank, SAM.target("paper"))
     assert sum(p.numel() for p in layers.tensors(model).values()) == trainable
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if "lora_" in n
@@ -40,9 +43,9 @@ def test_vit_b_paper_targets_have_the_papers_count(rank: int, trainable: int) ->
 
 def test_initial_values_are_seeded_per_tensor_and_change_nothing() -> None:
     model, images = tiny("paper"), torch.rand(1, 3, 64, 64) * 255
-    start = layers.initial(model, seed=5)
-    assert all(torch.equal(t, layers.initial(model, seed=5)[n]) for n, t in start.items())
-    assert not torch.equal(*[layers.initial(model, seed=s)["image_encoder.blocks.0.attn.qkv.lora_A"] for s in (5, 6)])
+    start = initial(model, seed=5)
+    assert all(torch.equal(t, initial(model, seed=5)[n]) for n, t in start.items())
+    assert not torch.equal(*[initial(model, seed=s)["image_encoder.blocks.0.attn.qkv.lora_A"] for s in (5, 6)])
     bound = 128**-0.5
     a = start["image_encoder.blocks.0.attn.qkv.lora_A"]
     assert a.abs().max() <= bound
@@ -55,7 +58,7 @@ def test_initial_values_are_seeded_per_tensor_and_change_nothing() -> None:
 def test_plain_peft_loads_the_folder_with_equal_outputs(targets: str, tmp_path: Path) -> None:
     model, images = tiny(targets), torch.rand(2, 3, 64, 64) * 255
     values = randomize(model)
-    lora.save_peft(tmp_path, values, 3, 6.0, targets, "sam-tiny")
+    lora.save_peft(tmp_path, values, 3, 6.0, "sam-tiny", SAM.targets.get(targets))
     plain = build_sam("tiny", None, 64, 2)
     before = plain(images)
     loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval()
@@ -71,10 +74,10 @@ def small_clip() -> nn.Module:
 @pytest.mark.parametrize("targets", ["paper", "qv", "all-linear", ".*"])
 def test_plain_peft_loads_a_classifier_with_its_head(targets: str, tmp_path: Path) -> None:
     model, images = small_clip(), torch.rand(2, 3, 64, 64) * 255
-    lora.inject(model, 3, 6.0, targets)
+    lora.inject(model, 3, 6.0, CLIP.target(targets))
     values = randomize(model)
     assert {"head.weight", "head.bias"} == {n for n in values if n.startswith("head")}
-    lora.save_peft(tmp_path, values, 3, 6.0, targets, "clip-tiny")
+    lora.save_peft(tmp_path, values, 3, 6.0, "clip-tiny", CLIP.targets.get(targets))
     plain = small_clip()
     torch.nn.init.normal_(plain.head.weight)  # a fresh head, whatever its values
     loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval()
@@ -86,20 +89,20 @@ def test_target_sets_of_both_towers() -> None:
     counts = {}
     for targets in ("paper", "qv", "all-linear"):
         model = small_clip()
-        lora.inject(model, 2, 2, targets)
+        lora.inject(model, 2, 2, CLIP.target(targets))
         counts[targets] = len({n.rpartition(".")[0] for n in layers.tensors(model) if "lora_A" in n})
         with torch.device("meta"):
             theirs = build_clip("clip", None, 224, 5, weights=False)
-            lora.inject(theirs, 2, 2, targets)
+            lora.inject(theirs, 2, 2, CLIP.target(targets))
         assert len([n for n in layers.tensors(theirs) if "lora_A" in n]) == 3 * counts[targets]
     assert counts == {"paper": 12, "qv": 8, "all-linear": 24}
 
 
 def test_the_head_is_trained_starts_at_zero_and_is_chance_when_disabled() -> None:
     model, images = small_clip(), torch.rand(2, 3, 64, 64) * 255
-    lora.inject(model, 2, 2, "paper")
+    lora.inject(model, 2, 2, CLIP.target("paper"))
     assert {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n} == {"head.weight", "head.bias"}
-    start = layers.initial(model, 0)
+    start = initial(model, 0)
     assert not start["head.weight"].any()
     assert start["vision_model.layers.0.attention.q_proj.lora_A"].any()
     randomize(model)
@@ -131,7 +134,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="no valid regular expression"):
         tiny("a(")
     model = tiny("paper")
-    values = layers.initial(model, 0)
+    values = initial(model, 0)
     name = next(iter(values))
     with pytest.raises(CheckpointError, match=r"shape \(1, 1\)"):
         layers.load(model, values | {name: torch.zeros(1, 1)})

@@ -8,6 +8,7 @@ import torch
 
 from consilium.adapters import layers, lora
 from consilium.errors import ConfigError
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from tests.models.test_causal_lm import FAMILIES, save_folder, small_shape
 
@@ -26,7 +27,7 @@ SETS = {
 def test_target_sets_by_family(targets: str, family: str) -> None:
     with torch.device("meta"):
         model = build_causal_lm("folder", None, small_shape(family).to_dict(), weights=False)
-        lora.inject(model, 2, 4, targets)
+        lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
     found = {name.rpartition(".")[0] for name in layers.tensors(model)}
     assert found == {f"model.layers.{i}.{part}" for i in range(2) for part in SETS[targets]}
 
@@ -34,7 +35,7 @@ def test_target_sets_by_family(targets: str, family: str) -> None:
 def test_the_head_is_no_target() -> None:
     model = build_causal_lm("folder", None, small_shape().to_dict(), weights=False)
     with pytest.raises(ConfigError, match="matches no linear layer"):
-        lora.inject(model, 2, 4, "head")
+        lora.inject(model, 2, 4, CAUSAL_LM.target("head"))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -42,11 +43,11 @@ def test_the_head_is_no_target() -> None:
 def test_plain_peft_loads_the_export_onto_the_base(targets: str, family: str, tmp_path: Path) -> None:
     folder, ids = save_folder(tmp_path / "base", family), torch.arange(9)[None]
     model = build_causal_lm("folder", folder)
-    lora.inject(model, 2, 4, targets)
+    lora.inject(model, 2, 4, CAUSAL_LM.target(targets))
     generator = torch.Generator().manual_seed(1)
     values = {n: torch.randn(p.shape, generator=generator) for n, p in layers.tensors(model).items()}
     layers.load(model, values)
-    lora.save_peft(tmp_path / "adapter", values, 2, 4, targets, "base")
+    lora.save_peft(tmp_path / "adapter", values, 2, 4, "base", CAUSAL_LM.targets.get(targets))
     base = build_causal_lm("folder", folder)
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")

@@ -25,13 +25,14 @@ from consilium.flare import wire
 from consilium.flare.simulator import export_job, run_simulator
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import SiteInfo
+from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
-from consilium.privacy.mechanism import Normal, geometry, release, seeded_normal, system_normal
+from consilium.privacy.mechanism import Normal, geometry, privatize, seeded_normal, system_normal
 from consilium.report.runlog import payload_bytes
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities
-from consilium.strategies.strategy import Step
+from consilium.strategies.strategy import LocalStep
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -56,7 +57,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
     optimizer = torch.optim.Adam(params.values())
 
     def step() -> None:
-        penalty = sor.regularizer(Step(params, anchors, {}, memory))
+        penalty = sor.regularizer(LocalStep(params, anchors, {}, memory))
         loss = model(images).square().mean() + (0.0 if penalty is None else penalty)
         loss.backward()
         optimizer.step()
@@ -68,7 +69,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
 def _random_sam(variant: str, size: int, attention: str = "fused") -> nn.Module:
     torch.manual_seed(0)
     model = build_sam(variant, None, size, 2, attention=attention, weights=False)
-    lora.inject(model, 8, 8, "paper")
+    lora.inject(model, 8, 8, SAM.target("paper"))
     return model.train()
 
 
@@ -220,7 +221,7 @@ def guard() -> None:
 
     def release_all() -> None:
         maps = {n: geometry(params[n[:-1] + "A"], "right", 1.0) for n in update}
-        release(update, maps, 1.0, 1.0, system_normal)
+        privatize(update, maps, 1.0, 1.0, system_normal)
 
     print(f"guard: clip and noise of a vit_b update / one step at 512: {median_ratio(release_all, step, 5):.3f}")
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from consilium.adapters import dual_rank, layers
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.strategies.unequal.ranks import split
+from consilium.strategies.unequal.layers import prefix_and_tail
 
 SHAPE = {
     "model_type": "llama",
@@ -84,11 +85,11 @@ def way(rank: int, total: int) -> Way:
     """Return a model that trains `rank` of `total` ranks of q, k and v."""
     torch.manual_seed(0)
     model = build_causal_lm("folder", None, SHAPE, weights=False)
-    dual_rank.inject(model, rank, 2.0, "qkv")
+    dual_rank.inject(model, rank, 2.0, CAUSAL_LM.target("qkv"))
     values: dict[str, Tensor] = {}
     for name in [n.removesuffix(".lora_A") for n in layers.tensors(model) if n.endswith(".lora_A")]:
         product = (torch.randn(SHAPE["hidden_size"], total) / 1000, torch.randn(total, SHAPE["hidden_size"]) / 32)
-        values |= split(name, product, rank, 0.5)
+        values |= prefix_and_tail(name, product, rank, 0.5)
     layers.load(model, values)
     trained = [t for t in layers.tensors(model).values() if isinstance(t, nn.Parameter)]
     return Way(rank, total, model.train(), torch.optim.AdamW(trained, lr=1e-4))

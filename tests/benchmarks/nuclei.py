@@ -111,7 +111,7 @@ def main() -> None:
         for (seed, name), future in zip(todo, futures, strict=True):
             found = future.result()
             results.setdefault(name, []).append(found)
-            mean = statistics.mean(site["test/received/dice"] for site in found.values())
+            mean = statistics.mean(site["test/global/dice"] for site in found.values())
             print(f"seed {seed}  {name}: mean test Dice {mean:.3f}", flush=True)
             _write(wanted, results)
 

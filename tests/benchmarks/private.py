@@ -124,9 +124,9 @@ def _test_once(folder: Path) -> None:
 
 def _scores(task: str, results: dict, events: list) -> dict[str, float]:
     names = ("accuracy", "f1") if task == "rbc12" else ("dice", "iou")
-    judged = [r for r in results.values() if f"test/received/{names[0]}" in r]
-    found = {n: statistics.mean(r[f"test/received/{n}"] for r in judged) for n in names}
-    found |= {f"base {n}": statistics.mean(r[f"test/base/{n}"] for r in judged) for n in names}
+    judged = [r for r in results.values() if f"test/global/{names[0]}" in r]
+    found = {n: statistics.mean(r[f"test/global/{n}"] for r in judged) for n in names}
+    found |= {f"base {n}": statistics.mean(r[f"test/pretrained/{n}"] for r in judged) for n in names}
     released = [e for e in events if e["event"] == "release"]
     if released and all(e["noise_std"] > 0 for e in released):  # else the server adds the noise, after the site's cosine
         found["cosine"] = statistics.mean(e["cosine"] for e in released)

@@ -145,7 +145,7 @@ def config(row: Row, wanted: argparse.Namespace) -> JobConfig:
     training = {"rounds": wanted.rounds, "local_steps": wanted.steps, "batch_size": wanted.batch, "seed": row.seed}
     training |= {"optimizer": "adamw", "lr": wanted.lr, "schedule": "cosine", "precision": "fp32"}
     adapter = {"kind": "dual_rank", "rank": layout["hidden_size"], "scaling": 2.0, "targets": wanted.targets}
-    federation = {"sample": wanted.sample, "held_out": wanted.held_out, "min_sites": 1}
+    federation = {"fraction_train": wanted.sample, "fraction_evaluate": wanted.held_out, "min_sites": 1}
     common = {"name": "unequal", "strategy": strategy, "model": model, "adapter": adapter, "task": {"name": "language"}}
     return JobConfig.model_validate(common | {"training": training, "federation": federation})
 

@@ -12,9 +12,10 @@ from consilium.federation.site import Site
 from consilium.linalg import lowrank
 from consilium.messages import HELD_OUT, Payload, Tensors
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.unequal.drift import cross_drift, moves, oracle_drift
 from consilium.strategies.unequal.exact import ExactServer, global_updates
-from consilium.strategies.unequal.ranks import cross_drift, factors, moves, oracle_drift, others, pair, shapes
+from consilium.strategies.unequal.layers import factors, others, pair, shapes
 
 FILES = {"training": "train.jsonl", "validation": "validation.jsonl"}
 LAST = 3
@@ -24,7 +25,7 @@ LAST = 3
 def closing(results: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
     """Return the losses of the closing evaluation, mean over records."""
     judged = {name: count for name, count in counts.items() if count and name in results}
-    stages = ("base", "received")
+    stages = ("pretrained", "global")
     return {
         stage: sum(results[n][f"validation/{stage}/loss"] * c for n, c in judged.items()) / sum(judged.values())
         for stage in stages
@@ -33,7 +34,7 @@ def closing(results: Mapping[str, Mapping[str, float]], counts: Mapping[str, int
 
 def held_out(events: Sequence[dict], rounds: int) -> dict[str, float]:
     """Return the loss of sites that were not asked, before the round; mean over the last rounds."""
-    name = "validation/received/loss"
+    name = "validation/global/loss"
     judged = [e for e in events if e["event"] == "held_out" and e["round"] >= rounds - LAST and name in e["metrics"]]
     return {"held-out": statistics.mean(e["metrics"][name] for e in judged)} if judged else {}
 
@@ -65,12 +66,12 @@ def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], f
         return build_site(job, name, where, folder / "after" / name, lambda event: None, model)
 
     judge = site("everyone", everyone(sites, folder))
-    loss = judge.evaluate("whole", Payload(state.round, HELD_OUT, whole)).metrics["validation/received/loss"]
+    loss = judge.evaluate("whole", Payload(state.round, HELD_OUT, whole)).metrics["validation/global/loss"]
     drifts = []
     for name in random.Random(seed_for(job.config.training.seed, "drift")).sample(sorted(sites), min(5, len(sites))):
         sent, one = job.strategy.broadcast(state, coordinator.sites[name]), site(name, sites[name])
         kinds = {"method": sent, "oracle": Payload(state.round, 0, whole)}
-        own, best = (moves(Upload(one.train(kind, p), 1, p, coordinator.sites[name])) for kind, p in kinds.items())
+        own, best = (moves(SiteResult(one.train(kind, p), 1, p, coordinator.sites[name])) for kind, p in kinds.items())
         drifts.append((*oracle_drift(own, best), 1 - cross_drift([own, best])))
     absolute, relative, cosine = (statistics.mean(values) for values in zip(*drifts, strict=True))
     return {"global": loss, "absolute": absolute * job.config.adapter.scaling, "relative": relative, "cosine": cosine}

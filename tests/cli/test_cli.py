@@ -46,7 +46,7 @@ def test_simulate_as_json_with_overrides_and_own_data(
     data = ["--sites", 2, "--training", 2, "--validation", 1, "--test", 1, "--size", 64, "--format", "json"]
     assert run(monkeypatch, "data", "phantoms", tmp_path / "data", *data) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
-    options = ["--data", tmp_path / "data", "--set", "strategy.split=M1", "--workspace", tmp_path / "run", "--format", "json"]
+    options = ["--data", tmp_path / "data", "--set", "strategy.sharing=M1", "--workspace", tmp_path / "run", "--format", "json"]
     assert run(monkeypatch, "simulate", small, *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["results"].keys() == {"site-1", "site-2"}

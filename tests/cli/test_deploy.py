@@ -58,7 +58,8 @@ def test_a_bundle_is_the_whole_package_and_runs_alone(
     custom, package = tmp_path / "out/small/app/custom", Path(__file__).parents[2] / "custom/consilium"
     there = {p.relative_to(package) for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert {p.relative_to(custom / "consilium") for p in custom.rglob("*") if p.is_file()} == there
-    code = "import consilium.flare.executor, consilium.models.sam.network as s; s.build_sam('tiny', None, 64, 1); print(s.__file__)"
+    code = "import consilium.flare.executor\nfrom consilium.models.sam import network as n\n"
+    code += "n.build_sam('tiny', None, 64, 1); print(n.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(custom)}, capture_output=True, text=True, check=True
     )

@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import find_site, load_site
+from consilium.config.site import Given, find_site, load_site
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
-from consilium.strategies import STRATEGIES
+from consilium.strategies.fediat import FedIAT
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_config
 
 
@@ -60,8 +61,8 @@ def test_classes_as_names_number_themselves() -> None:
         ({"task__classes": {"disc": ["a"]}}, r"task\.classes\.disc\.0: 'a': expected a valid integer"),
         ({"name": "a b"}, r"name: 'a b': "),
         ({"training": 5}, r"training: 5: expected a valid dictionary"),
-        ({"model": 5}, r"model: 5: expected a valid dictionary"),
-        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of 'sam', 'clip', 'causal_lm'$"),
+        ({"model": 5}, r"model: 5: expected a section with `name:`"),
+        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of sam, clip, causal_lm \(did you mean 'clip'\?\)$"),
         ({"model__varant": "tiny"}, r"model\.varant: unknown field; remove it \(did you mean 'variant'\?\)"),
         ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
         ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),
@@ -96,10 +97,10 @@ def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tm
         ("ffa", r"strategy\.name: 'ffa': expected one of .* \(did you mean 'ffa_lora'\?\)"),
         ({"name": ["fedit"]}, r"strategy\.name: \['fedit'\]: expected one of"),
         ("fedia", r"strategy\.name: 'fedia': expected one of .* \(did you mean 'fediat'\?\)"),
-        ({"name": "fediat", "split": "M5"}, r"strategy\.split: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
+        ({"name": "fediat", "sharing": "M5"}, r"strategy\.sharing: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
         ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it \(did you mean 'sor_weight'\?\)"),
         ({"name": "fediat", "ema": 1.0}, r"strategy\.ema: 1\.0: expected less than 1"),
-        ({"name": "fedit", "split": "M1"}, r"strategy\.split: unknown field"),
+        ({"name": "fedit", "sharing": "M1"}, r"strategy\.sharing: unknown field"),
     ],
 )
 def test_strategy_errors(strategy: object, message: str, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_several_problems_are_one_line_each(tmp_path: Path) -> None:
 def test_numbers_as_json_writes_them_are_numbers(tmp_path: Path) -> None:
     text = (JOBS / "quickstart/app/config/job.yaml").read_text()
     (tmp_path / "job.yaml").write_text(re.sub(r"strategy:.*", "strategy: {name: fediat, sor_weight: 1e-05, ema: 9E-1}", text))
-    assert load_job(tmp_path / "job.yaml").strategy == {"name": "fediat", "sor_weight": 1e-5, "ema": 0.9}
+    assert load_job(tmp_path / "job.yaml").strategy == FedIAT(sor_weight=1e-5, ema=0.9)
 
 
 def test_files_that_are_no_jobs(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_files_that_are_no_jobs(tmp_path: Path) -> None:
 
 
 def test_overrides_are_validated_like_the_file() -> None:
-    assert load_job(JOBS / "quickstart", {"training.rounds": 3, "strategy.split": "M1"}).training.rounds == 3
+    assert load_job(JOBS / "quickstart", {"training.rounds": 3, "strategy.sharing": "M1"}).training.rounds == 3
     with pytest.raises(ConfigError, match=r"training\.rounds: 0: expected greater than or equal to 1"):
         load_job(JOBS / "quickstart", {"training.rounds": 0})
     with pytest.raises(ConfigError, match="there is no section above it"):
@@ -177,24 +178,23 @@ def test_what_ties_records_together_is_refused_at_record_level(changes: dict, me
         load_job(JOBS / "quickstart_text", privacy | model | changes)
 
 
-def test_site_files_and_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_files_and_where_they_are_looked_for(tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.mkdir()
     (local / "site.yaml").write_text("datalist: data/list.json\nshare_metrics: false\n")
     assert load_site(local / "site.yaml").datalist == local / "data/list.json"
-    assert not find_site("a", local).share_metrics
-    assert find_site("a", tmp_path).datalist is None
+    assert not find_site("a", kit_local=local).share_metrics
+    assert find_site("a", kit_local=tmp_path).datalist is None
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "datalist.json").touch()
-    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
-    monkeypatch.setenv("CONSILIUM_CHECKPOINTS", "/weights")
-    assert find_site("a", local).datalist == tmp_path / "a" / "datalist.json"
-    assert find_site("a").checkpoints == Path("/weights")
+    given = Given(tmp_path, Path("/weights"))
+    assert find_site("a", given, local).datalist == tmp_path / "a" / "datalist.json"
+    assert find_site("a", given).checkpoints == Path("/weights")
     with pytest.raises(ConfigError, match=r"neither site\.yaml nor datalist\.json for site b"):
-        find_site("b")
+        find_site("b", given)
     (tmp_path / "a" / "site.yaml").write_text("device: gpu")
     with pytest.raises(ConfigError, match="device: 'gpu'"):
-        find_site("a")
+        find_site("a", given)
 
 
 def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.config.site import find_site, is_site_folder
+from consilium.config.site import Given, find_site, is_site_folder
 from consilium.data.datalist import read_datalist
 from consilium.data.folders import has_classes
 from consilium.errors import DataError
@@ -36,10 +36,9 @@ def test_no_pictures_is_an_error(tmp_path: Path) -> None:
         read_datalist(fill(tmp_path, "a.png", "a/notes.txt"))
 
 
-def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_may_be_such_a_folder_but_a_split_is_no_site(tmp_path: Path) -> None:
     fill(tmp_path, "site-1/a/1.png", "train/a/1.png", "empty/x.txt")
     assert is_site_folder(tmp_path / "site-1")
     assert not is_site_folder(tmp_path / "train")
     assert not has_classes(tmp_path / "empty")
-    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
-    assert find_site("site-1").datalist == tmp_path / "site-1"
+    assert find_site("site-1", Given(tmp_path)).datalist == tmp_path / "site-1"

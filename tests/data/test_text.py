@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.config.site import find_site, is_site_folder
+from consilium.config.site import Given, find_site, is_site_folder
 from consilium.data.text import read_texts
 from consilium.errors import DataError
 
@@ -56,8 +56,7 @@ def test_a_folder_without_a_training_file(tmp_path: Path) -> None:
         read_texts(tmp_path)
 
 
-def test_a_folder_of_a_simulation_may_hold_jsonl_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_simulation_may_hold_jsonl_lists(tmp_path: Path) -> None:
     write(tmp_path / "ward", "train.jsonl", {"input": "a", "output": "b"})
-    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path))
     assert is_site_folder(tmp_path / "ward")
-    assert find_site("ward").datalist == tmp_path / "ward"
+    assert find_site("ward", Given(tmp_path)).datalist == tmp_path / "ward"

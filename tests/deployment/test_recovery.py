@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
@@ -54,7 +54,7 @@ def releases(federation: Federation, site: str) -> list[tuple[int, int]]:
 def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> None:
     config = private_job(steps=4)
     reference = tmp_path / "reference"
-    sites = {n: SiteConfig(privacy=PolicyConfig(dataset=n, noise_seed=1)) for n in SITES}
+    sites = {n: SiteConfig(privacy=HospitalPrivacyPolicy(dataset=n, noise_seed=1)) for n in SITES}
     simulate(assemble_job(config), sites, reference, lambda event: None)
     with Federation(tmp_path / "kits", {n: policy(n) for n in SITES}) as federation:
         federation.start()
@@ -84,7 +84,7 @@ def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> Non
         assert "resumed" in [e["event"] for e in federation.events()]
         for site in SITES:
             assert releases(federation, site) == [(0, 0), (1, 0), (2, 0)]  # what was released before the crash costs nothing
-            (record,) = (audit.report(p) for p in (federation.kit(site) / STATE).rglob(audit.FILE))
+            (record,) = (audit.read(p) for p in (federation.kit(site) / STATE).rglob(audit.FILE))
             assert record["broken_line"] is None
             assert [m["round"] for m in record["messages"] if m["kind"] == "update"] == [0, 1, 2]
         _check_a_second_run(federation, job, ours)
@@ -118,7 +118,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
 def test_a_site_killed_in_round_two_costs_that_round_and_no_budget_twice(tmp_path: Path) -> None:
     with Federation(tmp_path, {n: policy(n) for n in SITES}) as federation:
         federation.start()
-        job = federation.export(private_job(steps=4, grace=10.0))
+        job = federation.export(private_job(steps=4, straggler_grace_seconds=10.0))
         consilium(federation, "submit", str(job), "--experiment", "ward-study")
         federation.until(lambda: len(federation.events("started")) == 2, 120, "round 2")
         federation.kill_job("site-3")

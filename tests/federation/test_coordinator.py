@@ -145,7 +145,7 @@ def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
 
 def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:
     config = small_config("fedit")
-    federation = config.federation.model_copy(update={"sample": 0.4})
+    federation = config.federation.model_copy(update={"fraction_train": 0.4})
     job = assemble_job(config.model_copy(update={"federation": federation}))
     cohorts = []
     for number, order in enumerate((range(10), reversed(range(10)))):
@@ -190,7 +190,7 @@ def test_local_only_concludes_without_tensors(small_job: MakeJob, tmp_path: Path
 def central(tmp_path: Path, sample: float = 1.0, sites: int = 4, **privacy: object) -> Coordinator:
     raw = small_config("fedit", rounds=40).model_dump()
     raw["privacy"] = {"unit": "site", "noise_multiplier": 2.0, "clip": 0.5, "trust": "central"} | privacy
-    raw["federation"] |= {"sample": sample}
+    raw["federation"] |= {"fraction_train": sample}
     return coordinator(assemble_job(JobConfig.model_validate(raw)), tmp_path, sites)
 
 

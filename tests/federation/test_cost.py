@@ -5,7 +5,7 @@ import pytest
 from consilium.config.job import JobConfig, load_job
 from consilium.federation.build import assemble_job
 from consilium.federation.cost import Cost, adapters, compare
-from consilium.strategies.unequal.ranks import shapes
+from consilium.strategies.unequal.layers import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
 

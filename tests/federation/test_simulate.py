@@ -18,7 +18,7 @@ from consilium.federation.engine import simulate
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from consilium.storage import load_state
-from consilium.strategies import STRATEGIES
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import small_cells
 
 MakeJob = Callable[..., Job]
@@ -38,7 +38,7 @@ def test_every_strategy_runs_and_learns(strategy: str, small_job: MakeJob, tmp_p
     simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=4), SITES, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results.keys() == SITES.keys()
-    base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("base", "received"))
+    base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("pretrained", "global"))
     assert received < 0.9 * base
 
 
@@ -107,10 +107,10 @@ def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: P
     job = assemble_job(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3))
     simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [r["test/base/accuracy"] for r in results.values()] == [0.2, 0.2]
-    base, received = (sum(r[f"test/{stage}/loss"] for r in results.values()) for stage in ("base", "received"))
+    assert [r["test/pretrained/accuracy"] for r in results.values()] == [0.2, 0.2]
+    base, received = (sum(r[f"test/{stage}/loss"] for r in results.values()) for stage in ("pretrained", "global"))
     assert received < 0.95 * base
-    assert "test/received/confusion/round/spiky" in results["site-1"]
+    assert "test/global/confusion/round/spiky" in results["site-1"]
     shared = server(tmp_path)
     assert shared["shared/head.weight"].any()
     plain = peft.PeftModel.from_pretrained(build_clip("tiny", None, 64, 5), str(tmp_path / "sites/site-1/adapter"))

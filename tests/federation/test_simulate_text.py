@@ -29,9 +29,9 @@ def quiet(event: Mapping[str, Any]) -> None:
 def test_the_tiny_lm_learns_and_its_adapter_loads_with_plain_peft(tmp_path: Path) -> None:
     simulate(assemble_job(small_text("fedit", rounds=2, lr=1e-2, batch_size=4, local_steps=12)), SITES, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
-    mean = {k: sum(r[f"test/{k}"] for r in results.values()) / len(results) for k in ("base/loss", "received/loss")}
-    assert mean["received/loss"] < 0.6 * mean["base/loss"]
-    assert all(0 <= r["test/received/accuracy"] <= 1 for r in results.values())
+    mean = {k: sum(r[f"test/{k}"] for r in results.values()) / len(results) for k in ("base/loss", "global/loss")}
+    assert mean["global/loss"] < 0.6 * mean["base/loss"]
+    assert all(0 <= r["test/global/accuracy"] <= 1 for r in results.values())
     base, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "sites/site-1/adapter")
@@ -51,7 +51,7 @@ def test_a_folder_s_model_runs_on_a_site_s_own_lists(tmp_path: Path) -> None:
     site = SiteConfig(datalist=tmp_path / "ward", checkpoints=folder)
     simulate(assemble_job(folder_job(folder)), {"ward": site}, tmp_path / "run", quiet)
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert results["ward"].keys() >= {"validation/received/loss", "validation/received/perplexity"}
+    assert results["ward"].keys() >= {"validation/global/loss", "validation/global/perplexity"}
     other = config_of(folder) | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     with pytest.raises(CheckpointError, match="another architecture"):
         simulate(assemble_job(folder_job(folder, config=other)), {"ward": site}, tmp_path / "again", quiet)

@@ -31,7 +31,7 @@ def unequal_job(strategy: str, rounds: int = 3, sample: float = 0.25) -> Job:
     raw["adapter"] = {"kind": "dual_rank", "rank": 8}
     raw["task"] = {"name": "language"}
     raw["data"]["phantoms"] |= {"training": 8, "validation": 2, "test": 0}
-    raw["federation"] |= {"sample": sample, "held_out": 0.4}
+    raw["federation"] |= {"fraction_train": sample, "fraction_evaluate": 0.4}
     return assemble_job(JobConfig.model_validate(raw))
 
 

@@ -41,7 +41,7 @@ def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob
     assert (meta["round"], meta["phase"]) == (0, 0)
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
     assert any(not torch.equal(kept[f"params/{n}"], job.initial[n]) for n in private)
-    assert {"validation/received/dice", "validation/personal/dice", "train/loss"} <= reply.metrics.keys()
+    assert {"validation/global/dice", "validation/personalized/dice", "train/loss"} <= reply.metrics.keys()
 
 
 def test_the_handshake_has_the_checkpoints_hash(small_job: MakeJob, tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     site = make_site(job, tmp_path)
     site.train("run", payload(job))
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
-    assert {f"test/{s}/{m}" for s in ("base", "received", "personal") for m in ("dice", "iou")} <= found.keys()
+    assert {f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("dice", "iou")} <= found.keys()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -163,7 +163,7 @@ def test_what_is_no_answer_passes_neither_side(kind: type, job: Job, guard: Guar
 
 
 def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
-    with patch("consilium.privacy.guard.check_release", side_effect=ZeroDivisionError):
+    with patch("consilium.privacy.guard.check_upload", side_effect=ZeroDivisionError):
         answer = passed(GuardResultFilter, job, answered(job, update(job)))
     assert wire.reason_of(answer) is Reason.ERROR
     assert "DXO" not in answer

@@ -32,7 +32,7 @@ class Federation(RoundController):
         super().__init__()
         self.task_check_period = 0.01
         config = small_config("fedit")
-        federation = config.federation.model_copy(update={"grace": 0.05})
+        federation = config.federation.model_copy(update={"straggler_grace_seconds": 0.05})
         job = assemble_job(config.model_copy(update={"federation": federation}))
         self.coordinator = Coordinator(job, folder, lambda event: None)
         self.answers, self.sent, self.dead = answers, [], {}
@@ -120,7 +120,7 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
 
     def scored(message: Shareable) -> Shareable:
         asked, run = wire.decode(message)
-        return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/base/dice": 0.5}), run, True)
+        return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/pretrained/dice": 0.5}), run, True)
 
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
     began = time.monotonic()

@@ -10,7 +10,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import SiteInfo
-from consilium.strategies.unequal.ranks import shapes
+from consilium.strategies.unequal.layers import shapes
 from tests.conftest import small_text
 from tests.flare.test_fedsca import edit
 from tests.flare.test_simulator import SITES, state_of
@@ -23,7 +23,7 @@ def config() -> JobConfig:
     raw = small_text("fedit", rounds=3, local_steps=2, lr=3e-3, batch_size=2).model_dump()
     raw["strategy"] = {"name": "fedhera", "tiers": TIERS, "seed": 1}
     raw["adapter"] = {"kind": "dual_rank", "rank": 12}
-    raw["federation"] = {"min_sites": 2, "sample": 0.6, "held_out": 1.0}
+    raw["federation"] = {"min_sites": 2, "fraction_train": 0.6, "fraction_evaluate": 1.0}
     return JobConfig.model_validate(raw)
 
 

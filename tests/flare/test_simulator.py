@@ -143,7 +143,7 @@ class AsFlareAdds(FedIT):
     """FedIT whose server adds the mean as FLARE's FedAvg does: rounded to the tensors' own type, then summed in that type."""
 
     def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
-        after = super().conclude(state, mean)
+        after = super().merge(state, mean)
         return replace(after, shared={n: t + mean[n].to(t.dtype) for n, t in state.shared.items()})
 
 

@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 from consilium.errors import ConfigError
 from consilium.privacy import accounting
-from consilium.privacy.accounting import GRID, Spend, epsilon_of, gaussian_delta, gaussian_epsilon, noise_multiplier
+from consilium.privacy.accounting import GRID, GaussianEvent, epsilon_of, gaussian_delta, gaussian_epsilon, noise_multiplier
 
 DELTA = 1 / 12
 
@@ -26,7 +26,7 @@ DELTA = 1 / 12
 def test_noise_for_the_papers_hundred_releases(epsilon: float, accountant: str, sigma: float) -> None:
     found = noise_multiplier(epsilon, DELTA, 100, accountant=accountant)
     assert found == pytest.approx(sigma, abs=0.006)
-    assert epsilon * 0.99 < epsilon_of([Spend(found, 1.0, 100)], DELTA, accountant) <= epsilon
+    assert epsilon * 0.99 < epsilon_of([GaussianEvent(found, 1.0, 100)], DELTA, accountant) <= epsilon
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -51,26 +51,26 @@ def test_delta_is_the_hockey_stick_divergence_of_two_gaussians() -> None:
 @settings(max_examples=40, deadline=None)
 def test_epsilon_and_noise_are_inverse(epsilon: float, delta: float, count: int) -> None:
     sigma = noise_multiplier(epsilon, delta, count)
-    assert epsilon_of([Spend(sigma, 1.0, count)], delta) == pytest.approx(epsilon, rel=1e-6)
+    assert epsilon_of([GaussianEvent(sigma, 1.0, count)], delta) == pytest.approx(epsilon, rel=1e-6)
 
 
 def test_composition_over_rounds_and_jobs_is_by_squares() -> None:
-    one = epsilon_of([Spend(2.0, 1.0, 4), Spend(4.0, 1.0, 16)], 1e-5)
-    assert one == pytest.approx(epsilon_of([Spend(math.sqrt(0.5), 1.0, 1)], 1e-5), rel=1e-9)
+    one = epsilon_of([GaussianEvent(2.0, 1.0, 4), GaussianEvent(4.0, 1.0, 16)], 1e-5)
+    assert one == pytest.approx(epsilon_of([GaussianEvent(math.sqrt(0.5), 1.0, 1)], 1e-5), rel=1e-9)
 
 
 def test_prv_agrees_with_the_closed_form_at_full_participation_and_sampling_helps() -> None:
-    exact, prv = (epsilon_of([Spend(8.0, 1.0, 60)], 1e-5, a) for a in ("exact", "prv"))
+    exact, prv = (epsilon_of([GaussianEvent(8.0, 1.0, 60)], 1e-5, a) for a in ("exact", "prv"))
     assert prv == pytest.approx(exact, rel=0.02)
     assert prv >= exact
-    assert epsilon_of([Spend(8.0, 0.1, 60)], 1e-5, "prv") < exact / 3
-    assert epsilon_of([Spend(8.0, 0.1, 60)], 1e-5) == epsilon_of([Spend(8.0, 0.1, 60)], 1e-5, "prv")
+    assert epsilon_of([GaussianEvent(8.0, 0.1, 60)], 1e-5, "prv") < exact / 3
+    assert epsilon_of([GaussianEvent(8.0, 0.1, 60)], 1e-5) == epsilon_of([GaussianEvent(8.0, 0.1, 60)], 1e-5, "prv")
 
 
 def test_no_noise_is_infinite_and_nothing_costs_nothing() -> None:
-    assert epsilon_of([Spend(0.0)], 1e-5) == math.inf
+    assert epsilon_of([GaussianEvent(0.0)], 1e-5) == math.inf
     assert epsilon_of([], 1e-5) == 0
-    assert epsilon_of([Spend(0.0, 1.0, 0)], 1e-5) == 0
+    assert epsilon_of([GaussianEvent(0.0, 1.0, 0)], 1e-5) == 0
     assert gaussian_epsilon(math.inf, 1e-5) == math.inf
     assert gaussian_epsilon(1e-9, 1e-5) == 0
 
@@ -98,7 +98,7 @@ ACCOUNTANTS = pytest.mark.parametrize("accountant", ["exact", "prv", "rdp"])
 )
 def test_noise_is_never_too_small(accountant: str, epsilon: float, delta: float, count: int, rate: float) -> None:
     sigma = noise_multiplier(epsilon, delta, count, rate, accountant)
-    assert epsilon_of([Spend(sigma, rate, count)], delta, accountant) <= epsilon
+    assert epsilon_of([GaussianEvent(sigma, rate, count)], delta, accountant) <= epsilon
 
 
 @pytest.mark.slow
@@ -110,20 +110,20 @@ def test_noise_is_never_too_small_for_any_budget(
 ) -> None:
     with contextlib.suppress(ConfigError):  # beyond LARGEST
         sigma = noise_multiplier(epsilon, delta, count, rate, accountant)
-        assert epsilon_of([Spend(sigma, rate, count)], delta, accountant) <= epsilon
+        assert epsilon_of([GaussianEvent(sigma, rate, count)], delta, accountant) <= epsilon
 
 
 def test_rdp_reaches_a_tenth_by_orders_over_opacus_own() -> None:
     """With orders up to 63 it says 0.111 at any noise, and the search once returned that for an asked 0.1."""
     sigma = noise_multiplier(0.1, 1e-5, 100, accountant="rdp")
-    assert 0.099 < epsilon_of([Spend(sigma, 1.0, 100)], 1e-5, "rdp") <= 0.1
+    assert 0.099 < epsilon_of([GaussianEvent(sigma, 1.0, 100)], 1e-5, "rdp") <= 0.1
     assert sigma > noise_multiplier(0.1, 1e-5, 100)
 
 
 MESH = 1e-4
 
 
-def losses(spend: Spend, removed: bool, up: bool, reach: float) -> np.ndarray:
+def losses(spend: GaussianEvent, removed: bool, up: bool, reach: float) -> np.ndarray:
     """Return the distribution of `spend.count` releases' privacy loss on a grid of MESH over [-reach, reach), from 0 on.
 
     Worked out on its own: P and Q are N(0, s^2) and (1 - q) N(0, s^2) + q N(1, s^2), in either order; every loss is rounded up
@@ -143,7 +143,7 @@ def losses(spend: Spend, removed: bool, up: bool, reach: float) -> np.ndarray:
     return irfft(rfft(single) ** spend.count, size)
 
 
-def composed_epsilon(spends: list[Spend], delta: float, removed: bool, up: bool, reach: float = 24.0) -> float:
+def composed_epsilon(spends: list[GaussianEvent], delta: float, removed: bool, up: bool, reach: float = 24.0) -> float:
     size = round(2 * reach / MESH)
     spectrum = np.prod([rfft(losses(spend, removed, up, reach)) for spend in spends], axis=0)
     whole = np.roll(irfft(spectrum, size), size // 2)
@@ -158,15 +158,15 @@ def composed_epsilon(spends: list[Spend], delta: float, removed: bool, up: bool,
 
 
 MIXTURES = [
-    [Spend(6.0, 1.0, 20), Spend(1.1, 0.05, 200)],
-    [Spend(3.0, 1.0, 2), Spend(5.0, 1.0, 9), Spend(2.0, 0.5, 30), Spend(0.8, 0.01, 50)],
-    [Spend(30.0, 1.0, 5), Spend(4.0, 0.25, 10)],
+    [GaussianEvent(6.0, 1.0, 20), GaussianEvent(1.1, 0.05, 200)],
+    [GaussianEvent(3.0, 1.0, 2), GaussianEvent(5.0, 1.0, 9), GaussianEvent(2.0, 0.5, 30), GaussianEvent(0.8, 0.01, 50)],
+    [GaussianEvent(30.0, 1.0, 5), GaussianEvent(4.0, 0.25, 10)],
 ]
 
 
 @pytest.mark.parametrize("spends", MIXTURES)
 @pytest.mark.parametrize("delta", [1e-5, 1e-3])
-def test_a_mixture_of_whole_and_sampled_releases_is_counted_right(spends: list[Spend], delta: float) -> None:
+def test_a_mixture_of_whole_and_sampled_releases_is_counted_right(spends: list[GaussianEvent], delta: float) -> None:
     """Between what numerical composition, written here on its own, says at least, and that at most plus prv's margin."""
     found = epsilon_of(spends, delta)
     assert found == epsilon_of(list(reversed(spends)), delta)
@@ -176,8 +176,8 @@ def test_a_mixture_of_whole_and_sampled_releases_is_counted_right(spends: list[S
 
 
 def test_equal_rows_cost_what_one_row_does() -> None:
-    rows = [Spend(1.0, 0.1, 1)] * 64 + [Spend(8.0)] * 64
-    assert epsilon_of(rows, 1e-5) == epsilon_of([Spend(1.0, 0.1, 64), Spend(8.0, 1.0, 64)], 1e-5)
+    rows = [GaussianEvent(1.0, 0.1, 1)] * 64 + [GaussianEvent(8.0)] * 64
+    assert epsilon_of(rows, 1e-5) == epsilon_of([GaussianEvent(1.0, 0.1, 64), GaussianEvent(8.0, 1.0, 64)], 1e-5)
 
 
 @given(
@@ -197,7 +197,7 @@ def test_work_and_memory_are_bounded(noise: float, rate: float, count: int, delt
             accounting.Domain, "create_aligned", lambda *args: sizes.append((args[1] - args[0]) / args[2]) or make(*args)
         )
         patch.setattr(accounting, "compute_rdp", lambda **args: terms.append(args) or divergence(**args))
-        found = epsilon_of([Spend(noise, rate, count), Spend(9.0)], delta, accountant)
+        found = epsilon_of([GaussianEvent(noise, rate, count), GaussianEvent(9.0)], delta, accountant)
     assert all(size <= GRID for size in sizes)
     assert all(args["q"] == 1 or args["orders"] == int(args["orders"]) or args["noise_multiplier"] <= 4 for args in terms)
     assert not math.isnan(found)
@@ -214,6 +214,6 @@ def test_opacus_series_at_fractional_orders_is_short_where_it_is_used() -> None:
         binom = rdp.special.binom
         patch.setattr(rdp.special, "binom", lambda *args: calls.append(args) or binom(*args))
         accounting._renyi.cache_clear()
-        epsilon_of([Spend(accounting.FRACTIONS, 0.5, 10)], 1e-5, "rdp")
+        epsilon_of([GaussianEvent(accounting.FRACTIONS, 0.5, 10)], 1e-5, "rdp")
         accounting._renyi.cache_clear()
     assert len(calls) < 60_000  # 99 + 63 + 9 orders

@@ -34,7 +34,7 @@ def run(job: Job, folder: Path) -> Path:
 def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job("fediat", local_steps=1)
     path = run(job, tmp_path)
-    messages = audit.report(path)["messages"]
+    messages = audit.read(path)["messages"]
     assert [m["kind"] for m in messages] == ["hello", "update", "update", "evaluation"]
     assert messages[0]["values"]["num_samples"] == 4
     last, shared = messages[2], job.strategy.names(job.initial, Role.SHARED, 1, 0)
@@ -45,7 +45,7 @@ def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Pat
         assert last["tensors"][name]["shape"] == list(sent.shape)
         assert last["tensors"][name]["bytes"] == sent.numel() * 4
         assert last["tensors"][name]["norm"] == pytest.approx(float(sent.norm()), rel=1e-6)
-    assert "validation/personal/dice" in last["metrics"]
+    assert "validation/personalized/dice" in last["metrics"]
     assert messages[3]["tensors"] == {}
     assert not any("privacy" in m for m in messages)
 
@@ -59,7 +59,7 @@ def private(**section: object) -> Job:
 def test_epsilon_on_record_is_the_ledgers(section: dict, tmp_path: Path) -> None:
     path = run(private(**section, noise_multiplier=3.0), tmp_path)
     (spent,) = summary(Ledger(tmp_path / "sites/site-1/ledger.sqlite"))
-    releases = [m["privacy"] for m in audit.report(path)["messages"] if "privacy" in m]
+    releases = [m["privacy"] for m in audit.read(path)["messages"] if "privacy" in m]
     assert len(releases) == 2
     assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][section["unit"]]["1e-05"])
     assert releases[0]["epsilon"] < releases[1]["epsilon"]
@@ -67,7 +67,7 @@ def test_epsilon_on_record_is_the_ledgers(section: dict, tmp_path: Path) -> None
 
 def test_the_norm_on_record_is_that_of_the_noised_update(tmp_path: Path) -> None:
     path = run(private(unit="site", clip=0.5, noise_multiplier=4.0), tmp_path)
-    (first, _) = (m["tensors"] for m in audit.report(path)["messages"] if m["kind"] == "update")
+    (first, _) = (m["tensors"] for m in audit.read(path)["messages"] if m["kind"] == "update")
     norm = math.sqrt(sum(t["norm"] ** 2 for t in first.values()))
     count = sum(t["bytes"] // 4 for t in first.values())
     assert norm == pytest.approx(4.0 * 0.5 * math.sqrt(count), rel=0.05)
@@ -79,15 +79,15 @@ def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> No
         audit.Record(path).add({"kind": "hello", "values": {"n": number}})
     whole = path.read_text().splitlines()
     assert len(whole) == 3
-    assert audit.report(path)["broken_line"] is None
+    assert audit.read(path)["broken_line"] is None
     path.write_text("\n".join([whole[0], whole[1].replace('"n": 2', '"n": 7'), whole[2]]) + "\n")
-    assert audit.report(path)["broken_line"] == 3
+    assert audit.read(path)["broken_line"] == 3
     path.write_text("\n".join([whole[0], whole[2]]) + "\n")
-    assert audit.report(path)["broken_line"] == 2
-    seal = audit.report(path)["seal"]
+    assert audit.read(path)["broken_line"] == 2
+    seal = audit.read(path)["seal"]
     path.write_text("\n".join(whole[:2]) + "\n")  # a cut end follows; only the seal tells
-    assert audit.report(path)["broken_line"] is None
-    assert audit.report(path)["seal"] != seal
+    assert audit.read(path)["broken_line"] is None
+    assert audit.read(path)["seal"] != seal
 
 
 def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Pat
         record.add({"kind": "refusal", "reason": "task"}, again=True)
     other.add({"kind": "hello"})
     one.add({"kind": "hello"})
-    assert [m["kind"] for m in audit.report(path)["messages"]] == [*["refusal"] * 5, "hello"]
-    assert audit.report(path)["broken_line"] is None
+    assert [m["kind"] for m in audit.read(path)["messages"]] == [*["refusal"] * 5, "hello"]
+    assert audit.read(path)["broken_line"] is None
 
 
 def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:

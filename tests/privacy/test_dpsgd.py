@@ -12,14 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from consilium.adapters import layers, lora
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task, site_data
 from consilium.federation.engine import simulate
 from consilium.models.clip.network import build_clip
+from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
-from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
 from consilium.training.loop import train
 from tests.conftest import small_config
@@ -31,7 +32,7 @@ def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
     """Windowed attention (several rows a sample), two classes, and boxes (one decoding a class)."""
     torch.manual_seed(0)
     model = build_sam("tiny", None, 64, 2, prompt=prompt)
-    lora.inject(model, 2, 2.0, "paper")
+    lora.inject(model, 2, 2.0, SAM.target("paper"))
     for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1 if name.endswith("A") else 0.02)
     images, labels = torch.rand(3, 3, 64, 64) * 255, (torch.rand(3, 2, 64, 64) > 0.5).float()
@@ -51,7 +52,7 @@ def llama_case() -> Case:
     )
     model = LlamaForCausalLM(config)
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj", "v_proj"]), model)
-    layers.claim(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
+    layers.freeze_base(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
     for name, parameter in layers.tensors(model).items():
         if name.endswith("lora_B"):
             nn.init.normal_(parameter, std=0.1)
@@ -63,7 +64,7 @@ def clip_case() -> Case:
     """A vision tower with LoRA and a trained head, which has a bias."""
     torch.manual_seed(0)
     model = build_clip("tiny", None, 64, 3)
-    lora.inject(model, 2, 2.0, "paper")
+    lora.inject(model, 2, 2.0, SAM.target("paper"))
     for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1)
         assert parameter.requires_grad, name
@@ -179,7 +180,7 @@ def test_batches_are_poisson_and_opacus_counts_what_the_plan_says() -> None:
     assert min(sizes) == 0
     assert max(sizes) > 4
     assert private.engine.accountant.history == [(2.0, 0.2, 300)]
-    assert private.engine.get_epsilon(1e-5) == pytest.approx(epsilon_of([Spend(2.0, 0.2, 300)], 1e-5, "prv"), rel=1e-6)
+    assert private.engine.get_epsilon(1e-5) == pytest.approx(epsilon_of([GaussianEvent(2.0, 0.2, 300)], 1e-5, "prv"), rel=1e-6)
 
 
 def test_without_a_seed_batches_and_noise_never_repeat() -> None:
@@ -238,7 +239,7 @@ def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
     for weight in (0.0, 1e3):
         raw["strategy"]["sor_weight"] = weight
         config = JobConfig.model_validate(raw)
-        job, site = assemble_job(config), SiteConfig(privacy=PolicyConfig(noise_seed=1))
+        job, site = assemble_job(config), SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
         found.append(
             simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / str(weight), lambda event: None).state.shared
         )
@@ -246,7 +247,7 @@ def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
 
 
 def test_a_seed_makes_private_training_repeatable(tmp_path: Path) -> None:
-    found, site = [], SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    found, site = [], SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
     for run in ("one", "two"):
         job = assemble_job(private_config(noise_multiplier=1.0))
         found.append(simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / run, lambda event: None).state.shared)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.privacy.guard import Guard, Task
-from consilium.privacy.release import allowed_metrics, check_release, upload_shapes
+from consilium.privacy.release import allowed_metrics, check_upload, upload_shapes
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import small_config
 
@@ -28,7 +28,7 @@ Make = Callable[..., Guard]
 
 
 def test_a_proper_update_passes() -> None:
-    check_release(Payload(0, 0, {SHARED: torch.zeros(2)}, {}, {"validation/received/dice": 0.5}), FedIAT(), METRICS)
+    check_upload(Payload(0, 0, {SHARED: torch.zeros(2)}, {}, {"validation/global/dice": 0.5}), FedIAT(), METRICS)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_a_proper_update_passes() -> None:
         (Payload(0, 0, {LOCAL: torch.zeros(2)}), "is local, only shared tensors may leave"),
         (Payload(0, 0, {SHARED: torch.tensor([float("nan")])}), "NaN or Inf"),
         (Payload(0, 0, {}, {"patients": 3.0}), "scalar 'patients' is not declared"),
-        (Payload(0, 0, {}, {}, {"validation/received/names": 3.0}), "metric 'validation/received/names' is not declared"),
+        (Payload(0, 0, {}, {}, {"validation/global/names": 3.0}), "metric 'validation/global/names' is not declared"),
     ],
 )
 def test_anything_else_is_refused(payload: Payload, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
-        check_release(payload, FedIAT(), METRICS)
+        check_upload(payload, FedIAT(), METRICS)
 
 
 def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federation: object) -> Job:
@@ -54,7 +54,7 @@ def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federa
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def make(job: Job, **policy: object) -> Guard:
-        site = SiteConfig(privacy=PolicyConfig.model_validate({"dataset": "ward-7", **policy}))
+        site = SiteConfig(privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         return build_guard(job, "site-1", site, tmp_path, tmp_path, events.append)
 
     events: list = []
@@ -130,7 +130,7 @@ def test_a_task_is_answered_once_and_only_as_it_was_authorized(make: Make) -> No
     with pytest.raises(RefusedError, match="not authorized"):
         guard.release(third, result(job))
     with pytest.raises(RefusedError, match="not authorized"):
-        guard.report(ask(guard, job), Payload(2, 0, {}))
+        guard.release_scores(ask(guard, job), Payload(2, 0, {}))
     assert len(guard.ledger.entries()) == 1
 
 
@@ -330,10 +330,10 @@ def test_under_central_trust_the_site_clips_and_the_server_adds_the_noise(make: 
 def test_an_evaluation_carries_metrics_only_and_only_if_the_site_shares_them(make: Make) -> None:
     job = private_job(privacy=None)
     guard = make(job)
-    scores = {"test/received/dice": 0.5}
+    scores = {"test/global/dice": 0.5}
 
     def report(guard: Guard, answer: Payload) -> Payload:
-        return guard.report(guard.authorize(Kind.EVALUATE, "r", Payload(2, 0, {})), answer)
+        return guard.release_scores(guard.authorize(Kind.EVALUATE, "r", Payload(2, 0, {})), answer)
 
     assert report(guard, Payload(2, 0, {}, {"gate": 0.5}, scores)) == Payload(2, 0, {}, {}, scores)
     with pytest.raises(RefusedError, match="an evaluation with tensors"):

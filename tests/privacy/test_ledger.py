@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from consilium.errors import RefusedError
-from consilium.privacy.accounting import Spend, epsilon_of, gaussian_epsilon, noise_multiplier
+from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
 from consilium.privacy.composition import Budget, Entry, epsilon_for, merge, weakest
 from consilium.privacy.ledger import Ledger, summary
 
@@ -37,7 +37,11 @@ def test_a_replay_spends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_budget_outlives_jobs_and_stops_at_the_last_release_it_covers(tmp_path: Path) -> None:
-    assert epsilon_of([Spend(20.0, 1.0, AFFORDABLE)], 1e-5) <= 3 < epsilon_of([Spend(20.0, 1.0, AFFORDABLE + 1)], 1e-5)
+    assert (
+        epsilon_of([GaussianEvent(20.0, 1.0, AFFORDABLE)], 1e-5)
+        <= 3
+        < epsilon_of([GaussianEvent(20.0, 1.0, AFFORDABLE + 1)], 1e-5)
+    )
     ledger = Ledger(tmp_path / "l")
     ledger.spend(replace(ONE, count=AFFORDABLE - 1), BUDGET)
     ledger.spend(replace(ONE, job="other", run="run-2"), BUDGET)
@@ -111,8 +115,8 @@ def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: P
 
 
 def test_merging_keeps_the_total() -> None:
-    spends = [Spend(2.0, 1.0, 3), Spend(4.0), Spend(2.0), Spend(2.0, 0.5)]
-    assert merge(spends) == [Spend(2.0, 1.0, 4), Spend(4.0), Spend(2.0, 0.5)]
+    spends = [GaussianEvent(2.0, 1.0, 3), GaussianEvent(4.0), GaussianEvent(2.0), GaussianEvent(2.0, 0.5)]
+    assert merge(spends) == [GaussianEvent(2.0, 1.0, 4), GaussianEvent(4.0), GaussianEvent(2.0, 0.5)]
 
 
 def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:
@@ -122,7 +126,7 @@ def test_a_summary_names_what_its_epsilon_means(tmp_path: Path) -> None:
     (found,) = summary(ledger, (1e-5, 1e-2))
     assert (found["dataset"], found["units"], found["adjacency"], found["trust"]) == ("ward-7", ["site"], "zero-out", ["local"])
     assert not found["private"]
-    assert found["epsilon"]["site"]["1e-05"] == pytest.approx(epsilon_of([Spend(20.0, 1.0, 2)], 1e-5))
+    assert found["epsilon"]["site"]["1e-05"] == pytest.approx(epsilon_of([GaussianEvent(20.0, 1.0, 2)], 1e-5))
     assert found["epsilon"]["site"]["1e-05"] > found["epsilon"]["site"]["0.01"]
 
 

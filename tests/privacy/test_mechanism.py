@@ -10,7 +10,7 @@ from scipy.stats import beta, kstest
 
 from consilium.errors import RefusedError
 from consilium.privacy.accounting import gaussian_delta
-from consilium.privacy.mechanism import Geometry, geometry, joint_norm, release, seeded_normal, system_normal
+from consilium.privacy.mechanism import Geometry, geometry, joint_norm, privatize, seeded_normal, system_normal
 
 M, R, N = 7, 3, 13
 NONE: dict[str, Geometry] = {}
@@ -21,7 +21,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def no_noise(update: dict, maps: dict, clip: float = math.inf) -> tuple[dict, float]:
-    released, outcome = release(update, maps, clip, 0.0, seeded_normal(0))
+    released, outcome = privatize(update, maps, clip, 0.0, seeded_normal(0))
     return released, outcome.norm
 
 
@@ -39,8 +39,8 @@ def test_the_norm_is_that_of_the_effective_update(side: str, shape: tuple[int, i
 def test_moving_scale_between_the_factors_changes_nothing(moved: float, seed: int) -> None:
     """PITFALL: clipping in factor space while noising the product."""
     a, update = draw(R, N, seed=seed), draw(M, R, seed=seed + 100)
-    _, one = release({"w": update}, {"w": geometry(a, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
-    _, other = release({"w": update / moved}, {"w": geometry(a * moved, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
+    _, one = privatize({"w": update}, {"w": geometry(a, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
+    _, other = privatize({"w": update / moved}, {"w": geometry(a * moved, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
     assert other.norm == pytest.approx(one.norm, rel=1e-9)
     assert other.clip_factor == pytest.approx(one.clip_factor, rel=1e-9)
     assert other.noise == pytest.approx(one.noise, rel=1e-9)
@@ -48,7 +48,7 @@ def test_moving_scale_between_the_factors_changes_nothing(moved: float, seed: in
 
 def test_clipping_is_joint_over_all_tensors() -> None:
     layers = {str(i): torch.full((1,), 0.6) for i in range(4)}
-    released, outcome = release(layers, NONE, 0.6, 0.0, seeded_normal(0))
+    released, outcome = privatize(layers, NONE, 0.6, 0.0, seeded_normal(0))
     assert outcome.norm == pytest.approx(1.2)
     assert outcome.clip_factor == pytest.approx(0.5)
     assert joint_norm(released) == pytest.approx(0.6)
@@ -56,27 +56,27 @@ def test_clipping_is_joint_over_all_tensors() -> None:
 
 def test_a_small_update_is_not_touched_by_clipping() -> None:
     update = {"w": draw(3, 3)}
-    released, outcome = release(update, NONE, 1e6, 0.0, seeded_normal(0))
+    released, outcome = privatize(update, NONE, 1e6, 0.0, seeded_normal(0))
     assert torch.equal(released["w"], update["w"])
     assert (outcome.clip_factor, outcome.cosine) == (1.0, pytest.approx(1.0))
 
 
 def test_an_update_of_nothing_has_no_cosine_and_no_error() -> None:
-    released, outcome = release({"w": torch.zeros(2, 2)}, NONE, 1.0, 1.0, seeded_normal(0))
+    released, outcome = privatize({"w": torch.zeros(2, 2)}, NONE, 1.0, 1.0, seeded_normal(0))
     assert (outcome.norm, outcome.clip_factor, outcome.cosine, outcome.signal) == (0.0, 1.0, 0.0, 0.0)
     assert outcome.noise == pytest.approx(float(released["w"].double().norm()), rel=1e-6)
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
     with pytest.raises(RefusedError, match="NaN or Inf"):
-        release({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded_normal(0))
+        privatize({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded_normal(0))
 
 
 def samples(peer: torch.Tensor, side: str, std: float, count: int) -> torch.Tensor:
     """Return effective noise (count, ...) of releases of a zero update."""
     maps, normal = {"w": geometry(peer, side, 2.0)}, seeded_normal(3)
     zero = torch.zeros((M, R) if side == "right" else (R, N), dtype=torch.float64)
-    noise = [release({"w": zero}, maps, 1.0, std, normal)[0]["w"] for _ in range(count)]
+    noise = [privatize({"w": zero}, maps, 1.0, std, normal)[0]["w"] for _ in range(count)]
     return torch.stack([2.0 * (w @ peer if side == "right" else peer @ w) for w in noise])
 
 
@@ -102,7 +102,7 @@ def test_the_law_is_that_of_the_papers_xi_times_the_regulator() -> None:
     a = draw(R, N) * torch.tensor([[4.0], [1.0], [0.3]], dtype=torch.float64)
     normal, maps = seeded_normal(5), {"w": geometry(a, "right", 1.0)}
     zero = torch.zeros(M, R, dtype=torch.float64)
-    ours = torch.cat([release({"w": zero}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(3000)])
+    ours = torch.cat([privatize({"w": zero}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(3000)])
     regulator = a.T @ torch.linalg.inv(a @ a.T)
     paper = draw(len(ours), N, seed=9) @ regulator
     exact = torch.linalg.inv(a @ a.T)
@@ -122,15 +122,15 @@ def test_null_directions_carry_neither_update_nor_noise() -> None:
     hidden, seen = torch.zeros(M, R, dtype=torch.float64), torch.zeros(M, R, dtype=torch.float64)
     hidden[:, 1] = 4.4
     seen[:, 0] = 0.1
-    one = release({"w": seen}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
-    other = release({"w": seen + hidden}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
+    one = privatize({"w": seen}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
+    other = privatize({"w": seen + hidden}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
     assert torch.allclose(one, other, atol=1e-12)
     assert one[:, 1:].abs().max() < 1e-12
     assert one[:, 0].abs().min() > 0
 
 
 def test_a_peer_of_zeros_releases_zeros_of_no_dimension() -> None:
-    released, outcome = release({"w": draw(M, R)}, {"w": geometry(torch.zeros(R, N), "right", 1.0)}, 1.0, 1.0, system_normal)
+    released, outcome = privatize({"w": draw(M, R)}, {"w": geometry(torch.zeros(R, N), "right", 1.0)}, 1.0, 1.0, system_normal)
     assert released["w"].abs().max() == 0
     assert outcome.dimensions == 0
 
@@ -140,7 +140,7 @@ def test_the_product_of_a_large_layer_is_never_formed() -> None:
     update, maps = {"w": torch.zeros(size, rank)}, {"w": geometry(draw(rank, size), "right", 1.0)}
     shapes: list[tuple[int, ...]] = []
     normal = seeded_normal(0)
-    release(update, maps, 1.0, 1.0, lambda shape: shapes.append(shape) or normal(shape))
+    privatize(update, maps, 1.0, 1.0, lambda shape: shapes.append(shape) or normal(shape))
     assert shapes == [(size, rank)]
     assert maps["w"].forward.shape == (rank, rank)
 
@@ -151,7 +151,7 @@ def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it
     a, clip = 10.0 * q, 1.0
     update = draw(M, R, seed=2)
     printed = update * min(1.0, clip / float(update.norm()))
-    ours = release({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded_normal(0))[0]["w"]
+    ours = privatize({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded_normal(0))[0]["w"]
     assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
     assert float((ours @ a).norm()) == pytest.approx(clip)
 
@@ -181,7 +181,7 @@ def scores(update: torch.Tensor, a: torch.Tensor, std: float, count: int, seed: 
     maps, normal = {"w": geometry(a, "right", 1.0)}, seeded_normal(seed)
     suspected = draw(M, R, seed=2) @ a
     suspected = suspected / suspected.norm()
-    return torch.stack([(release({"w": update}, maps, 1.0, std, normal)[0]["w"] @ a * suspected).sum() for _ in range(count)])
+    return torch.stack([(privatize({"w": update}, maps, 1.0, std, normal)[0]["w"] @ a * suspected).sum() for _ in range(count)])
 
 
 def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> None:
@@ -203,7 +203,7 @@ def test_the_same_attack_breaks_the_clipping_the_paper_prints() -> None:
     suspected = printed @ a / (printed @ a).norm()
 
     def score(base: torch.Tensor) -> torch.Tensor:
-        noise = [release({"w": torch.zeros(M, R)}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(2000)]
+        noise = [privatize({"w": torch.zeros(M, R)}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(2000)]
         return torch.stack([((base + z.double()) @ a * suspected).sum() for z in noise])
 
     assert lower_epsilon(score(printed), score(printed * 0), delta) > 3 * claimed

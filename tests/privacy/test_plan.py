@@ -6,9 +6,8 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
-from consilium.privacy.accounting import Spend
+from consilium.privacy.accounting import GaussianEvent
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
-from consilium.strategies import build_strategy
 from tests.conftest import small_config
 
 SITE = {"unit": "site", "epsilon": 3, "delta": 1 / 12, "clip": 0.3}
@@ -20,7 +19,7 @@ def plan(
     raw = small_config(strategy, rounds=rounds).model_dump() | {"privacy": privacy}
     raw["federation"] |= federation
     config = JobConfig.model_validate(raw)
-    return make_plan(config, build_strategy(config.strategy), samples)
+    return make_plan(config, config.strategy, samples)
 
 
 def test_deer_releases_twice_a_round() -> None:
@@ -67,7 +66,7 @@ def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
 def test_record_level_counts_poisson_steps_of_this_site() -> None:
     privacy = {"unit": "record", "epsilon": 3, "clip": 1.0}
     found = plan(privacy, "fedit", samples=100, rounds=5)
-    assert found.release == Spend(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
+    assert found.release == GaussianEvent(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
     assert found.epsilon() == pytest.approx(3, rel=0.01)
     assert found.epsilon(1) < found.epsilon()
     assert dpsgd(found, None).sample_rate == 0.02

@@ -12,7 +12,9 @@ from consilium.report.progress import progress, when
 
 
 def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"name": "study", "training": {"rounds": 5}}))
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_dump({"name": "study", "task": {"classes": ["a"], "name": "segmentation"}, "training": {"rounds": 5}})
+    )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 

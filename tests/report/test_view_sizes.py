@@ -7,11 +7,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from consilium.messages import Stage
 from consilium.report.tables import shortened
-from consilium.report.view import STAGES, LiveView, result_table
+from consilium.report.view import LiveView, result_table
+from consilium.tasks.segmentation import SCORES as DICE
 
 LONG = ("histology-university-hospital-north", "histology-university-hospital-south", "site-1")
-SCORES = {f"test/{s}/dice": 0.5 for s in STAGES} | {"test/received/iou": 0.25, "test/received/hd95": 123.456}
+SCORES = {f"test/{s}/dice": 0.5 for s in Stage} | {"test/global/iou": 0.25, "test/global/hd95": 123.456}
 WIDTHS = (40, 80, 140)
 
 
@@ -24,11 +26,11 @@ def shown(table: object, width: int) -> str:
 def live(width: int) -> str:
     """Return the live table of three sites in the middle of a round."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    view = LiveView(console, 50, "job")
+    view = LiveView(console, 50, "job", DICE)
     view({"event": "round", "round": 3, "phase": 0, "phases": 1, "sites": LONG})
     for name in LONG:
         view({"event": "step", "site": name, "step": 3, "steps": 120, "loss": 1.2345})
-    scores = {"validation/received/dice": 0.125, "validation/personal/dice": 0.625, "train/loss": 1.0}
+    scores = {"validation/global/dice": 0.125, "validation/personalized/dice": 0.625, "train/loss": 1.0}
     view({"event": "metrics", "site": "site-1", "round": 3, "metrics": scores})
     view({"event": "evaluate", "site": LONG[0], "round": 3, "stage": "validation/received"})
     return shown(view._render(), width)
@@ -36,7 +38,7 @@ def live(width: int) -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_and_all_numbers_are_there(width: int) -> None:
-    text = shown(result_table(dict.fromkeys(LONG, SCORES), "job", width), width)
+    text = shown(result_table(dict.fromkeys(LONG, SCORES), "job", DICE, width), width)
     assert all(cell_len(line) <= width for line in text.splitlines())
     assert text.count("123.456") == len(LONG) + 1
     assert "HD95" in text
@@ -45,14 +47,14 @@ def test_no_line_is_wider_and_all_numbers_are_there(width: int) -> None:
 
 
 def test_whole_names_where_they_fit_and_both_ends_elsewhere() -> None:
-    wide, narrow = (shown(result_table(dict.fromkeys(LONG, SCORES), "job", width), width) for width in (140, 80))
+    wide, narrow = (shown(result_table(dict.fromkeys(LONG, SCORES), "job", DICE, width), width) for width in (140, 80))
     assert all(name in wide for name in LONG)
-    assert "Dice received" in wide
+    assert "Dice global" in wide
     rows = [line.split()[0] for line in narrow.splitlines() if line.strip().startswith("histology")]
     assert len(set(rows)) == 2
     assert all("…" in row and row.endswith(("north", "south")) for row in rows)
     fits = dict.fromkeys(("university-clinic-1", "university-clinic-2"), SCORES)
-    assert "university-clinic-2" in shown(result_table(fits, "job", 80), 80)
+    assert "university-clinic-2" in shown(result_table(fits, "job", DICE, 80), 80)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -83,7 +85,7 @@ def test_wide_characters_count_as_two_cells() -> None:
 
 
 def test_nothing_scored_is_said_with_the_losses() -> None:
-    text = shown(result_table({"a": {}, "b": {}}, "job", 140, {"a": 0.75}), 140)
+    text = shown(result_table({"a": {}, "b": {}}, "job", DICE, 140, {"a": 0.75}), 140)
     assert "no test or validation split: nothing was scored" in text
     assert "training loss" in text
     assert "0.750" in text
@@ -91,27 +93,27 @@ def test_nothing_scored_is_said_with_the_losses() -> None:
 
 
 def test_a_site_without_the_split_is_named() -> None:
-    text = shown(result_table({"a": SCORES, "b": {"validation/base/dice": 0.5}}, "job"), 140)
+    text = shown(result_table({"a": SCORES, "b": {"validation/pretrained/dice": 0.5}}, "job", DICE), 140)
     assert "no test split, so not scored here: b" in text
 
 
 def test_lines_without_scores_and_of_the_closing_evaluation() -> None:
     console = Console(file=io.StringIO(), width=40)
-    with LiveView(console, 2, "job") as view:
+    with LiveView(console, 2, "job", DICE) as view:
         view({"event": "round", "round": 0, "phase": 0, "phases": 1, "sites": LONG})
         view({"event": "metrics", "site": LONG[0], "round": 0, "metrics": {"train/loss": 0.75}})
         view({"event": "metrics", "site": LONG[0], "round": 2, "metrics": {}})
-        view({"event": "metrics", "site": LONG[1], "round": 2, "metrics": {"validation/received/dice": 0.5}})
+        view({"event": "metrics", "site": LONG[1], "round": 2, "metrics": {"validation/global/dice": 0.5}})
     first, second, third = console.file.getvalue().splitlines()
     assert first.startswith(f"round 1/2  {LONG[0]}: loss 0.750  ETA")
     assert second == f"closing evaluation  {LONG[0]}: nothing to score"
-    assert third == f"closing evaluation  {LONG[1]}: Dice received 0.500"
+    assert third == f"closing evaluation  {LONG[1]}: Dice global 0.500"
     assert view.losses == {LONG[0]: 0.75}
 
 
 def test_refusals_outside_the_rounds() -> None:
     console = Console(file=io.StringIO(), width=40)
-    with LiveView(console, 2, "job") as view:
+    with LiveView(console, 2, "job", DICE) as view:
         refusal = {"event": "refused", "site": "a", "reason": "\x1b[31m[/]", "joining": True, "round": 0}
         view(refusal)
         view(refusal | {"joining": False, "round": 2})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
@@ -15,11 +15,10 @@ from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.storage import load_state
-from consilium.strategies import build_strategy
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
-from tests.conftest import small_cells, small_config
+from tests.conftest import small_cells, small_config, strategy_of
 
 A, B = "layer.lora_A", "layer.lora_B"
 
@@ -44,7 +43,7 @@ def exchange(strategy: Strategy, state: ServerState, sites: int = 4) -> tuple[Se
         end = begin | {n: begin[n] + torch.randn(begin[n].shape, generator=generator) for n in trained}
         aggregate.add(SiteInfo(str(site), 1), strategy.upload(begin, end, payload), 1, payload)
         products.append(end[B].double() @ end[A].double())
-    return strategy.conclude(state, aggregate.mean()), torch.stack(products).mean(0)
+    return strategy.merge(state, aggregate.mean()), torch.stack(products).mean(0)
 
 
 def deviation(strategy: Strategy, phases: int) -> float:
@@ -85,7 +84,7 @@ def test_a_schedule_keeps_its_share_of_the_exchanges_and_trains_both_factors(sch
 
 def test_a_schedule_nobody_knows_is_named() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.schedule: '80%'"):
-        build_strategy({"name": "deer", "schedule": "80%"})
+        strategy_of({"name": "deer", "schedule": "80%"})
 
 
 @pytest.mark.parametrize("frozen", ["A", "B"])
@@ -111,7 +110,7 @@ def private(strategy: dict, **privacy: object) -> JobConfig:
 
 def run(config: JobConfig, folder: Path, **options: object) -> tuple[dict, list]:
     events: list = []
-    site = SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
     coordinator = simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, events.append, **options)
     return coordinator.state.shared, events
 
@@ -141,7 +140,7 @@ def _interrupted(config: JobConfig, folder: Path) -> None:
         if event["event"] == "round" and (event["round"], event["phase"]) == (1, 1):
             raise KeyboardInterrupt
 
-    site = SiteConfig(privacy=PolicyConfig(noise_seed=1))
+    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
     with pytest.raises(KeyboardInterrupt):
         simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, stop)
 

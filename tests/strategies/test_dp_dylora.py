@@ -11,9 +11,8 @@ from consilium.errors import ConfigError
 from consilium.federation.aggregate import ExactMean
 from consilium.federation.build import assemble_job, build_model
 from consilium.messages import SiteInfo, Tensors
-from consilium.strategies import build_strategy
 from consilium.strategies.dp_dylora import DPDyLoRA
-from tests.conftest import small_config
+from tests.conftest import small_config, strategy_of
 
 A, B = "layer.lora_A", "layer.lora_B"
 SITE = SiteInfo("a", 1)
@@ -47,7 +46,7 @@ def test_only_active_ranks_travel_train_and_change(round: int) -> None:
     assert {n: t.shape for n, t in update.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
     mean = ExactMean()
     mean.add(update.tensors, 1)
-    after = strategy.conclude(state, mean.value()).shared
+    after = strategy.merge(state, mean.value()).shared
     assert torch.allclose(after[A][:rank], state.shared[A][:rank] + 1)
     assert torch.equal(after[A][rank:], state.shared[A][rank:])
     assert torch.equal(after[B][:, rank:], state.shared[B][:, rank:])
@@ -88,4 +87,4 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
 
 def test_a_rank_below_one_is_named() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.rank_min: 0"):
-        build_strategy({"name": "dp_dylora", "rank_min": 0})
+        strategy_of({"name": "dp_dylora", "rank_min": 0})

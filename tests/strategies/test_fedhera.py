@@ -10,10 +10,10 @@ from consilium.federation.aggregate import RoundAggregate
 from consilium.messages import Payload, SiteInfo
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
-from consilium.strategies.strategy import Role, ServerState, Upload
+from consilium.strategies.strategy import Role, ServerState, SiteResult
 from consilium.strategies.unequal.allocation import gate
-from consilium.strategies.unequal.exact import global_updates, spectra
-from consilium.strategies.unequal.ranks import factors, shapes
+from consilium.strategies.unequal.exact import global_updates, stored_spectra
+from consilium.strategies.unequal.layers import factors, shapes
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]
@@ -54,7 +54,7 @@ def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregatio
             site = SiteInfo(name, 1 + index)
             sent = strategy.broadcast(state, site)
             update = answer(strategy, sent, 100 * round + index)
-            uploads[name] = Upload(update, site.num_samples, sent, site)
+            uploads[name] = SiteResult(update, site.num_samples, sent, site)
         total = sum(upload.weight for upload in uploads.values())
         for layer in LARGE:
             for upload in uploads.values():
@@ -62,11 +62,11 @@ def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregatio
                 b, a = b0.double() + db.double(), a0.double() + da.double()
                 start = b0.double() @ a0.double() if aggregation == "residual" else 0.0
                 dense[layer] += upload.weight / total * (b @ a - start)
-        state = strategy.conclude(state, uploads)
+        state = strategy.merge(state, uploads)
         for layer, reference in dense.items():
             assert torch.linalg.norm(whole(state, layer) - reference) < 1e-5 * torch.linalg.norm(reference)
             true = torch.linalg.svdvals(reference)[:64]
-            assert float((spectra(state)[layer].values - true).abs().max() / true[0]) < 1e-5
+            assert float((stored_spectra(state)[layer].values - true).abs().max() / true[0]) < 1e-5
 
 
 def test_the_round_starts_alike_and_smaller_ranks_are_prefixes() -> None:
@@ -128,7 +128,7 @@ def test_a_direction_without_an_update_can_learn() -> None:
     ).items():
         b, a = factors(sent.tensors, layer)
         blank = ~b.any(0)
-        assert rank > len(spectra(state)[layer].values.nonzero())
+        assert rank > len(stored_spectra(state)[layer].values.nonzero())
         assert blank.any()
         assert bool(a[blank].any(1).all())
 
@@ -160,7 +160,7 @@ def test_opposite_sites_are_scored_by_what_they_changed() -> None:
         sent = strategy.broadcast(state, site)
         moved = {n: sign * 1e-3 * torch.ones_like(t) for n, t in sent.tensors.items() if ".lora_" in n}
         aggregate.add(site, Payload(state.round, 0, moved), weight, sent)
-    after = strategy.conclude(state, aggregate.take())
+    after = strategy.merge(state, aggregate.take())
     scores = {name: float(after.sites[name]["alignment"]) for name in ("many", "few")}
     assert scores == {"many": pytest.approx(1, abs=0.01), "few": pytest.approx(-1, abs=0.01)}
 
@@ -196,7 +196,7 @@ def test_diagnostics_are_what_they_say() -> None:
     strategy = hera()
     state = play(strategy, strategy.init_state(initial()), SITES)
     sent = {name: strategy.broadcast(state, SiteInfo(name, 1)) for name in SITES[:3]}
-    uploads = {n: Upload(answer(strategy, p, i), 1, p, SiteInfo(n, 1)) for i, (n, p) in enumerate(sent.items())}
+    uploads = {n: SiteResult(answer(strategy, p, i), 1, p, SiteInfo(n, 1)) for i, (n, p) in enumerate(sent.items())}
     found = strategy.diagnostics(state, uploads)
     assert 0 < found["drift/cross"] < 2
     assert found["ranks/information_gain"] > 1
@@ -218,5 +218,5 @@ def test_a_head_is_averaged() -> None:
         update = replace(answer(strategy, sent, 1, 0.0))
         update.tensors["head.weight"] = torch.full((2, 3), value)
         aggregate.add(site, update, weight, sent)
-    after = strategy.conclude(state, aggregate.take())
+    after = strategy.merge(state, aggregate.take())
     torch.testing.assert_close(after.shared["head.weight"], torch.full((2, 3), 1.75))

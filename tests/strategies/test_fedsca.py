@@ -17,10 +17,9 @@ from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies import build_strategy
 from consilium.strategies.fedsca import MATRIX, FedSCA, similarities
-from consilium.strategies.strategy import Role, ServerState, Step
-from tests.conftest import small_config
+from consilium.strategies.strategy import LocalStep, Role, ServerState
+from tests.conftest import small_config, strategy_of
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
 
@@ -41,7 +40,7 @@ def exchange(
         end = {n: torch.full((2, 3), value) for n in low}
         update = {n: end[n] - sent.tensors[n] for n in low}
         aggregate.add(SiteInfo(name, 1), Payload(state.round, 0, update), (weights or {}).get(name, 1), sent)
-    return strategy.conclude(state, aggregate.take())
+    return strategy.merge(state, aggregate.take())
 
 
 def received(strategy: FedSCA, state: ServerState, name: str) -> float:
@@ -64,7 +63,7 @@ def test_what_it_cannot_place_or_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.low: 7: the model has 6 adapters"):
         FedSCA(low=7).init_state(start())
     with pytest.raises(ConfigError, match=r"strategy\.alpha: -1"):
-        build_strategy({"name": "fedsca", "alpha": -1})
+        strategy_of({"name": "fedsca", "alpha": -1})
 
 
 @pytest.mark.parametrize("similarity", ["l2", "l1", "cosine", "inner"])
@@ -147,16 +146,16 @@ def test_order_of_arrival_changes_nothing() -> None:
 def test_the_pull_is_minus_the_cosine_over_all_low_adapters_together() -> None:
     strategy, anchors = FedSCA(low=2, pull=0.5), start()
     params = {n: t.clone().requires_grad_() for n, t in start(1).items()}
-    loss = strategy.regularizer(Step(params, anchors, {}, {}))
+    loss = strategy.regularizer(LocalStep(params, anchors, {}, {}))
     now, then = (torch.cat([v[n].detach().flatten() for n in NAMES[:2]]) for v in (params, anchors))
     assert loss.item() == pytest.approx(-0.5 * float(now @ then / (now.norm() * then.norm())), rel=1e-5)
     loss.backward()
     assert params[NAMES[1]].grad.abs().sum() > 0
     assert params[NAMES[2]].grad is None
     still = {n: t.clone().requires_grad_() for n, t in anchors.items()}
-    strategy.regularizer(Step(still, anchors, {}, {})).backward()
+    strategy.regularizer(LocalStep(still, anchors, {}, {})).backward()
     assert still[NAMES[0]].grad.abs().max() < 1e-6
-    assert FedSCA(pull=0.0).regularizer(Step(params, anchors, {}, {})) is None
+    assert FedSCA(pull=0.0).regularizer(LocalStep(params, anchors, {}, {})) is None
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,7 @@ def run_groups(sites: dict[str, SiteConfig], folder: Path, **options: object) ->
     raw |= {"strategy": {"name": "fedsca", "low": 0, "pull": 0.0, **options}, "task": {"classes": ["nucleus"]}, "data": {}}
     coordinator = simulate(assemble_job(JobConfig.model_validate(raw)), sites, folder, lambda event: None)
     results = json.loads((folder / "results.json").read_text())
-    dice = sum(r["test/received/dice"] for r in results.values()) / len(results)
+    dice = sum(r["test/global/dice"] for r in results.values()) / len(results)
     return coordinator.state.matrices[MATRIX], dice
 
 

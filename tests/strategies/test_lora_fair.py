@@ -6,32 +6,32 @@ from torch import Tensor
 
 from consilium.messages import SiteInfo, Tensors
 from consilium.strategies.lora_fair import LoraFair
-from consilium.strategies.strategy import ServerState, Upload
-from consilium.strategies.unequal.ranks import factors, trained, weights
+from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.unequal.layers import factors
 from tests.strategies.unequal import LAYERS, answer, initial, product
 
 SITES = ["a", "b", "c"]
 
 
-def round_of(strategy: LoraFair) -> tuple[ServerState, dict[str, Upload], ServerState]:
+def round_of(strategy: LoraFair) -> tuple[ServerState, dict[str, SiteResult], ServerState]:
     """Return a state, what its sites answer, and the state after."""
     state = strategy.init_state({n: t + 0.3 * torch.randn(t.shape, generator=seeded(n)) for n, t in initial(rank=3).items()})
     uploads = {}
     for index, name in enumerate(SITES):
         site = SiteInfo(name, index + 1)
         sent = strategy.broadcast(state, site)
-        uploads[name] = Upload(answer(strategy, sent, index, 0.5), index + 1, sent, site)
-    return state, uploads, strategy.conclude(state, uploads)
+        uploads[name] = SiteResult(answer(strategy, sent, index, 0.5), index + 1, sent, site)
+    return state, uploads, strategy.merge(state, uploads)
 
 
 def seeded(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(sum(map(ord, name)))
 
 
-def parts(uploads: dict[str, Upload], layer: str) -> tuple[Tensor, Tensor, Tensor]:
+def parts(uploads: dict[str, SiteResult], layer: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return D and the mean B and A, dense, float64."""
-    share = weights(uploads)
-    ends: dict[str, Tensors] = {name: trained(upload) for name, upload in uploads.items()}
+    share = shares(uploads)
+    ends: dict[str, Tensors] = {name: upload.trained() for name, upload in uploads.items()}
     wanted = sum(share[name] * product(end, layer) for name, end in ends.items())
     b, a = (sum(share[name] * factors(end, layer)[i].double() for name, end in ends.items()) for i in (0, 1))
     return wanted, b, a
@@ -80,11 +80,11 @@ def test_equal_sites_need_no_correction_and_nothing_stays_nothing() -> None:
     uploads = {}
     for name in SITES:
         sent = strategy.broadcast(state, SiteInfo(name, 1))
-        uploads[name] = Upload(answer(strategy, sent, 7), 1, sent, SiteInfo(name, 1))
-    after = strategy.conclude(state, uploads)
+        uploads[name] = SiteResult(answer(strategy, sent, 7), 1, sent, SiteInfo(name, 1))
+    after = strategy.merge(state, uploads)
     for layer in LAYERS:
-        torch.testing.assert_close(factors(after.shared, layer), factors(trained(uploads["a"]), layer))
-    still = {n: Upload(answer(strategy, u.sent, 7, 0.0), 1, u.sent, u.site) for n, u in uploads.items()}
-    unmoved = strategy.conclude(state, still)
+        torch.testing.assert_close(factors(after.shared, layer), factors(uploads["a"].trained(), layer))
+    still = {n: SiteResult(answer(strategy, u.sent, 7, 0.0), 1, u.sent, u.site) for n, u in uploads.items()}
+    unmoved = strategy.merge(state, still)
     for name, tensor in state.shared.items():
         torch.testing.assert_close(unmoved.shared[name], tensor)

@@ -7,9 +7,10 @@ from consilium.adapters import dual_rank
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import ConfigError
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.strategies.unequal import probe
-from consilium.strategies.unequal.ranks import shapes
+from consilium.strategies.unequal.layers import shapes
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
 
@@ -17,13 +18,13 @@ WANTED = DualRankConfig(kind="dual_rank", rank=16)
 @pytest.fixture
 def model() -> torch.nn.Module:
     model = build_causal_lm("tiny", None)
-    dual_rank.inject(model, WANTED.rank, WANTED.scaling, WANTED.targets)
+    dual_rank.inject(model, WANTED.rank, WANTED.scaling, CAUSAL_LM.target(WANTED.targets))
     return model
 
 
 def measured(model: torch.nn.Module, **limits: float) -> dict[str, float]:
     ids = torch.arange(40).reshape(2, 20)
-    return probe.capacity(CapacityConfig(**limits), model, WANTED, lambda: model(ids, labels=ids).loss)
+    return probe.measured_ranks(CapacityConfig(**limits), model, WANTED, lambda: model(ids, labels=ids).loss)
 
 
 def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:

@@ -12,11 +12,12 @@ from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo
-from consilium.strategies import STRATEGIES, build_strategy
 from consilium.strategies.fedhera import FedHera
+from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
-from consilium.strategies.unequal.ranks import cross_drift, information_gain, shapes, split
-from tests.conftest import JOBS
+from consilium.strategies.unequal.drift import cross_drift, information_gain
+from consilium.strategies.unequal.layers import prefix_and_tail, shapes
+from tests.conftest import JOBS, strategy_of
 
 UNEQUAL = [cls() for cls in STRATEGIES.values() if cls.ranks_differ]
 
@@ -32,9 +33,9 @@ def test_sites_that_say_nothing_are_drawn_by_the_profile(profile: str, expected:
 
 def test_what_a_site_says_of_itself_counts_before_its_tier() -> None:
     strategy = FedHera(profile={"low": 1.0})
-    assert strategy.capacity(SiteInfo("a", 1)) == {"download": 32, "time": 4, "memory": 4}
+    assert strategy.affordable_ranks(SiteInfo("a", 1)) == {"download": 32, "time": 4, "memory": 4}
     said = SiteInfo("a", 1, capacity={"memory": 2.5, "download": 7})
-    assert strategy.capacity(said) == {"download": 7, "time": 4, "memory": 2.5}
+    assert strategy.affordable_ranks(said) == {"download": 7, "time": 4, "memory": 2.5}
     assert strategy.train_rank(said) == 2
     assert strategy.train_rank(SiteInfo("a", 1, capacity={"time": 0.2})) == 1
 
@@ -49,7 +50,7 @@ def test_what_a_site_says_of_itself_counts_before_its_tier() -> None:
 )
 def test_bad_tiers_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_strategy({"name": "fedhera", **options}, "job.yaml")
+        strategy_of({"name": "fedhera", **options})
 
 
 @pytest.mark.parametrize("strategy", UNEQUAL, ids=lambda s: s.name)
@@ -82,8 +83,8 @@ def test_cross_drift_of_equal_opposite_orthogonal_and_unmoved_sites() -> None:
 
 def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() -> None:
     product = (torch.zeros(5, 8), torch.zeros(8, 3))
-    assert information_gain(Payload(0, 0, split("l", product, 2, 0.5))) == pytest.approx(8 / 2)
-    assert information_gain(Payload(0, 0, split("l", product, 8, 0.5))) == 1
+    assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 2, 0.5))) == pytest.approx(8 / 2)
+    assert information_gain(Payload(0, 0, prefix_and_tail("l", product, 8, 0.5))) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from consilium.adapters.names import factor
 from consilium.errors import RefusedError
 from consilium.federation.aggregate import ExactMean, RoundAggregate
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies import STRATEGIES
+from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role, Strategy, next_phase
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
@@ -122,7 +122,7 @@ def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strateg
     aggregate, sent = RoundAggregate(strategy), strategy.broadcast(state, SiteInfo("a", 1))
     for name, weight in (("b", 3), ("a", 11)):
         aggregate.add(SiteInfo(name, weight), Payload(0, 0, update), weight, sent)
-    after = strategy.conclude(state, aggregate.take())
+    after = strategy.merge(state, aggregate.take())
     assert (after.round, after.phase) == next_phase(state, strategy.phases(0))
     for name in state.shared:
         moved = corner(strategy, name, after.shared[name] - state.shared[name])

@@ -15,9 +15,10 @@ from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategies.strategy import ServerState, Step, Upload
-from consilium.strategies.unequal.exact import global_updates, spectra
-from consilium.strategies.unequal.ranks import Tier, UnequalRanks, factors, shapes, trained
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.unequal.exact import global_updates, stored_spectra
+from consilium.strategies.unequal.layers import factors, shapes
+from consilium.strategies.unequal.ranks import Tier, UnequalRanks
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(6)]
@@ -28,20 +29,20 @@ def make(cls: type[UnequalRanks], **options: object) -> UnequalRanks:
     return cls(tiers={name: Tier(**values) for name, values in TIERS.items()}, **options)
 
 
-def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITES) -> dict[str, Upload]:
+def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITES) -> dict[str, SiteResult]:
     """Return what sites answer to this round, site i with weight i + 1."""
     found = {}
     for index, name in enumerate(names):
         site = SiteInfo(name, index + 1)
         sent = strategy.broadcast(state, site)
-        found[name] = Upload(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
+        found[name] = SiteResult(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
     return found
 
 
-def mean_product(uploads: dict[str, Upload], layer: str) -> Tensor:
+def mean_product(uploads: dict[str, SiteResult], layer: str) -> Tensor:
     """Return sum p_i B_i A_i of what sites trained, float64."""
     total = sum(upload.weight for upload in uploads.values())
-    return sum(upload.weight / total * product(trained(upload), layer) for upload in uploads.values())
+    return sum(upload.weight / total * product(upload.trained(), layer) for upload in uploads.values())
 
 
 def whole(state: ServerState, layer: str) -> Tensor:
@@ -72,7 +73,7 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
         fresh = [{layer: factors(u.sent.tensors, layer) for layer in LAYERS} for u in uploads.values()]
         assert not any(one[layer][0].any() for one in fresh for layer in LAYERS)  # B starts at 0
         total = {layer: total[layer] + mean_product(_trained_only(uploads), layer) for layer in LAYERS}
-        state = strategy.conclude(state, uploads)
+        state = strategy.merge(state, uploads)
         for layer in LAYERS:
             torch.testing.assert_close(whole(state, layer), total[layer], rtol=1e-4, atol=1e-6)
             for payload in (strategy.broadcast(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
@@ -81,11 +82,11 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
     assert widths == [min(shape) for shape in LAYERS.values()]  # never wider than the layer
 
 
-def _trained_only(uploads: dict[str, Upload]) -> dict[str, Upload]:
+def _trained_only(uploads: dict[str, SiteResult]) -> dict[str, SiteResult]:
     def cut(payload: Payload) -> Payload:
         return Payload(payload.round, 0, {n: t for n, t in payload.tensors.items() if ".lora_" in n})
 
-    return {name: Upload(u.update, u.weight, cut(u.sent), u.site) for name, u in uploads.items()}
+    return {name: SiteResult(u.update, u.weight, cut(u.sent), u.site) for name, u in uploads.items()}
 
 
 def test_flora_draws_new_factors_every_round() -> None:
@@ -102,7 +103,7 @@ def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(split: st
     strategy = make(FlexLoRA, split=split)
     state = play(strategy, strategy.init_state(initial()), SITES)  # so that the round starts from something
     uploads = exchange(strategy, state)
-    state = strategy.conclude(state, uploads)
+    state = strategy.merge(state, uploads)
     for layer, shape in LAYERS.items():
         mean = mean_product(uploads, layer)
         torch.testing.assert_close(whole(state, layer), mean, rtol=1e-4, atol=1e-6)
@@ -127,14 +128,15 @@ def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
     lost = {}
     for name, upload in uploads.items():
         energy = {
-            layer: (one.energy, one.rest(len(upload.sent.tensors[f"{layer}.lora_A"]))) for layer, one in spectra(state).items()
+            layer: (one.energy, one.rest(len(upload.sent.tensors[f"{layer}.lora_A"])))
+            for layer, one in stored_spectra(state).items()
         }
         lost[name] = sum(rest for _, rest in energy.values()) / sum(whole for whole, _ in energy.values())
     raw = {name: uploads[name].weight / (0.1 + lost[name]) for name in uploads}
     assert share == pytest.approx({name: value / sum(raw.values()) for name, value in raw.items()})
-    after = strategy.conclude(state, uploads)
+    after = strategy.merge(state, uploads)
     for layer in LAYERS:
-        moved = sum(share[n] * (product(trained(u), layer) - product(u.sent.tensors, layer)) for n, u in uploads.items())
+        moved = sum(share[n] * (product(u.trained(), layer) - product(u.sent.tensors, layer)) for n, u in uploads.items())
         torch.testing.assert_close(whole(after, layer), whole(state, layer) + moved, rtol=1e-4, atol=1e-6)
 
 
@@ -142,9 +144,9 @@ def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
     strategy = make(HetLoRA)
     state = play(strategy, strategy.init_state(initial()), SITES)
     uploads = exchange(strategy, state)
-    ends = {name: trained(upload) for name, upload in uploads.items()}
+    ends = {name: upload.trained() for name, upload in uploads.items()}
     norms = {n: sum(float(product(end, layer).square().sum()) for layer in LAYERS) ** 0.5 for n, end in ends.items()}
-    after = strategy.conclude(state, uploads)
+    after = strategy.merge(state, uploads)
     for layer in LAYERS:
         b, a = (torch.zeros_like(t, dtype=torch.float64) for t in factors(state.shared, layer))
         for name, end in ends.items():
@@ -164,11 +166,11 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
         site = SiteInfo(name, 1)
         sent = strategy.broadcast(state, site)
         aggregate.add(site, Payload(0, 0, {n: factor * t for n, t in sent.tensors.items()}), 1, sent)
-    state = strategy.conclude(state, aggregate.take())
+    state = strategy.merge(state, aggregate.take())
     ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "new")}
     assert ranks == {"fades": 2, "grows": 4, "new": 4}
     params = {n: t.clone().requires_grad_() for n, t in strategy.broadcast(state, SiteInfo("grows", 1)).tensors.items()}
-    penalty = strategy.regularizer(Step(params, params, {}, {}))
+    penalty = strategy.regularizer(LocalStep(params, params, {}, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
     expected = 0.1 * sum(b[:, 2:].norm() * a[2:].norm() for b, a in pairs)
     torch.testing.assert_close(penalty, expected)
@@ -176,7 +178,7 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
 
 def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
-    HetLoRA(prune_weight=1.0).regularizer(Step(params, params, {}, {})).backward()
+    HetLoRA(prune_weight=1.0).regularizer(LocalStep(params, params, {}, {})).backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
 
 
@@ -185,13 +187,13 @@ def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     strategy = make(FedHeLLo, rank=4, layers=layers)
     state = play(strategy, strategy.init_state(initial()), SITES)
     uploads = exchange(strategy, state)
-    after = strategy.conclude(state, uploads)
+    after = strategy.merge(state, uploads)
     for layer in LAYERS:
         trainers = {n: u for n, u in uploads.items() if len(u.sent.tensors[f"{layer}.lora_A"])}
         assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.chosen(state, u.site)}
         total = sum(u.weight for u in trainers.values())
         for index, mine in enumerate(factors(after.shared, layer)):
-            parts = [u.weight / total * factors(trained(u), layer)[index] for u in trainers.values()]
+            parts = [u.weight / total * factors(u.trained(), layer)[index] for u in trainers.values()]
             torch.testing.assert_close(mine, sum(parts) if parts else factors(state.shared, layer)[index])
         for upload in uploads.values():  # what a site does not train is in its forward pass all the same
             expected = factors(state.shared, layer)

@@ -5,7 +5,8 @@ import torch
 from consilium.federation.aggregate import RoundAggregate
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.strategy import Role, ServerState
-from consilium.strategies.unequal.ranks import UnequalRanks, factors, shapes
+from consilium.strategies.unequal.layers import factors, shapes
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}
 RANK = 6
@@ -38,7 +39,7 @@ def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: i
         sent = strategy.broadcast(state, site)
         seed = sum(map(ord, name)) + 1000 * state.round
         aggregate.add(site, answer(strategy, sent, seed, size), weight, sent)
-    return strategy.conclude(state, aggregate.take())
+    return strategy.merge(state, aggregate.take())
 
 
 def product(tensors: Tensors, layer: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
+from consilium.tasks.classification import ClassificationConfig, metric_names
 from consilium.tasks.classification.task import ClassificationTask, score
 from consilium.training.loop import batches
 
@@ -57,7 +58,7 @@ def test_metrics_of_known_answers(tmp_path: Path) -> None:
     }
     assert counts["confusion/long/long"] == 2
     assert not any(name.startswith("confusion/spiky/") for name in counts)
-    assert found.keys() <= task.metric_names
+    assert found.keys() <= metric_names(ClassificationConfig(name="classification", classes=task.classes))
     assert not any("confusion" in name for name in task.evaluate(ByBrightness(), "test", 3))
 
 

@@ -12,8 +12,10 @@ from consilium.adapters import layers, lora
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
+from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.privacy.dpsgd import PerSampleGradients
+from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
@@ -105,7 +107,7 @@ def test_a_batch_s_gradients_per_sample_are_those_of_each_alone() -> None:
         make_task(text("q", "yes"), text("a longer question?", "and a much longer answer")),
         build_causal_lm("tiny", None),
     )
-    lora.inject(model.double(), 2, 2, "paper")
+    lora.inject(model.double(), 2, 2, CAUSAL_LM.target("paper"))
     params = layers.tensors(model.double())  # in float64 padding and batching leave no trace
     for parameter in params.values():
         nn.init.normal_(parameter, std=0.1)
@@ -140,7 +142,7 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     written = ["Soon, not urgent", "soon", "d? no, c", "sooner"]
     monkeypatch.setattr(task, "write", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
-    assert task.metric_names == {"loss", "perplexity", "accuracy"}
+    assert metric_names(LanguageConfig(name="language", evaluate="label")) == {"loss", "perplexity", "accuracy"}
 
 
 def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatc
     task = make_task(text("q", "one", "a dog runs fast"), evaluate="generation")
     monkeypatch.setattr(task, "write", lambda *_: ["a dog runs fast"])
     found = task.evaluate(Uniform(), "test", 2, distances=True)
-    assert found.keys() == task.metric_names
+    assert found.keys() == metric_names(LanguageConfig(name="language", evaluate="generation"))
     assert found["rouge_l"] == 1
 
 

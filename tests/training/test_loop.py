@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
 from consilium.errors import ConsiliumError
-from consilium.strategies.strategy import Step
+from consilium.strategies.strategy import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import steps_per_round, train
 from consilium.training.optim import make_optimizer
@@ -94,7 +94,7 @@ def test_accumulation_equals_a_larger_batch() -> None:
 def test_the_regularizer_acts_once_a_step_with_anchors_of_the_start() -> None:
     seen: list[Tensor] = []
 
-    def pull(step: Step) -> Tensor:
+    def pull(step: LocalStep) -> Tensor:
         seen.append(step.anchors["a"])
         step.memory["count"] = step.memory.get("count", torch.zeros(())) + 1
         return step.params["a"].sum() * 0 + step.memory["count"] * 0 + (step.params["a"] - 3).square().sum()

@@ -35,8 +35,9 @@ class AdapterKind:
     `shapes(model, config, base)`: its tensors' names and shapes, in the order of the model's modules, on a base without it (a
     head not counted); `inject(model, config, base)` puts it in; `export(folder, values, config, base, name)` writes a whole
     one for others; `trainable_base(model, config)`: parameters of the base that train too and never leave their site;
-    `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the adapter's part of the
-    forward pass. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample.
+    `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
+    adapter's part of the forward pass. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has
+    gradients per sample.
     """
 
     config: type[AdapterConfig]

@@ -24,10 +24,10 @@ def audit(
 
 
 def _report(path: Path) -> dict[str, Any]:
-    from consilium.privacy.audit import report
+    from consilium.privacy.audit import read
 
     try:
-        return report(path)
+        return read(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None

@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite
+from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite, load
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
 

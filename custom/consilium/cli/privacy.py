@@ -75,12 +75,12 @@ class Asked:
 
     def answer(self, accountant: str) -> dict[str, Any]:
         """Return one accountant's plan."""
-        from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
+        from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 
         count = self.rounds * self.phases
         sigma = noise_multiplier(self.epsilon, self.delta, count, 1.0, accountant)
         deltas = sorted({self.delta, 1e-5, 1e-6, *([1 / self.sites] if self.sites > 1 else [])}, reverse=True)
-        size, spend = math.sqrt(self.parameters), Spend(sigma, 1.0, count)
+        size, spend = math.sqrt(self.parameters), GaussianEvent(sigma, 1.0, count)
         return {
             "noise_multiplier": sigma,
             "epsilon": {f"{d:g}": epsilon_of([spend], d, accountant) for d in deltas},

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from consilium.schema import Section, Seed
 
 
-class SitePrivacyConfig(Section):
+class SiteLevelDpConfig(Section):
     """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
 
     `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
@@ -40,7 +40,7 @@ class SitePrivacyConfig(Section):
         return _one_noise(self)
 
 
-class RecordPrivacyConfig(Section):
+class RecordLevelDpConfig(Section):
     """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches.
 
     The number of records is public: a site tells it, and its weight and noise follow from it.
@@ -66,7 +66,7 @@ def _one_noise(section: Any) -> Any:
     return section
 
 
-PrivacyConfig = Annotated[SitePrivacyConfig | RecordPrivacyConfig, Field(discriminator="unit")]
+PrivacyConfig = Annotated[SiteLevelDpConfig | RecordLevelDpConfig, Field(discriminator="unit")]
 
 
 class BudgetConfig(Section):
@@ -76,7 +76,7 @@ class BudgetConfig(Section):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
 
 
-class PolicyConfig(Section):
+class HospitalPrivacyPolicy(Section):
     """What a hospital lets jobs do to its privacy.
 
     `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError, Reason, RefusedError
@@ -37,7 +37,7 @@ class SiteConfig(Section):
     approve: Literal["digest"] | None = None
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
-    privacy: PolicyConfig = PolicyConfig()
+    privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
 
 
 def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:

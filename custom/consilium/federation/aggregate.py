@@ -4,7 +4,7 @@ import torch
 
 from consilium.errors import RefusedError
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.strategy import Gathered, Strategy, Upload
+from consilium.strategies.strategy import Gathered, SiteResult, Strategy
 
 MEAN_UNIT = 2.0**-36
 """Grid of the exact mean: updates are rounded to multiples of this (7e-12) before they are summed."""
@@ -54,12 +54,12 @@ class RoundAggregate:
     def reset(self, parties: int = PARTIES) -> None:
         """Forget everything added; there is room for the results of so many `parties`."""
         self._mean = ExactMean(parties)
-        self._uploads: dict[str, Upload] = {}
+        self._uploads: dict[str, SiteResult] = {}
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
         if self.strategy.needs == "sites":
-            self._uploads[site.name] = Upload(update, weight, sent, site)
+            self._uploads[site.name] = SiteResult(update, weight, sent, site)
         else:
             self._mean.add(update.tensors, weight)
 

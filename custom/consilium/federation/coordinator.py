@@ -15,7 +15,7 @@ from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_update
 from consilium.federation.site import export_adapter
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
-from consilium.privacy.mechanism import Normal, release, system_normal
+from consilium.privacy.mechanism import Normal, privatize, system_normal
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import geometries, upload_shapes
 from consilium.report.clean import shown
@@ -28,7 +28,7 @@ from consilium.strategies.strategy import Gathered, Role, ServerState
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    welcome* -> (start -> accept* -> conclude) until done -> final -> record_final* -> finish. Thread-safe where results arrive.
+    welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Coordinator:
         sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
+        self._sent: dict[str, Payload] = {}
         self.accepted: set[str] = set()
         self._lock = threading.Lock()
         self.aggregate = aggregate or RoundAggregate(job.strategy)
@@ -106,10 +107,10 @@ class Coordinator:
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         self.log.started(self.state, sorted(self.asked))
-        payloads = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
-        for name, payload in payloads.items():
+        self._sent = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        for name, payload in self._sent.items():
             self.log.sent(name, payload)
-        return payloads
+        return dict(self._sent)
 
     def held_out(self) -> dict[str, Payload]:
         """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
@@ -120,7 +121,7 @@ class Coordinator:
         drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
-    def record_held_out(self, name: str, result: Payload) -> str | None:
+    def accept_held_out(self, name: str, result: Payload) -> str | None:
         """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
@@ -173,7 +174,7 @@ class Coordinator:
             at = f"round {self.state.round} phase {self.state.phase}"
             told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
             raise RefusedError(f"stale: answers {told}, the federation is at {at}")
-        sent = self.job.strategy.broadcast(self.state, self.asked[name])
+        sent = self._sent[name]
         check_update(self.job, self.plan, result, sent)
         return sent
 
@@ -189,7 +190,7 @@ class Coordinator:
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
-            self.asked = {}
+            self.asked, self._sent = {}, {}
 
     def _epsilon(self) -> float | None:
         """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
@@ -202,7 +203,7 @@ class Coordinator:
         """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
         state, mean = self.state, self.aggregate.mean()
         maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
-        return release(
+        return privatize(
             mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / len(self.accepted), self.normal
         )[0]
 
@@ -210,7 +211,7 @@ class Coordinator:
         """Return the payloads for the last evaluation, one per registered site."""
         return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
-    def record_final(self, name: str, result: Payload) -> str | None:
+    def accept_final(self, name: str, result: Payload) -> str | None:
         """Keep a site's final metrics. Returns None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, self.state.phase)
@@ -245,6 +246,7 @@ class Coordinator:
 
     def _save(self) -> None:
         groups = {"shared": self.state.shared, "initial": self.state.initial, "matrices": self.state.matrices}
+        groups["optimizer"] = self.state.optimizer
         groups |= {f"sites/{site}": values for site, values in self.state.sites.items()}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         place = {"round": self.state.round, "phase": self.state.phase}
@@ -256,7 +258,7 @@ class Coordinator:
         tensors, meta = load_state(self._file())
         if meta["job"] != _fingerprint(self.job):
             raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
-        groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices")}
+        groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
         sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
         place = (meta["round"], meta["phase"])
         state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
@@ -266,10 +268,10 @@ class Coordinator:
 def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        merged = job.strategy.conclude(state, mean)
+        merged = job.strategy.merge(state, mean)
     except RuntimeError as error:  # a decomposition that does not converge
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__})") from None
-    kept = [merged.shared, merged.matrices, *merged.sites.values()]
+    kept = [merged.shared, merged.matrices, merged.optimizer, *merged.sites.values()]
     if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
         raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
     return merged

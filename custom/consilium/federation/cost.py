@@ -10,7 +10,7 @@ from consilium.federation.build import Job
 from consilium.messages import SiteInfo, Tensors
 from consilium.report.runlog import payload_bytes
 from consilium.strategies import STRATEGIES
-from consilium.strategies.fediat import SPLITS
+from consilium.strategies.fediat import SHARINGS
 from consilium.strategies.strategy import Role, Strategy
 from consilium.strategies.unequal.ranks import Tier, UnequalRanks
 
@@ -73,7 +73,7 @@ def compare(job: Job) -> list[Cost]:
     own = job.config.strategy
     label = " ".join([own["name"], *(str(own[k]) for k in ("split", "low") if k in own)])
     others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in _APART and not cls.ranks_differ}
-    others |= {f"fediat {split}": STRATEGIES["fediat"](split=split) for split in SPLITS}
+    others |= {f"fediat {sharing}": STRATEGIES["fediat"](sharing=sharing) for sharing in SHARINGS}
     others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
     costs = [cost_of(job.strategy, job.initial, label)]
     fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}

@@ -37,7 +37,7 @@ class Member:
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Evaluate and return what the guard lets out."""
         task = self.guard.authorize(Kind.EVALUATE, run, payload)
-        return self.guard.report(task, self.site.evaluate(task.run, task.payload))
+        return self.guard.release_scores(task, self.site.evaluate(task.run, task.payload))
 
 
 def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
@@ -81,7 +81,7 @@ def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
 def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
     payloads = coordinator.start()
-    exchanges = [(n, p, members[n].evaluate, coordinator.record_held_out) for n, p in coordinator.held_out().items()]
+    exchanges = [(n, p, members[n].evaluate, coordinator.accept_held_out) for n, p in coordinator.held_out().items()]
     exchanges += [(n, p, members[n].train, coordinator.accept) for n, p in payloads.items()]
     for name, payload, do, take in exchanges:
         try:
@@ -100,6 +100,6 @@ def _evaluate(coordinator: Coordinator, members: dict[str, Member]) -> None:
     for name, member in members.items():
         if pooled or name in payloads:  # not a site that was refused
             try:
-                coordinator.record_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
+                coordinator.accept_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
             except ConsiliumError as error:
                 coordinator.refuse(name, str(error))

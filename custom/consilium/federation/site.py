@@ -84,7 +84,9 @@ class Site:
         if not path.exists():
             config = self.config.training
             batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
-            found = probe.capacity(self.limits, self.model, self.config.adapter, lambda: self.task.loss(self.model, batch))
+            found = probe.measured_ranks(
+                self.limits, self.model, self.config.adapter, lambda: self.task.loss(self.model, batch)
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(found).encode())
         return json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +115,7 @@ class Site:
         return reply
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
-        """Return test metrics (validation where there is no test split) of the pretrained, the personalized and the global model.
+        """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
         It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
         it only returns validation metrics of the global model.

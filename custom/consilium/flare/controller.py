@@ -152,7 +152,7 @@ class RoundController(Controller):
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
 
         def record(name: str, result: Shareable) -> None:
-            coordinator.record_held_out(name, wire.decode(result)[0])
+            coordinator.accept_held_out(name, wire.decode(result)[0])
 
         return self._send(wire.EVALUATE, payloads, record, set(), fl_ctx)
 
@@ -162,7 +162,7 @@ class RoundController(Controller):
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
-            if coordinator.record_final(name, wire.decode(result)[0]) is None:
+            if coordinator.accept_final(name, wire.decode(result)[0]) is None:
                 recorded.add(name)
 
         self._exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx)

@@ -66,7 +66,7 @@ class GuardResultFilter(ClosedFilter):
     """The guard's gate: makes a new message of what may leave; nothing else of the reply does."""
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Release an update, report an evaluation, or greet; a refusal keeps its word only."""
+        """Release an update or an evaluation, or greet; a refusal keeps its word only."""
         if _sent.get(_key(fl_ctx)) is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
@@ -127,7 +127,7 @@ def _message(guard: Guard, answer: Answer) -> Shareable:
     if answer.task.kind is Kind.HELLO:
         return wire.encode_dict(wire.HELLO, guard.greet(answer.task, answer.result))
     if answer.task.kind is Kind.EVALUATE:
-        return wire.encode(guard.report(answer.task, answer.result), "", update=True)
+        return wire.encode(guard.release_scores(answer.task, answer.result), "", update=True)
     return wire.encode(guard.release(answer.task, answer.result), "", update=True, num_samples=guard.shown_samples)
 
 

@@ -43,8 +43,9 @@ def run_simulator(
 ) -> None:
     """Run a job folder with one FLARE client process per site; files land in `workspace` as from the in-process engine.
 
-    `threads`: how many sites run at a time, all by default; `given`: the sites' data and checkpoints. FLARE's own files are under `workspace`/flare. No process is left
-    however this ends. Raises ConsiliumError with the reason if the job does not complete.
+    `threads`: how many sites run at a time, all by default; `given`: the sites' data and checkpoints. FLARE's own files are
+    under `workspace`/flare. No process is left however this ends. Raises ConsiliumError with the reason if the job does not
+    complete.
     """
     told = {key: None if path is None else str(path) for key, path in vars(given).items()}
     write_atomic(workspace / GIVEN, json.dumps(told).encode())

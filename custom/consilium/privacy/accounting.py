@@ -16,15 +16,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from opacus.accountants import RDPAccountant
-from opacus.accountants.analysis.prv import (
-    Domain,
-    PoissonSubsampledGaussianPRV,
-    TruncatedPrivacyRandomVariable,
-    compose_heterogeneous,
-    discretize,
-)
-from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
@@ -45,7 +36,7 @@ FRACTIONS = 4.0
 
 
 @dataclass(frozen=True)
-class Spend:
+class GaussianEvent:
     """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone)."""
 
     noise_multiplier: float
@@ -73,7 +64,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=1e-10)) * (1 + 1e-14) + 1e-10
 
 
-def epsilon_of(spends: Sequence[Spend], delta: float, accountant: Accountant = "exact") -> float:
+def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant = "exact") -> float:
     """Return an epsilon at `delta` that holds for all `spends` together; infinity if one has no noise.
 
     With `exact`, spends on samples are counted by prv, because there is no closed form for them. Raises ConfigError for a
@@ -93,11 +84,11 @@ def epsilon_of(spends: Sequence[Spend], delta: float, accountant: Accountant = "
     return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
 
 
-def _mu(spends: Sequence[Spend]) -> float:
+def _mu(spends: Sequence[GaussianEvent]) -> float:
     return math.sqrt(math.fsum(spend.count / spend.noise_multiplier**2 for spend in spends))
 
 
-def _rows(spends: Sequence[Spend]) -> list[Spend]:
+def _rows(spends: Sequence[GaussianEvent]) -> list[GaussianEvent]:
     """Return the same releases in few rows: all that everybody takes part in as one, equal sampled ones with their count.
 
     Sampling at a noise under SMALLEST_NOISE hides nothing and costs the accountants dear: it counts as everybody's.
@@ -110,12 +101,15 @@ def _rows(spends: Sequence[Spend]) -> list[Spend]:
         else:
             key = (spend.noise_multiplier, spend.sample_rate)
             counts[key] = counts.get(key, 0) + spend.count
-    sampled = [Spend(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
-    return sampled + ([Spend(1 / _mu(whole))] if whole else [])
+    sampled = [GaussianEvent(noise, rate, count) for (noise, rate), count in sorted(counts.items())]
+    return sampled + ([GaussianEvent(1 / _mu(whole))] if whole else [])
 
 
-def _rdp_epsilon(rows: Sequence[Spend], delta: float, fractions: bool = False) -> float:
+def _rdp_epsilon(rows: Sequence[GaussianEvent], delta: float, fractions: bool = False) -> float:
     """Return RDP's upper bound; `fractions` adds Opacus' fractional orders, which take long where there are samples."""
+    from opacus.accountants import RDPAccountant
+    from opacus.accountants.analysis.rdp import get_privacy_spent
+
     orders = WHOLE_ORDERS
     if fractions and all(row.sample_rate == 1 or row.noise_multiplier <= FRACTIONS for row in rows):
         orders = tuple(sorted({*RDPAccountant.DEFAULT_ALPHAS, *WHOLE_ORDERS}))
@@ -132,16 +126,18 @@ def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
 
 
 def _renyi_at(noise: float, rate: float, order: float) -> float:
+    from opacus.accountants.analysis.rdp import compute_rdp
+
     try:
         return _not_nan(float(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=float(order))))
     except (ValueError, OverflowError):
         return math.inf
 
 
-def _prv_epsilon(rows: Sequence[Spend], delta: float) -> float:
+def _prv_epsilon(rows: Sequence[GaussianEvent], delta: float) -> float:
     """Return prv's upper bound, by Gopi et al.'s Algorithm 1 with Opacus' parts; rdp's where it needs too large a grid."""
     count, failure = sum(row.count for row in rows), delta / 1000
-    alone = max(_rdp_epsilon([Spend(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
+    alone = max(_rdp_epsilon([GaussianEvent(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
     reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: outside of this lies less than the failure
     points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # at an error of 1
     found, error = _rdp_epsilon(rows, delta), max(0.01, points / GRID)
@@ -153,17 +149,19 @@ def _prv_epsilon(rows: Sequence[Spend], delta: float) -> float:
     return found
 
 
-def _on_grid(rows: Sequence[Spend], delta: float, failure: float, reach: float, error: float) -> float:
+def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float) -> float:
+    from opacus.accountants.analysis import prv
+
     count = sum(row.count for row in rows)
     mesh = error / math.sqrt(count * math.log(12 / failure) / 2)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # overflows where a probability is 1, an integral that converges slowly
         try:
             half = 2 ** math.ceil(math.log2((max(reach, error) + 3) / mesh + 1))  # a power of 2: one plan of the FFT for all
-            grid = Domain.create_aligned(-(half - 1.5) * mesh, (half - 1.5) * mesh, mesh)
-            losses = [PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
-            parts = [discretize(TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
-            whole = compose_heterogeneous(parts, [row.count for row in rows])
+            grid = prv.Domain.create_aligned(-(half - 1.5) * mesh, (half - 1.5) * mesh, mesh)
+            losses = [prv.PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
+            parts = [prv.discretize(prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
+            whole = prv.compose_heterogeneous(parts, [row.count for row in rows])
             rounding = (grid.size + count) * np.finfo(float).eps  # of sums over the grid, and of powers of a spectrum
             return _not_nan(float(whole.compute_epsilon(delta, failure + rounding, error)[2]))
         except (RuntimeError, ValueError, IndexError, MemoryError, ZeroDivisionError):
@@ -187,7 +185,7 @@ def noise_multiplier(
         raise ConfigError(f"privacy.epsilon: {epsilon}: expected a number above 0; 1 is strong, 8 is weak")
 
     def keeps(sigma: float) -> bool:
-        return epsilon_of([Spend(sigma, sample_rate, count)], delta, accountant) <= epsilon
+        return epsilon_of([GaussianEvent(sigma, sample_rate, count)], delta, accountant) <= epsilon
 
     low = math.sqrt(count) / _gaussian_mu(epsilon, delta)
     if accountant == "exact" and sample_rate == 1:

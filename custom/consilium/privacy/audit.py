@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Tensors
-from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.composition import merge
 from consilium.privacy.plan import Plan
 from consilium.storage import open_private, private_folder
@@ -83,10 +83,10 @@ def cost(plan: Plan) -> Line:
     private = plan.config
     named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
     numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
-    return named | numbers | {"spend": asdict(plan.release)}
+    return named | numbers | {"spend": asdict(plan.event)}
 
 
-def report(path: Path) -> Line:
+def read(path: Path) -> Line:
     """Return the record of one run with epsilon after each message, its seal, and the first line that is not as written."""
     texts = path.read_text(encoding="utf-8").splitlines()
     broken, lines = None, []
@@ -97,10 +97,10 @@ def report(path: Path) -> Line:
             lines.append({})
         if broken is None and lines[-1].get("previous") != _seal(texts[:number]):
             broken = number + 1
-    spent: dict[tuple[int, int], Spend] = {}
+    spent: dict[tuple[int, int], GaussianEvent] = {}
     for line in lines:
         if private := line.get("privacy"):
-            spent[line["round"], line["phase"]] = Spend(**private["spend"])
+            spent[line["round"], line["phase"]] = GaussianEvent(**private["spend"])
             private["epsilon"] = epsilon_of(merge(list(spent.values())), private["delta"])
     return {"file": str(path), "seal": _seal(texts), "broken_line": broken, "messages": [x for x in lines if x]}
 

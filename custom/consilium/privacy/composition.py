@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from consilium.privacy.accounting import Spend, epsilon_of
+from consilium.privacy.accounting import GaussianEvent, epsilon_of
 
 UNITS = ("record", "site")
 """What a claim may be about, the finer first."""
@@ -55,7 +55,7 @@ Budgets = Mapping[str, Budget]
 """By unit."""
 
 
-def cost(entry: Entry, unit: str) -> Spend:
+def cost(entry: Entry, unit: str) -> GaussianEvent:
     """Return what one row costs one `unit` of its data set: the rule by which rows of different units compose.
 
     - The row's own unit: as it was planned.
@@ -65,11 +65,11 @@ def cost(entry: Entry, unit: str) -> Spend:
     - A coarser unit (a site under record-level training): no bound, so no noise: a record-level job ends a site-level claim.
     """
     if entry.unit == unit:
-        return Spend(entry.noise_multiplier, entry.sample_rate, entry.count)
+        return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count)
     if UNITS.index(entry.unit) < UNITS.index(unit):
-        return Spend(0.0, 1.0, entry.count)
+        return GaussianEvent(0.0, 1.0, entry.count)
     halved = entry.noise_multiplier / 2 if entry.adjacency == "zero-out" else entry.noise_multiplier
-    return Spend(halved, 1.0, entry.count)
+    return GaussianEvent(halved, 1.0, entry.count)
 
 
 def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
@@ -77,13 +77,13 @@ def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
     return epsilon_of(merge([cost(row, unit) for row in rows if row.count]), delta)
 
 
-def merge(spends: list[Spend]) -> list[Spend]:
+def merge(spends: list[GaussianEvent]) -> list[GaussianEvent]:
     """Return the same total with equal spends counted together: accountants are quick in kinds, not in releases."""
     counts: dict[tuple[float, float], int] = {}
     for one in spends:
         key = (one.noise_multiplier, one.sample_rate)
         counts[key] = counts.get(key, 0) + one.count
-    return [Spend(sigma, rate, count) for (sigma, rate), count in counts.items()]
+    return [GaussianEvent(sigma, rate, count) for (sigma, rate), count in counts.items()]
 
 
 def weakest(adjacencies: Iterable[str]) -> str:

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from opacus import PrivacyEngine
-from opacus.data_loader import DPDataLoader
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -116,6 +114,9 @@ class PrivateSteps:
         num_samples: int,
         dp: DpSgd,
     ) -> None:
+        from opacus import PrivacyEngine
+        from opacus.data_loader import DPDataLoader
+
         self.gradients = PerSampleGradients(model, trained)
         seed = int.from_bytes(os.urandom(8)) >> 1 if dp.seed is None else dp.seed
         generator = torch.Generator().manual_seed(seed)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
 from consilium.privacy import audit, mechanism, recovery, words
 from consilium.privacy.composition import Budget, Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, make_plan
-from consilium.privacy.release import check_release, geometries, upload_shapes
+from consilium.privacy.release import check_upload, geometries, upload_shapes
 from consilium.schema import SMALLEST_NOISE
 from consilium.seeding import seed_for
 from consilium.storage import digest, load_state, locked, save_state
@@ -47,15 +47,15 @@ class Task:
 class Guard:
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
-    Use: authorize(...) each task before the site sees it, then once greet, release or report with that very task. `job_id` is
-    FLARE's, "" in process.
+    Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
+    `job_id` is FLARE's, "" in process.
     """
 
     name: str
     config: JobConfig
     strategy: Strategy
     metrics: Set[str]
-    policy: PolicyConfig
+    policy: HospitalPrivacyPolicy
     share_metrics: bool
     dataset: str
     num_samples: int
@@ -176,7 +176,7 @@ class Guard:
         self._asked = None
         return released
 
-    def report(self, task: Task, result: Payload) -> Payload:
+    def release_scores(self, task: Task, result: Payload) -> Payload:
         """Return what may leave of an evaluation: shared metrics, no tensors, nothing else of the answer."""
         self._take(task, Kind.EVALUATE)
         if result.tensors:
@@ -243,12 +243,12 @@ class Guard:
         self._check_complete(checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
         noise, normal = self.plan.site_noise, self._normal(result)
-        released, outcome = mechanism.release(checked.tensors, maps, self.plan.config.clip, noise, normal)
+        released, outcome = mechanism.privatize(checked.tensors, maps, self.plan.config.clip, noise, normal)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 
     def _checked(self, result: Payload) -> Payload:
-        check_release(result, self.strategy, self.metrics)
+        check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
 
     def _check_complete(self, result: Payload, sent: Payload) -> None:
@@ -286,7 +286,7 @@ class Guard:
 
     def _entry(self, run: str, round: int, phase: int) -> Entry:
         """Return the ledger's row of a release."""
-        privacy, spend = self.plan.config, self.plan.release
+        privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
             job=self.config.name, run=run, round=round, phase=phase,

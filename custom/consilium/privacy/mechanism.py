@@ -78,7 +78,7 @@ def geometry(peer: Tensor, side: Literal["left", "right"], scale: float) -> Geom
     return Geometry(side, torch.from_numpy(scale * basis * root), torch.from_numpy((basis / root).T / scale))
 
 
-def release(
+def privatize(
     update: Mapping[str, Tensor], geometries: Mapping[str, Geometry], clip: float, noise_std: float, normal: Normal
 ) -> tuple[dict[str, Tensor], Outcome]:
     """Clip all tensors of an update jointly to `clip` and add noise of `noise_std` to every coordinate.

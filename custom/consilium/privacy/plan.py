@@ -1,9 +1,9 @@
 """What a job's `privacy:` section comes to: noise multiplier, what one release costs, what the whole run costs.
 
-Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Sampling
-sites (federation.fraction_train < 1) makes nothing cheaper: amplification needs cohorts that nobody but the server ever learns, and a
-federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on Poisson batches, which
-stay inside the site.
+Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Asking
+some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
+learns, and a federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on
+Poisson batches, which stay inside the site.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import RecordPrivacyConfig, SitePrivacyConfig
+from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.errors import ConfigError
-from consilium.privacy.accounting import Spend, epsilon_of, noise_multiplier
+from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.strategy import Strategy
 
@@ -28,11 +28,11 @@ HIDDEN = {
 
 @dataclass(frozen=True)
 class Plan:
-    """`release`: the cost of one release; `releases` of them make the run."""
+    """`event`: the cost of one release; `releases` of them make the run."""
 
-    config: SitePrivacyConfig | RecordPrivacyConfig
+    config: SiteLevelDpConfig | RecordLevelDpConfig
     noise_multiplier: float
-    release: Spend
+    event: GaussianEvent
     releases: int
 
     @property
@@ -43,7 +43,7 @@ class Plan:
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
         """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
         count = self.releases if releases is None else releases
-        spend = Spend(self.release.noise_multiplier, self.release.sample_rate, self.release.count * count)
+        spend = GaussianEvent(self.event.noise_multiplier, self.event.sample_rate, self.event.count * count)
         return epsilon_of([spend], delta or self.config.delta, self.config.accountant)
 
     @property
@@ -64,7 +64,7 @@ class Plan:
             found.append("noise_multiplier 0 clips and protects nothing")
         return found
 
-    def report(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too."""
         deltas = sorted({self.config.delta, *OTHER_DELTAS}, reverse=True)
         return {
@@ -100,10 +100,10 @@ def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = N
     if privacy.unit == "record":
         return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples)
     sigma = _sigma(privacy, sum(phases), 1.0)
-    return Plan(privacy, sigma, Spend(sigma), sum(phases))
+    return Plan(privacy, sigma, GaussianEvent(sigma), sum(phases))
 
 
-def _record_plan(config: JobConfig, privacy: RecordPrivacyConfig, releases: int, num_samples: int) -> Plan:
+def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int, num_samples: int) -> Plan:
     if config.training.batch_size >= num_samples:
         raise ConfigError(
             f"training.batch_size: {config.training.batch_size}: not under this site's {num_samples} samples, so nothing is "
@@ -112,10 +112,10 @@ def _record_plan(config: JobConfig, privacy: RecordPrivacyConfig, releases: int,
     steps = config.training.steps_per_round(num_samples)
     rate = 1 / math.ceil(num_samples / config.training.batch_size)  # as Opacus' loader has it
     sigma = _sigma(privacy, steps * releases, rate)
-    return Plan(privacy, sigma, Spend(sigma, rate, steps), releases)
+    return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps), releases)
 
 
-def _sigma(privacy: SitePrivacyConfig | RecordPrivacyConfig, count: int, rate: float) -> float:
+def _sigma(privacy: SiteLevelDpConfig | RecordLevelDpConfig, count: int, rate: float) -> float:
     if privacy.epsilon is None:
         return privacy.noise_multiplier
     return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant)
@@ -125,7 +125,7 @@ def dpsgd(plan: Plan | None, seed: int | None) -> DpSgd | None:
     """Return how to train under a record-level plan, None under any other."""
     if plan is None or plan.config.unit != "record":
         return None
-    return DpSgd(plan.noise_multiplier, plan.config.clip, plan.release.sample_rate, seed)
+    return DpSgd(plan.noise_multiplier, plan.config.clip, plan.event.sample_rate, seed)
 
 
 def noise_to_signal(plan: Plan, dimensions: int, sites: int) -> float:

@@ -12,7 +12,7 @@ from consilium.privacy import mechanism
 from consilium.strategies.strategy import Role, Strategy
 
 
-def check_release(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
+def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
     """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
     for name, tensor in payload.tensors.items():
         role = strategy.role(name, payload.round, payload.phase)

@@ -116,7 +116,7 @@ class RunLog:
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.report(), indent=1).encode())
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
         for title, rounds in self._figures.items():
             plot_matrices(self.folder / f"{title}.png", rounds)
         if self._curves:

@@ -161,7 +161,7 @@ def result_table(
         found.min_width = min(width, len(str(found.title)))  # so that its title is one line
         return found
     split = "test" if any(key.split == "test" for key in keys) else "validation"
-    columns = partial(_columns, split, scores, scores.lead(key.metric for key in keys))
+    columns = partial(_columns, split, scores, {key.metric for key in keys})
     table = partial(_wide, results, f"{shown(title)}: {split} split{scores.remark}", columns)
     layouts = [partial(table, " "), partial(table, "\n"), partial(_tall, *table.args)]
     found = fit(layouts, map(shown, [*results, "mean"]), width)
@@ -170,10 +170,11 @@ def result_table(
     return found
 
 
-def _columns(split: str, scores: Scores, score: str, joint: str) -> dict[str, str]:
-    """Return headings by metric."""
-    keys = [MetricKey(split, stage, score) for stage in Stage]
-    keys += [MetricKey(split, Stage.GLOBAL, metric) for metric in scores.beside if metric != score]
+def _columns(split: str, scores: Scores, reported: set[str], joint: str) -> dict[str, str]:
+    """Return headings by metric, of what was reported."""
+    leading = scores.lead(reported)
+    keys = [MetricKey(split, stage, leading) for stage in Stage]
+    keys += [MetricKey(split, Stage.GLOBAL, one) for one in scores.beside if one in reported - {leading}]
     return {str(key): f"{scores.heading(key.metric)}{joint}{key.stage}" for key in keys}
 
 

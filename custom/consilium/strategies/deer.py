@@ -53,9 +53,9 @@ class DEeR(Strategy):
             return None
         return name[:-1] + ("A" if factor(name) == "B" else "B")
 
-    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+    def merge(self, state: ServerState, results: Tensors) -> ServerState:
         """Add the mean update, then rebalance for the next phase where that is wanted."""
-        after = super().conclude(state, mean)
+        after = super().merge(state, results)
         if not self.rebalance:
             return after
         frozen = "A" if self._trained(after.round)[after.phase] == "B" else "B"

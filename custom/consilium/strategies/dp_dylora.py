@@ -65,12 +65,12 @@ class DPDyLoRA(Strategy):
         moved = {n: _cut(end[n] - start[n], tuple(t.shape)) for n, t in payload.tensors.items()}
         return Payload(payload.round, payload.phase, moved)
 
-    def conclude(self, state: ServerState, mean: Tensors) -> ServerState:
+    def merge(self, state: ServerState, results: Tensors) -> ServerState:
         """Add the mean update to the active ranks."""
-        full = {n: torch.zeros(state.shared[n].shape, dtype=u.dtype) for n, u in mean.items()}
-        for name, update in mean.items():
+        full = {n: torch.zeros(state.shared[n].shape, dtype=u.dtype) for n, u in results.items()}
+        for name, update in results.items():
             _cut(full[name], tuple(update.shape)).copy_(update)
-        return super().conclude(state, full)
+        return super().merge(state, full)
 
 
 def _full_rank(tensors: Tensors) -> int:

@@ -15,8 +15,9 @@ import torch
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Rank
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import ServerState, Upload, next_phase
-from consilium.strategies.unequal.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, split, trained, weights
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
+from consilium.strategies.unequal.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class FedHeLLo(UnequalRanks):
         tensors, chosen = dict(others(state.shared)), self.chosen(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
-            tensors |= split(layer, (b, a), len(a) if layer in chosen else 0, 1.0)
+            tensors |= prefix_and_tail(layer, (b, a), len(a) if layer in chosen else 0, 1.0)
         return Payload(state.round, state.phase, tensors)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
@@ -51,17 +52,17 @@ class FedHeLLo(UnequalRanks):
     def chosen(self, state: ServerState, site: SiteInfo) -> set[str]:
         """Return the layers a site trains: as many as its rank per layer, summed over all, pays for at `rank`."""
         layers = list(shapes(state.shared))
-        capacity = self.capacity(site)
+        capacity = self.affordable_ranks(site)
         count = min(len(layers), max(1, int(min(capacity["time"], capacity["memory"]) * len(layers) / self.rank)))
         if self.layers == "random":
             return set(random.Random(seed_for(self.seed, "layers", state.round, site.name)).sample(layers, count))
         return set(layers[-count:] if self.layers == "top" else layers[:count])
 
-    def conclude(self, state: ServerState, mean: dict[str, Upload]) -> ServerState:
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every layer the mean over its trainers."""
-        share = weights(mean)
-        shared = mean_others(state, mean, share)
-        ends = {name: trained(upload) for name, upload in sorted(mean.items())}
+        share = shares(results)
+        shared = mean_others(state, results, share)
+        ends = {name: upload.trained() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
         round, phase = next_phase(state, self.phases(state.round))

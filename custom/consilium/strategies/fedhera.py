@@ -16,10 +16,10 @@ from pydantic import Field
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.unequal import allocation
-from consilium.strategies.unequal.exact import ExactServer, spectra, start
-from consilium.strategies.unequal.ranks import changes, others, shapes, split, weights
+from consilium.strategies.unequal.exact import ExactServer, stored_spectra, truncated_factors
+from consilium.strategies.unequal.layers import changes, others, prefix_and_tail, shapes
 
 BYTES = 4
 """Of a number on the wire."""
@@ -49,14 +49,14 @@ class FedHera(ExactServer):
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's download ranks, split into what it trains and the tail behind the site's gate."""
         gate, tensors = self.gate_of(state, site.name), dict(others(state.shared))
-        found, (download, train) = spectra(state), self.ranks(state, site)
+        found, (download, train) = stored_spectra(state), self.ranks(state, site)
         for layer, rank in download.items():
-            tensors |= split(layer, start(state, layer, found[layer], rank), train[layer], gate)
+            tensors |= prefix_and_tail(layer, truncated_factors(state, layer, found[layer], rank), train[layer], gate)
         return Payload(state.round, state.phase, tensors)
 
     def ranks(self, state: ServerState, site: SiteInfo) -> tuple[dict[str, int], dict[str, int]]:
         """Return (download, train) ranks by layer; a tail never holds ranks without energy."""
-        found, capacity, dims = spectra(state), self.capacity(site), shapes(state.initial)
+        found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         costs = allocation.download_costs(list(dims.values()), BYTES)
         energies = [self._energies(found[layer], cost / max(costs)) for layer, cost in zip(dims, costs, strict=True)]
         literal, total = self.allocation == "literal", sum(costs)
@@ -79,7 +79,7 @@ class FedHera(ExactServer):
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
         """Return the site's whole download budget, which the first round, without an update, does not use."""
-        return int(self.capacity(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
+        return int(self.affordable_ranks(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
 
     def gate_of(self, state: ServerState, name: str) -> float:
         """Return lambda of a site in this round."""
@@ -89,14 +89,14 @@ class FedHera(ExactServer):
         age = state.round - 1 - state.reported.get(name, -1)
         return allocation.gate(state.round, score, age, self.gate, self.decay)
 
-    def merge(self, update: Update, layer: list[Change]) -> Update:
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the sites' changes, or plus their products."""
         merged = lowrank.residuals if self.aggregation == "residual" else lowrank.products
         return lowrank.add(update, merged(layer, 1.0))
 
-    def sites_after(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, Tensors]:
+    def sites_after(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, Tensors]:
         """Return every site's last alignment s_i with the federation (Eq. 11)."""
-        share = weights(uploads)
+        share = shares(uploads)
         layers = [[self._scored(change) for change in changes(uploads, share, layer)] for layer in shapes(state.initial)]
         scores = lowrank.alignments(layers, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}

@@ -15,9 +15,8 @@ from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Update
 from consilium.messages import SiteInfo
 from consilium.schema import Positive
-from consilium.strategies.strategy import ServerState, Upload
-from consilium.strategies.unequal.exact import ExactServer, spectra
-from consilium.strategies.unequal.ranks import weights
+from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.unequal.exact import ExactServer, stored_spectra
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,18 @@ class FedHL(ExactServer):
 
     floor: Positive = 0.1
 
-    def share(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, float]:
+    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""
-        own = weights(uploads)
+        own = shares(uploads)
         raw = {name: own[name] / (self.floor + self._lost(state, upload.site)) for name, upload in uploads.items()}
         return {name: value / sum(raw.values()) for name, value in raw.items()}
 
     def _lost(self, state: ServerState, site: SiteInfo) -> float:
         """Return the share of the whole update's energy outside the site's ranks; 0 before there is an update."""
-        ranks, found = self.download_ranks(state, site), spectra(state)
+        ranks, found = self.download_ranks(state, site), stored_spectra(state)
         total = sum(one.energy for one in found.values())
         return sum(one.rest(ranks[layer]) for layer, one in found.items()) / total if total > 0 else 0.0
 
-    def merge(self, update: Update, layer: list[Change]) -> Update:
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the weighted residuals."""
         return lowrank.add(update, lowrank.residuals(layer, 1.0))

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 from consilium.messages import Tensors
 from consilium.schema import Rank
 from consilium.strategies.strategy import Gathered, ServerState, Strategy
-from consilium.strategies.unequal.ranks import UnequalRanks, factors, others, pair, shapes
+from consilium.strategies.unequal.layers import factors, others, pair, shapes
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)

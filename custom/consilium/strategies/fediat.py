@@ -21,25 +21,25 @@ from torch import Tensor
 from consilium.adapters.names import factor
 from consilium.errors import ConfigError
 from consilium.schema import Factor, Positive
-from consilium.strategies.strategy import Role, Step, Strategy
+from consilium.strategies.strategy import LocalStep, Role, Strategy
 
-SPLITS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
+SHARINGS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
 """Factor shared in (encoder, decoder)."""
 
 
 @dataclass(frozen=True)
 class FedIAT(Strategy):
-    """Hyperparameters: `split` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8."""
+    """Hyperparameters: `sharing` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8."""
 
     name: ClassVar[str] = "fediat"
 
-    split: Literal["M1", "M2", "M3", "M4"] = "M4"
+    sharing: Literal["M1", "M2", "M3", "M4"] = "M4"
     sor_weight: Factor = 1e-4
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eps: Positive = 1e-8
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED or LOCAL by the split. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
+        """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
         return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL
 
     def shared_factor(self, name: str) -> str:
@@ -50,9 +50,9 @@ class FedIAT(Strategy):
                 f"strategy fediat cannot place adapter tensor {name!r}: it knows LoRA factors under image_encoder.* and "
                 "mask_decoder.*; use model sam with adapter kind lora, or another strategy"
             )
-        return SPLITS[self.split][0 if part == "image_encoder" else 1]
+        return SHARINGS[self.sharing][0 if part == "image_encoder" else 1]
 
-    def regularizer(self, step: Step) -> Tensor | None:
+    def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return lambda * L_SOR and advance the private factors' drift averages in `step.memory`."""
         if not self.sor_weight:
             return None
@@ -69,7 +69,7 @@ class FedIAT(Strategy):
                 groups.setdefault(f"{self.shared_factor(name)}{shapes}", []).append(layer)
         return groups
 
-    def _group_sor(self, key: str, layers: list[str], step: Step) -> Tensor:
+    def _group_sor(self, key: str, layers: list[str], step: LocalStep) -> Tensor:
         """Return the sum over one group's layers of the squared cosine."""
         shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
         shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
@@ -80,14 +80,14 @@ class FedIAT(Strategy):
         proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
         return squared_cosine(proxy_sh, proxy_lo, self.eps).sum()
 
-    def _anchor(self, key: str, which: str, layers: list[str], step: Step) -> Tensor:
+    def _anchor(self, key: str, which: str, layers: list[str], step: LocalStep) -> Tensor:
         """Return the stacked anchors of one factor, stacked once per round."""
         slot = f"anchor {which} {key}"
         if slot not in step.memory:
             step.memory[slot] = _stack(step.anchors, layers, which)
         return step.memory[slot]
 
-    def _advance(self, key: str, gap: Tensor, step: Step) -> Tensor:
+    def _advance(self, key: str, gap: Tensor, step: LocalStep) -> Tensor:
         """Return delta <- ema * delta + (1 - ema) * gap; delta is zero at the round's start."""
         before = step.memory.get(key)
         step.memory[key] = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from consilium.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Step
+from consilium.strategies.strategy import LocalStep
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class FedProx(FedIT):
 
     mu: Factor = 0.01
 
-    def regularizer(self, step: Step) -> Tensor | None:
+    def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return mu / 2 times the squared distance to the anchors."""
         if not self.mu:
             return None

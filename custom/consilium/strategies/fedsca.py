@@ -21,7 +21,7 @@ from consilium.errors import ConfigError
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Factor
-from consilium.strategies.strategy import Gathered, Role, ServerState, Step, Strategy, next_phase
+from consilium.strategies.strategy import Gathered, LocalStep, Role, ServerState, Strategy, next_phase
 
 MATRIX = "collaboration"
 
@@ -74,12 +74,12 @@ class FedSCA(Strategy):
         row = state.matrices[MATRIX][sorted(state.sites).index(name)]
         return _mix(row, [state.sites[other] for other in sorted(state.sites)])
 
-    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+    def merge(self, state: ServerState, results: Gathered) -> ServerState:
         """Return the next state: each site's upload, the matrix, and under `shared` the weighted mean of this round's."""
-        fresh = {name: _value(upload.sent, upload.update) for name, upload in mean.items()}
+        fresh = {name: result.trained() for name, result in results.items()}
         sites = {**state.sites, **fresh}
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
-        weights = {name: float(upload.weight) for name, upload in mean.items()}
+        weights = {name: float(upload.weight) for name, upload in results.items()}
         shared = _mix(_share([weights[name] for name in fresh]), list(fresh.values()))
         known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
         matrix = self._matrix(sites, known, set(fresh))
@@ -115,7 +115,7 @@ class FedSCA(Strategy):
 
     # site half --------------------------------------------------------------------------------------------------------
 
-    def regularizer(self, step: Step) -> Tensor | None:
+    def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return -pull * cos(Theta_low, received mixture), over all low adapters flattened."""
         if not self.pull:
             return None
@@ -149,8 +149,3 @@ def _mix(weights: Tensor, values: list[Tensors]) -> Tensors:
         name: sum(float(w) * v[name].double() for w, v in zip(weights, values, strict=True)).to(tensor.dtype)
         for name, tensor in values[0].items()
     }
-
-
-def _value(sent: Payload, update: Payload) -> Tensors:
-    """Return a site's tensors after its training: what it was sent plus its update."""
-    return {name: (sent.tensors[name].double() + change.double()).to(change.dtype) for name, change in update.tensors.items()}

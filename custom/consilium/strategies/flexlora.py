@@ -1,7 +1,7 @@
 """FlexLoRA: heterogeneous ranks through the mean of products and its SVD (Bai et al. 2024, arXiv 2402.11505).
 
 W = sum p_i s B_i A_i replaces the last global update; a site gets the SVD of W cut to its own rank, with the singular values
-in B (`split: left`, as in the authors' code) or half in each factor. The rank a site downloads is the rank it trains.
+in B (`values_in: left`, as in the authors' code) or half in each factor. The rank a site downloads is the rank it trains.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.messages import Payload, SiteInfo
 from consilium.strategies.strategy import ServerState
-from consilium.strategies.unequal.exact import ExactServer, spectra, start
-from consilium.strategies.unequal.ranks import others, pair
+from consilium.strategies.unequal.exact import ExactServer, stored_spectra, truncated_factors
+from consilium.strategies.unequal.layers import others, pair
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class FlexLoRA(ExactServer):
 
     name: ClassVar[str] = "flexlora"
 
-    split: Literal["left", "both"] = "left"
+    values_in: Literal["left", "both"] = "left"
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's rank, all of it to train."""
         ranks, tensors = self.download_ranks(state, site), dict(others(state.shared))
-        for layer, found in spectra(state).items():
-            tensors |= pair(layer, self._shifted(start(state, layer, found, ranks[layer]), found))
+        for layer, found in stored_spectra(state).items():
+            tensors |= pair(layer, self._shifted(truncated_factors(state, layer, found, ranks[layer]), found))
         return Payload(state.round, state.phase, tensors)
 
     def _shifted(self, product: Product, found: Spectrum) -> Product:
         """Move the singular values into B; a direction that has none yet stays as it is."""
-        if self.split == "both":
+        if self.values_in == "both":
             return product
         root = found.values[: product[1].shape[0]].sqrt().to(product[0].dtype)
         root = torch.where(root > 0, root, 1.0)
         return product[0] * root, product[1] / root[:, None]
 
-    def merge(self, update: Update, layer: list[Change]) -> Update:
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return the mean of products."""
         return lowrank.add(lowrank.zero(*update.shape), lowrank.products(layer, 1.0))

@@ -15,9 +15,10 @@ from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product, Update
 from consilium.messages import Payload, SiteInfo
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import ServerState, Upload
+from consilium.strategies.strategy import ServerState, SiteResult
 from consilium.strategies.unequal.exact import ExactServer, global_updates
-from consilium.strategies.unequal.ranks import UnequalRanks, others, split
+from consilium.strategies.unequal.layers import others, prefix_and_tail
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FLoRA(ExactServer):
             rank = min(wanted, out, into)
             b, a = _stack(update)
             fresh = self._fresh(state.round, layer, rank, into)
-            tensors |= split(layer, (torch.cat([b.new_zeros(out, rank), b], 1), torch.cat([fresh, a])), rank, 1.0)
+            tensors |= prefix_and_tail(layer, (torch.cat([b.new_zeros(out, rank), b], 1), torch.cat([fresh, a])), rank, 1.0)
         return Payload(state.round, state.phase, tensors)
 
     def _fresh(self, round: int, layer: str, rank: int, into: int) -> torch.Tensor:
@@ -50,11 +51,11 @@ class FLoRA(ExactServer):
         generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
         return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
 
-    def merge(self, update: Update, layer: list[Change]) -> Update:
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return W plus the stack."""
         return lowrank.add(update, lowrank.products(layer, 1.0))
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, Upload]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
         """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
         return UnequalRanks.diagnostics(self, state, gathered)
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from consilium.linalg import lowrank
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Factor
-from consilium.strategies.strategy import ServerState, Step, Upload, next_phase
-from consilium.strategies.unequal.ranks import UnequalRanks, factors, mean_others, others, pair, shapes, trained, weights
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, next_phase, shares
+from consilium.strategies.unequal.layers import factors, mean_others, others, pair, shapes
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class HetLoRA(UnequalRanks):
         kept = state.sites.get(site.name)
         return self.train_rank(site) if kept is None else int(kept["rank"])
 
-    def conclude(self, state: ServerState, mean: dict[str, Upload]) -> ServerState:
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: padded factors averaged by norm, heads by the sites' weights, ranks pruned."""
-        ends = {name: trained(upload) for name, upload in sorted(mean.items())}
+        ends = {name: upload.trained() for name, upload in sorted(results.items())}
         norms = {name: _norm(end) for name, end in ends.items()}
         total = sum(norms.values())
-        share = {name: norm / total for name, norm in norms.items()} if total > 0 else weights(mean)
-        shared = mean_others(state, mean, weights(mean)) | self._averages(state, ends, share)
-        sites = state.sites | {name: {"rank": self._pruned(mean[name], end)} for name, end in ends.items()}
-        reported = state.reported | dict.fromkeys(mean, state.round)
+        share = {name: norm / total for name, norm in norms.items()} if total > 0 else shares(results)
+        shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
+        sites = state.sites | {name: {"rank": self._pruned(results[name], end)} for name, end in ends.items()}
+        reported = state.reported | dict.fromkeys(results, state.round)
         round, phase = next_phase(state, self.phases(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
 
@@ -70,7 +71,7 @@ class HetLoRA(UnequalRanks):
             found |= pair(layer, (b.float(), a.float()))
         return found
 
-    def _pruned(self, upload: Upload, end: Tensors) -> Tensor:
+    def _pruned(self, upload: SiteResult, end: Tensors) -> Tensor:
         """Return the site's next rank: g times its last one if the norms beyond it have shrunk."""
         rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
         kept = max(1, int(self.prune * rank))
@@ -79,7 +80,7 @@ class HetLoRA(UnequalRanks):
 
     # site half --------------------------------------------------------------------------------------------------------
 
-    def regularizer(self, step: Step) -> Tensor | None:
+    def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return prune_weight times the norms of what would be pruned."""
         if not self.prune_weight:
             return None

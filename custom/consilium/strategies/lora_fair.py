@@ -18,8 +18,8 @@ from consilium.adapters.names import lora_factor
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product
 from consilium.schema import Positive
-from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy, next_phase
-from consilium.strategies.unequal.ranks import factors, pair, shapes, trained, weights
+from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy, next_phase, shares
+from consilium.strategies.unequal.layers import factors, pair, shapes
 
 STEPS = 200
 """L-BFGS iterations at most; it ends before, where the gradient does."""
@@ -40,9 +40,9 @@ class LoraFair(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
-    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+    def merge(self, state: ServerState, results: Gathered) -> ServerState:
         """Return the next state: every shared tensor averaged, in float64 by name, and every B corrected."""
-        share, ends = weights(mean), {name: trained(upload) for name, upload in sorted(mean.items())}
+        share, ends = shares(results), {name: upload.trained() for name, upload in sorted(results.items())}
         shared = {n: sum(share[site] * end[n].double() for site, end in ends.items()) for n in state.shared}
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]

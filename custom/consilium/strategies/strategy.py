@@ -31,6 +31,7 @@ class ServerState:
 
     For strategies that treat sites apart: `sites`, what the server keeps of each; `matrices` by name, rows and columns in the
     sorted order of `sites`; `reported`, the round of each site's last result, and `weights`, that result's weight.
+    `optimizer`: what a server optimizer (momentum, Adam) remembers, by names of its own.
     """
 
     round: int
@@ -41,10 +42,11 @@ class ServerState:
     matrices: Tensors = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    optimizer: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Step:
+class LocalStep:
     """One local optimizer step as a regularizer sees it.
 
     `params` are the live adapter tensors, `anchors` their detached values at the round's start (after the payload was
@@ -58,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Upload:
+class SiteResult:
     """One site's accepted result with its weight, for strategies that need sites' results one by one."""
 
     update: Payload
@@ -66,8 +68,18 @@ class Upload:
     sent: Payload
     site: SiteInfo
 
+    def trained(self) -> Tensors:
+        """Return the site's shared tensors after its training: what it was sent plus its update."""
+        return {name: self.sent.tensors[name] + change for name, change in self.update.tensors.items()}
 
-Gathered = Tensors | dict[str, Upload]
+
+def shares(results: Mapping[str, SiteResult]) -> dict[str, float]:
+    """Return p_i, the results' weights over their sum."""
+    total = sum(result.weight for result in results.values())
+    return {name: result.weight / total for name, result in results.items()}
+
+
+Gathered = Tensors | dict[str, SiteResult]
 """A phase's results: their mean update (float64), or all of them by site, as `Strategy.needs` says."""
 
 
@@ -138,10 +150,10 @@ class Strategy:
         """Return numbers about a phase's results worth a curve, given the state before they are merged."""
         return {}
 
-    def conclude(self, state: ServerState, mean: Gathered) -> ServerState:
+    def merge(self, state: ServerState, results: Gathered) -> ServerState:
         """Return the next state: the mean update (float64) added to the shared tensors."""
         shared = dict(state.shared)
-        shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in mean.items()}
+        shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in results.items()}
         round, phase = next_phase(state, self.phases(state.round))
         return replace(state, round=round, phase=phase, shared=shared)
 
@@ -155,7 +167,7 @@ class Strategy:
         """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""
         return 1.0
 
-    def regularizer(self, step: Step) -> Tensor | None:
+    def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return a scalar to add to the task's loss at this step, or None."""
         return None
 

@@ -12,7 +12,7 @@ from consilium.config.job import TrainingConfig
 from consilium.errors import ConsiliumError, Reason
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import Step
+from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import _cuda_devices, autocast
 from consilium.training.optim import learning_rate, make_optimizer
@@ -32,7 +32,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
-Regularizer = Callable[[Step], Tensor | None]
+Regularizer = Callable[[LocalStep], Tensor | None]
 
 
 def train(
@@ -66,7 +66,7 @@ def train(
         for step in range(1, total + 1):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step - 1, total)
-            running += take(Step(params, anchors, scalars, memory), regularizer)
+            running += take(LocalStep(params, anchors, scalars, memory), regularizer)
             watch(Progress(step, total, running / step))
     return {"loss": running / total, "steps": float(total)}
 
@@ -80,7 +80,7 @@ def _steps(
     seed: int,
     trained: Mapping[str, nn.Parameter],
     dp: DpSgd | None,
-) -> Iterator[Callable[[Step, Regularizer], float]]:
+) -> Iterator[Callable[[LocalStep, Regularizer], float]]:
     """Yield what takes one optimizer step and returns its task loss."""
     if dp is None:
         stream = _stream(task, config, seed)
@@ -99,7 +99,7 @@ def _step(
     stream: Iterator[Batch],
     config: TrainingConfig,
     regularizer: Regularizer,
-    step: Step,
+    step: LocalStep,
 ) -> float:
     """Take one step over `accumulate` batches."""
     penalty = regularizer(step)
@@ -112,7 +112,13 @@ def _step(
 
 
 def _private_step(
-    model: nn.Module, task: Task, private: PrivateSteps, seed: int, config: TrainingConfig, regularizer: Regularizer, step: Step
+    model: nn.Module,
+    task: Task,
+    private: PrivateSteps,
+    seed: int,
+    config: TrainingConfig,
+    regularizer: Regularizer,
+    step: LocalStep,
 ) -> float:
     """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
 
@@ -126,8 +132,8 @@ def _private_step(
         with private.gradients.collect(len(part)):
             share = len(part) / len(indices)
             total += share * _backward(model, task, task.batch(part, seed), config, 1.0)
-    pulls = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
-    private.step(pulls)
+    penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
+    private.step(penalty_gradients)
     return total
 
 

@@ -62,7 +62,7 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     member = Member(build_site(job, "a", site, folder, lambda event: None), guard)
     server.welcome(member.hello(server.run))
     run_phase(server, {"a": member})
-    server.record_final("a", member.evaluate(server.run, server.final()["a"]))
+    server.accept_final("a", member.evaluate(server.run, server.final()["a"]))
     server.finish()
     server.close()
     names = {p.name for root in (tmp_path / STATE, site.state) for p in root.rglob("*") if p.is_file()}

@@ -14,7 +14,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.flare import filters, wire
@@ -46,7 +46,7 @@ class Trainer:
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
         self.did.append(("evaluate", run, payload))
-        return Payload(payload.round, payload.phase, {}, {"gate": 1.0}, {"test/received/dice": 0.5})
+        return Payload(payload.round, payload.phase, {}, {"gate": 1.0}, {"test/global/dice": 0.5})
 
 
 @dataclass
@@ -91,7 +91,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
     ) -> Client:
         raw = small_config(strategy).model_dump() | {"privacy": privacy}
         job = assemble_job(JobConfig.model_validate(raw))
-        settings = SiteConfig(**site or {}, privacy=PolicyConfig.model_validate({"dataset": "ward-7", **policy}))
+        settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         guard = build_guard(job, "site-1", settings, tmp_path / folder, tmp_path, lambda event: None, job_id="flare-1")
         filters._guards[None, FLContext().get_identity_name()] = guard
         return Client(job, guard, Trainer(job))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard, build_site
@@ -28,7 +28,7 @@ def job_of(privacy: dict | None) -> Job:
 
 
 def start(privacy: dict, folder: Path) -> tuple[Job, Guard, Site]:
-    job, site = job_of(privacy), SiteConfig(privacy=PolicyConfig(dataset="ward-7"))
+    job, site = job_of(privacy), SiteConfig(privacy=HospitalPrivacyPolicy(dataset="ward-7"))
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None)
     return job, guard, build_site(job, "site-1", site, folder, lambda event: None)
 

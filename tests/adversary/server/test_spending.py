@@ -5,7 +5,7 @@ import math
 import pytest
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import PolicyConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason
 from consilium.federation.build import assemble_job
 from consilium.flare import wire
@@ -70,7 +70,7 @@ def test_a_share_of_the_noise_is_refused(client: MakeClient) -> None:
     with pytest.raises(ValueError, match="until there is secure aggregation"):
         JobConfig.model_validate(raw)
     with pytest.raises(ValueError, match="trust"):
-        PolicyConfig.model_validate({"trust": ["distributed"]})
+        HospitalPrivacyPolicy.model_validate({"trust": ["distributed"]})
 
 
 @pytest.mark.parametrize("privacy", [None, SITE_LEVEL | {"trust": "central"}])
@@ -105,7 +105,7 @@ def test_units_compose_for_a_record(client: MakeClient) -> None:
 def test_a_cohort_that_everybody_can_see_amplifies_nothing(asked: int) -> None:
     """Asked 2, 4 or 8 times of 8 at a claimed 4, a site really spent 5.27, 7.95 or 12.2: cohorts stand in logs and `status`."""
     raw = small_config("fedit", rounds=8).model_dump() | {"privacy": SITE_LEVEL | {"epsilon": 4, "trust": "central"}}
-    raw["federation"]["sample"] = 0.25
+    raw["federation"]["fraction_train"] = 0.25
     job = assemble_job(JobConfig.model_validate(raw))
     plan = make_plan(job.config, job.strategy)
     assert plan.epsilon(asked) <= 4.001

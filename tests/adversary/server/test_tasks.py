@@ -76,7 +76,7 @@ def test_equal_refusals_are_each_on_record(client: MakeClient) -> None:
     for _ in range(5):
         site.ask("train", site.task(-5, -1))
     (path,) = site.guard.folder.rglob(audit.FILE)
-    messages = audit.report(path)["messages"]
+    messages = audit.read(path)["messages"]
     assert [(m["kind"], m["reason"]) for m in messages] == [("refusal", "task")] * 5
 
 
@@ -93,4 +93,4 @@ def test_an_evaluation_answers_in_a_fixed_form(client: MakeClient) -> None:
     """It told the server's run, scalars and whatever else the message had; now: place, declared metrics, the ledger's seal."""
     site = client()
     answer = wire.decode(site.ask("evaluate", site.task(2, 0)))
-    assert answer == (Payload(2, 0, {}, {}, {"test/received/dice": 0.5}, ""), "")
+    assert answer == (Payload(2, 0, {}, {}, {"test/global/dice": 0.5}, ""), "")

@@ -102,10 +102,13 @@ def test_an_odd_score_after_the_last_round_does_not_stop_the_results(tmp_path: P
     def scored(value: Any) -> Any:
         def answer(message: Shareable) -> Shareable:
             asked, run = wire.decode(message)
-            return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/base/dice": value}), run, True)
+            return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/pretrained/dice": value}), run, True)
 
         return answer
 
     federation.answers |= {"a": scored(0.5), "b": scored(0.25), "c": scored("\x1b[31m1.0")}
     federation._final(Signal(), fl_ctx)
-    assert json.loads((tmp_path / "results.json").read_text()) == {"a": {"test/base/dice": 0.5}, "b": {"test/base/dice": 0.25}}
+    assert json.loads((tmp_path / "results.json").read_text()) == {
+        "a": {"test/pretrained/dice": 0.5},
+        "b": {"test/pretrained/dice": 0.25},
+    }

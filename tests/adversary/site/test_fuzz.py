@@ -22,7 +22,7 @@ JOB: Job = assemble_job(small_config("fedit"))
 NAMES = JOB.strategy.names(JOB.initial, Role.SHARED, 0, 0)
 GOOD = {name: torch.full_like(JOB.initial[name], 0.1) for name in NAMES}
 
-KNOWN = st.sampled_from(["train/loss", "train/steps", "validation/received/dice", "test/base/iou"])
+KNOWN = st.sampled_from(["train/loss", "train/steps", "validation/global/dice", "test/pretrained/iou"])
 NUMBERS = st.dictionaries(st.one_of(KNOWN, PLAIN), st.one_of(st.floats(0, 9), VALUES), max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool, torch.uint8])
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -80,7 +80,7 @@ def test_updates(cases: int, server: Coordinator) -> None:
 def test_scores(cases: int, server: Coordinator) -> None:
     def body(tensors: dict, scalars: dict, metrics: dict, round: int, phase: int, ledger: Any) -> None:
         payload = Payload(round, phase, tensors, scalars, metrics, ledger)
-        for record in (server.record_final, server.record_held_out):
+        for record in (server.accept_final, server.accept_held_out):
             check(server, record("a", payload))
 
     drawn = {"tensors": UPDATES, "scalars": NUMBERS, "metrics": NUMBERS, "round": PLACES, "phase": PLACES}

@@ -23,7 +23,7 @@ ESCAPE = "\x1b]0;owned\x07"
 @pytest.fixture(scope="module")
 def job() -> Job:
     config = small_config("fedit")
-    federation = config.federation.model_copy(update={"sample": 0.5, "held_out": 1.0})
+    federation = config.federation.model_copy(update={"fraction_train": 0.5, "fraction_evaluate": 1.0})
     return assemble_job(config.model_copy(update={"federation": federation}))
 
 
@@ -73,8 +73,8 @@ def test_a_metric_that_is_none_is_refused_and_the_result_not_counted(kind: str, 
     assert server.accept(good, update(server.job)) is None
     assert [x["site"] for x in lines(server, "result")] == [good]
     held_out = sorted(server.held_out())[0]
-    assert server.record_held_out(held_out, Payload(0, HELD_OUT, {}, metrics={name: value})).startswith("metric ")
-    assert server.record_final(bad, Payload(0, 0, {}, metrics={name: value})).startswith("metric ")
+    assert server.accept_held_out(held_out, Payload(0, HELD_OUT, {}, metrics={name: value})).startswith("metric ")
+    assert server.accept_final(bad, Payload(0, 0, {}, metrics={name: value})).startswith("metric ")
     server.finish()
     assert lines(server, "held_out") == lines(server, "final") == []
     assert json.loads((server.folder / "results.json").read_text()) == {}
@@ -137,7 +137,7 @@ def test_a_scalar_that_is_not_declared_is_refused(scalars: dict, job: Job, serve
 @pytest.mark.parametrize("place", [(7, 0), (0, 5), (-(10**30), 10**30), (1, HELD_OUT)])
 def test_an_evaluation_of_another_round_is_not_recorded(place: tuple[int, int], server: Coordinator) -> None:
     """A round of 31 digits in the record would stop TensorBoard, and with it the run."""
-    metrics = {"test/base/dice": 0.5}
-    for record in (server.record_final, server.record_held_out):
+    metrics = {"test/pretrained/dice": 0.5}
+    for record in (server.accept_final, server.accept_held_out):
         assert record("a", Payload(*place, {}, metrics=metrics)).startswith("stale")
-    assert "tensors or scalars" in server.record_final("a", Payload(0, 0, {"x": torch.zeros(1)}, metrics=metrics))
+    assert "tensors or scalars" in server.accept_final("a", Payload(0, 0, {"x": torch.zeros(1)}, metrics=metrics))

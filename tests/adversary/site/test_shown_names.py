@@ -22,6 +22,7 @@ from consilium.report import progress
 from consilium.report.clean import cell, line, shown, tag
 from consilium.report.runlog import RunLog
 from consilium.report.view import LiveView, result_table
+from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 
 HOSTILE = (
@@ -64,7 +65,7 @@ def test_the_functions_that_clean() -> None:
 
 def found(tmp_path: Path) -> dict[str, Any]:
     """Return a job's status in which every text is hostile."""
-    site = {"round": 0, "weight": 3, "share": 0.5, "bytes_up": 1, "bytes_down": 2, "metrics": {"test/received/dice": 1e300}}
+    site = {"round": 0, "weight": 3, "share": 0.5, "bytes_up": 1, "bytes_down": 2, "metrics": {"test/global/dice": 1e300}}
     refusal = {"round": 0, "joining": False, "site": HOSTILE, "reason": HOSTILE}
     told = {"finished": False, "round": 0, "rounds": 2, "phase": 0, "answered": [], "asked": [HOSTILE], "epsilon": None}
     told |= {"eta_seconds": None, "sites": {HOSTILE: site}, "refused": [refusal]}
@@ -92,15 +93,15 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_the_live_view_and_the_closing_table(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=400)
-    with LiveView(console, 2, HOSTILE) as view:
+    with LiveView(console, 2, HOSTILE, DICE) as view:
         view({"event": "round", "round": 0, "phase": 0, "phases": 1, "sites": [HOSTILE]})
         view({"event": "privacy", "claim": HOSTILE, "warnings": [HOSTILE]})
         view({"event": "refused", "site": HOSTILE, "round": 0, "joining": False, "reason": HOSTILE})
-        metrics = {"validation/received/dice": 0.5, "train/loss": 0.5}
+        metrics = {"validation/global/dice": 0.5, "train/loss": 0.5}
         view({"event": "metrics", "site": HOSTILE, "round": 0, "metrics": metrics})
         check(printed(view._render()))
     check(console.file.getvalue())
-    check(printed(result_table({HOSTILE: {"test/base/dice": 0.5}}, HOSTILE)))
+    check(printed(result_table({HOSTILE: {"test/pretrained/dice": 0.5}}, HOSTILE, DICE)))
 
 
 def test_the_page_of_an_audit(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_the_page_of_an_audit(tmp_path: Path) -> None:
     beside = {"round": 0, "phase": 0, "tensors": tensor, "scalars": {HOSTILE: 1.0}, "metrics": {HOSTILE: HOSTILE}}
     audit.Record(tmp_path / audit.FILE).add(line | beside)
     audit.Record(tmp_path / audit.FILE).add(line | {"reason": HOSTILE})
-    page = cli_audit.markdown(audit.report(tmp_path / audit.FILE))
+    page = cli_audit.markdown(audit.read(tmp_path / audit.FILE))
     check(page, markdown=True)
     assert [x for x in page.splitlines() if x.startswith("#")] == [page.splitlines()[0]]
     rows = [x for x in page.splitlines() if x.startswith("|")]
@@ -134,7 +135,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     log = RunLog(tmp_path, small_config("fedit"))
-    log.received("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/received/dice": 0.5}))
+    log.received("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
     log.refused({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
     log.close()
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -142,7 +143,7 @@ def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     assert not FORBIDDEN.search(text)
     assert json.loads(text.splitlines()[1])["reason"] == HOSTILE
     seen = EventAccumulator(str(tmp_path / "tb_events" / "site-1")).Reload().Tags()["scalars"]
-    assert "validation/received/dice" in seen
+    assert "validation/global/dice" in seen
     assert not any(FORBIDDEN.search(name) or ".." in name or "<" in name for name in seen)
     assert progress.progress(tmp_path)["refused"][0]["site"] == HOSTILE  # programs get it as it came
 

@@ -13,9 +13,10 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
+from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from consilium.schema import LARGEST_FILE, read_yaml
-from consilium.strategies import STRATEGIES
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_config, small_text
 
 FREE = {"strategy", "config"}
@@ -64,7 +65,9 @@ def test_the_walk_sees_what_is_not_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
-@pytest.mark.parametrize("field", ["privacy.noise_multiplier", "training.lr", "federation.grace", "adapter.alpha"])
+@pytest.mark.parametrize(
+    "field", ["privacy.noise_multiplier", "training.lr", "federation.straggler_grace_seconds", "adapter.alpha"]
+)
 def test_no_number_is_infinite(field: str, value: float) -> None:
     changes = {"privacy": {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}, field: value}
     with pytest.raises(ConfigError, match=rf"{field}: -?(inf|nan): expected a finite number"):
@@ -87,8 +90,8 @@ def test_an_adapter_larger_than_a_federation_carries_is_refused(kind: str, monke
         model = build_sam("tiny", None, 64, 2, weights=False)
         names = [name for name, _ in model.named_parameters()]
         inject = {
-            "lora": lambda: lora.inject(model, 4, 4.0, "paper"),
-            "dual_rank": lambda: dual_rank.inject(model, 64, 1.0, "paper"),
+            "lora": lambda: lora.inject(model, 4, 4.0, SAM.target("paper")),
+            "dual_rank": lambda: dual_rank.inject(model, 64, 1.0, SAM.target("paper")),
             "bottleneck": lambda: bottleneck.inject(model, None, False),
         }
         with pytest.raises(ConfigError, match=r"adapter: [\d,]+ numbers to train, over 1,000; lower rank or width"):

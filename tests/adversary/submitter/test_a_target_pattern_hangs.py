@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from consilium.adapters.lora import linear_layers
+from consilium.adapters.targets import linear_layers
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
+from consilium.models.registry import TargetSet
 from tests.conftest import small_config
 
 HANGS = (r"(\w+\.?)+!", r"((\w+)+\.?)+!", r"(.*.*.*.*.*.*.*.*)*!", r"(\w|\w\w|\w\w\w|\.)+!")
@@ -35,7 +36,7 @@ def test_a_pattern_that_backtracks_for_ever_matches_nothing_at_once(pattern: str
     """Claim: no target pattern hangs the server or a site."""
     block = nn.ModuleDict({"self_attention_projection_of_queries_and_keys": nn.Linear(1, 1)})
     with pytest.raises(ConfigError, match="matches no linear layer of the model"):
-        linear_layers(nn.ModuleDict({"image_encoder_transformer_blocks": block}), pattern)
+        linear_layers(nn.ModuleDict({"image_encoder_transformer_blocks": block}), TargetSet(pattern))
 
 
 @pytest.mark.parametrize(

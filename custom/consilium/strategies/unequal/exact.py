@@ -16,13 +16,14 @@ from torch import Tensor
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.strategy import ServerState, Upload, next_phase
-from consilium.strategies.unequal.ranks import UnequalRanks, changes, mean_others, others, pair, shapes, weights
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
+from consilium.strategies.unequal.layers import changes, mean_others, others, pair, shapes
+from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)
 class ExactServer(UnequalRanks):
-    """Base of algorithms that merge products; `merge` says what the sites' training does to a layer's update.
+    """Base of algorithms that merge products; `merge_layer` says what the sites' training does to a layer's update.
 
     `device`: where the server decomposes, a GPU such as cuda:0 for large layers; by default its CPU's threads, a layer each.
     """
@@ -32,15 +33,15 @@ class ExactServer(UnequalRanks):
 
     device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
-    def merge(self, update: Update, layer: list[Change]) -> Update:
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return a layer's next global update from its last and the sites' training of it."""
         raise NotImplementedError
 
-    def share(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, float]:
+    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i by site; they sum to 1."""
-        return weights(uploads)
+        return shares(uploads)
 
-    def sites_after(self, state: ServerState, uploads: Mapping[str, Upload]) -> dict[str, Tensors]:
+    def sites_after(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, Tensors]:
         """Return what the server remembers of each site after this round."""
         return state.sites
 
@@ -54,8 +55,8 @@ class ExactServer(UnequalRanks):
         """Return the global update truncated to what the site can download, all of it to train."""
         ranks = self.download_ranks(state, site)
         tensors = dict(others(state.shared))
-        for layer, found in spectra(state).items():
-            tensors |= pair(layer, start(state, layer, found, ranks[layer]))
+        for layer, found in stored_spectra(state).items():
+            tensors |= pair(layer, truncated_factors(state, layer, found, ranks[layer]))
         return Payload(state.round, state.phase, tensors)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
@@ -65,17 +66,17 @@ class ExactServer(UnequalRanks):
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return the ranks by layer that a site receives: in algorithms with one rank a site, those it trains."""
         rank = self.train_rank(site)
-        return {layer: min(rank, len(found.values)) for layer, found in spectra(state).items()}
+        return {layer: min(rank, len(found.values)) for layer, found in stored_spectra(state).items()}
 
-    def conclude(self, state: ServerState, mean: dict[str, Upload]) -> ServerState:
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every layer merged and decomposed, a head averaged."""
-        share, updates = self.share(state, mean), global_updates(state)
+        share, updates = self.share(state, results), global_updates(state)
         for layer in updates:
-            updates[layer] = self.merge(updates[layer], changes(mean, share, layer))
+            updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer))
         round, phase = next_phase(state, self.phases(state.round))
-        reported = state.reported | dict.fromkeys(mean, state.round)
-        after = replace(state, round=round, phase=phase, shared=mean_others(state, mean, share), reported=reported)
-        return self._decomposed(replace(after, sites=self.sites_after(state, mean)), updates)
+        reported = state.reported | dict.fromkeys(results, state.round)
+        after = replace(state, round=round, phase=phase, shared=mean_others(state, results, share), reported=reported)
+        return self._decomposed(replace(after, sites=self.sites_after(state, results)), updates)
 
     def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
         """Return the state with these updates of W / s and their spectra."""
@@ -90,10 +91,10 @@ class ExactServer(UnequalRanks):
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, Upload]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
         """Add the energy that sites' downloads retain of the global update, per layer."""
         found = super().diagnostics(state, gathered)
-        for layer, one in spectra(state).items():
+        for layer, one in stored_spectra(state).items():
             if one.energy > 0:
                 ranks = [_sent_rank(upload.sent.tensors, layer) for upload in gathered.values()]
                 found[f"retained energy/{layer}"] = 1 - sum(one.rest(rank) for rank in ranks) / one.energy / len(ranks)
@@ -104,7 +105,7 @@ def _sent_rank(tensors: Tensors, layer: str) -> int:
     return sum(len(tensors[name]) for name in (f"{layer}.lora_A", f"{layer}.tail_A") if name in tensors)
 
 
-def start(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
+def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
     """Return (B, A) of W / s truncated to `rank`; directions without an update start from the common rows of A."""
     return lowrank.refactor(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
 
@@ -120,7 +121,7 @@ def global_updates(state: ServerState) -> dict[str, Update]:
     return kept
 
 
-def spectra(state: ServerState) -> dict[str, Spectrum]:
+def stored_spectra(state: ServerState) -> dict[str, Spectrum]:
     """Return the decompositions of every layer's W / s, as deep as any site's adapter may be."""
     return {layer: _spectrum(state.matrices, layer) for layer in shapes(state.initial)}
 

@@ -18,21 +18,23 @@ from consilium.adapters.dual_rank import DualRankConfig
 from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
-from consilium.strategies.unequal.ranks import shapes
+from consilium.strategies.unequal.layers import shapes
 
 STEPS = 3
 BYTES = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """One training step at some rank: seconds, and bytes held at its end of the forward pass."""
 
     seconds: float
     memory: float
 
 
-def capacity(limits: CapacityConfig, model: nn.Module, wanted: DualRankConfig, loss: Callable[[], Tensor]) -> dict[str, float]:
+def measured_ranks(
+    limits: CapacityConfig, model: nn.Module, wanted: DualRankConfig, loss: Callable[[], Tensor]
+) -> dict[str, float]:
     """Return ranks per layer on average that fit `limits`, in `download`, `time` and `memory`; what is not limited is left out.
 
     `loss` computes the training loss of one full batch. Changes the adapter's numbers. Raises ConfigError where not even one
@@ -60,7 +62,7 @@ def _fits(name: str, most: float, least: float, slope: float, rank: int) -> floa
     return ranks
 
 
-def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> Step:
+def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
     values = {name: torch.zeros(_cut(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
     layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
     trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
@@ -80,7 +82,7 @@ def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> Step:
         if value.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return Step(statistics.median(seconds[1:]), memory)
+    return StepCost(statistics.median(seconds[1:]), memory)
 
 
 def _cut(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
