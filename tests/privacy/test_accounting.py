@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.accountants.analysis import prv, rdp
 from opacus.accountants.utils import get_noise_multiplier
 from scipy.fft import irfft, rfft
 from scipy.integrate import quad
@@ -192,11 +193,9 @@ def test_work_and_memory_are_bounded(noise: float, rate: float, count: int, delt
     """No grid is over GRID points and no series over a few thousand terms, and the answer never exceeds everybody's cost."""
     sizes, terms = [], []
     with pytest.MonkeyPatch.context() as patch:
-        make, divergence = accounting.Domain.create_aligned, accounting.compute_rdp
-        patch.setattr(
-            accounting.Domain, "create_aligned", lambda *args: sizes.append((args[1] - args[0]) / args[2]) or make(*args)
-        )
-        patch.setattr(accounting, "compute_rdp", lambda **args: terms.append(args) or divergence(**args))
+        make, divergence = prv.Domain.create_aligned, rdp.compute_rdp
+        patch.setattr(prv.Domain, "create_aligned", lambda *args: sizes.append((args[1] - args[0]) / args[2]) or make(*args))
+        patch.setattr(rdp, "compute_rdp", lambda **args: terms.append(args) or divergence(**args))
         found = epsilon_of([GaussianEvent(noise, rate, count), GaussianEvent(9.0)], delta, accountant)
     assert all(size <= GRID for size in sizes)
     assert all(args["q"] == 1 or args["orders"] == int(args["orders"]) or args["noise_multiplier"] <= 4 for args in terms)

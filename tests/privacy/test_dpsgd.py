@@ -17,6 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task, site_data
 from consilium.federation.engine import simulate
+from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
@@ -64,7 +65,7 @@ def clip_case() -> Case:
     """A vision tower with LoRA and a trained head, which has a bias."""
     torch.manual_seed(0)
     model = build_clip("tiny", None, 64, 3)
-    lora.inject(model, 2, 2.0, SAM.target("paper"))
+    lora.inject(model, 2, 2.0, CLIP.target("paper"))
     for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1)
         assert parameter.requires_grad, name

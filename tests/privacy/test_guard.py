@@ -15,9 +15,9 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard
-from consilium.messages import Kind, Payload, SiteInfo, Tensors
+from consilium.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
 from consilium.privacy.guard import Guard, Task
-from consilium.privacy.release import allowed_metrics, check_upload, upload_shapes
+from consilium.privacy.release import check_upload, upload_shapes
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import small_config
 
@@ -319,7 +319,7 @@ def test_record_level_is_charged_when_the_task_comes(make: Make) -> None:
 
 
 def test_under_central_trust_the_site_clips_and_the_server_adds_the_noise(make: Make) -> None:
-    job = private_job(privacy=PRIVACY | {"trust": "central"}, sample=0.5)
+    job = private_job(privacy=PRIVACY | {"trust": "central"}, fraction_train=0.5)
     guard = make(job)
     released = train(guard, "r", broadcast(job), result(job))
     assert effective_norm(job, released.tensors) == pytest.approx(0.5, rel=1e-4)

@@ -50,14 +50,14 @@ def test_where_the_noise_is_added(trust: str, share: float) -> None:
 def test_sampling_sites_makes_no_release_cheaper(trust: str) -> None:
     """Amplification needs secret cohorts, and logs, status and downloads show who took part."""
     asked = SITE | {"trust": trust, "delta": 1e-5}
-    assert plan(asked, sample=0.1).noise_multiplier == plan(asked).noise_multiplier
+    assert plan(asked, fraction_train=0.1).noise_multiplier == plan(asked).noise_multiplier
 
 
 def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
     for trust in ("local", "central"):
         words = plan(SITE | {"trust": trust}).claim()
         assert all(word in words for word in ("site level", "zero-out", f"trust {trust}", "delta 0.0833"))
-    report = plan(SITE).report()
+    report = plan(SITE).summary()
     assert {"unit", "adjacency", "trust", "accountant"} <= report.keys()
     assert report["epsilon"]["0.0833333"] == pytest.approx(3)
     assert report["epsilon"]["1e-05"] > 8
@@ -66,7 +66,7 @@ def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
 def test_record_level_counts_poisson_steps_of_this_site() -> None:
     privacy = {"unit": "record", "epsilon": 3, "clip": 1.0}
     found = plan(privacy, "fedit", samples=100, rounds=5)
-    assert found.release == GaussianEvent(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
+    assert found.event == GaussianEvent(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
     assert found.epsilon() == pytest.approx(3, rel=0.01)
     assert found.epsilon(1) < found.epsilon()
     assert dpsgd(found, None).sample_rate == 0.02

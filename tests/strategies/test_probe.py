@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from consilium.adapters import dual_rank
+from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import ConfigError
@@ -33,7 +33,7 @@ def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
 
 
 def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Module) -> None:
-    each = 4 * sum(map(sum, shapes(probe.adapter.tensors(model)).values()))
+    each = 4 * sum(map(sum, shapes(layers.tensors(model)).values()))
     assert measured(model, download_bytes=5.5 * each) == {"download": pytest.approx(5.5)}
 
 
@@ -42,7 +42,7 @@ def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(mo
     found = measured(model, memory_bytes=most)["memory"]
     assert 1 < found < 16
     assert measured(model, memory_bytes=most) == {"memory": found}
-    numbers = sum(map(sum, shapes(probe.adapter.tensors(model)).values()))
+    numbers = sum(map(sum, shapes(layers.tensors(model)).values()))
     more = measured(model, memory_bytes=most + 2 * 4 * 4 * numbers)["memory"]
     assert 1.5 < more - found < 2  # two ranks' numbers, gradients and moments pay for less than two with what forward keeps
 

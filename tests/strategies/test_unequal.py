@@ -98,9 +98,9 @@ def test_flora_draws_new_factors_every_round() -> None:
     assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])
 
 
-@pytest.mark.parametrize("split", ["left", "both"])
-def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(split: str) -> None:
-    strategy = make(FlexLoRA, split=split)
+@pytest.mark.parametrize("values_in", ["left", "both"])
+def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in: str) -> None:
+    strategy = make(FlexLoRA, values_in=values_in)
     state = play(strategy, strategy.init_state(initial()), SITES)  # so that the round starts from something
     uploads = exchange(strategy, state)
     state = strategy.merge(state, uploads)
@@ -115,7 +115,7 @@ def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(split: st
             expected = u[:, :rank] * values[:rank] @ v[:rank]
             torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-6)
             b, a = factors(sent.tensors, layer)
-            if split == "left":  # rows of A are singular vectors, or the common start where there is no direction
+            if values_in == "left":  # rows of A are singular vectors, or the common start where there is no direction
                 torch.testing.assert_close(a[b.any(0)].norm(dim=1), torch.ones(int(b.any(0).sum())))
 
 

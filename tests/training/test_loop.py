@@ -10,7 +10,7 @@ from consilium.config.job import TrainingConfig
 from consilium.errors import ConsiliumError
 from consilium.strategies.strategy import LocalStep
 from consilium.training.device import autocast, pick_device
-from consilium.training.loop import steps_per_round, train
+from consilium.training.loop import train
 from consilium.training.optim import make_optimizer
 
 
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line() -> None:
     [(8, {}, 4), (9, {}, 5), (9, {"accumulate": 2}, 3), (8, {"local_epochs": 3}, 12), (8, {"local_steps": 7}, 7)],
 )
 def test_steps_per_round(samples: int, options: dict, steps: int) -> None:
-    assert steps_per_round(samples, config(**options)) == steps
+    assert config(**options).steps_per_round(samples) == steps
 
 
 @pytest.mark.parametrize(("name", "cls"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])

@@ -9,12 +9,10 @@ from consilium.errors import ConfigError
 from consilium.federation.build import Job
 from consilium.messages import SiteInfo, Tensors
 from consilium.report.runlog import payload_bytes
-from consilium.strategies import STRATEGIES
-from consilium.strategies.fediat import SHARINGS
+from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role, Strategy
 from consilium.strategies.unequal.ranks import Tier, UnequalRanks
 
-_APART = ("fediat", "fedsca", "centralized")
 _NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
 
 
@@ -64,20 +62,16 @@ def adapters(job: Job) -> dict[str, float] | None:
 
 
 def compare(job: Job) -> list[Cost]:
-    """Return the job's own cost first, then every other strategy's at its defaults (fediat by split).
+    """Return the job's own cost first, then every other strategy's in its variants.
 
     A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
     """
     if isinstance(job.strategy, UnequalRanks):
         return compare_unequal(job.strategy, job.initial)
-    own = job.config.strategy
-    label = " ".join([own["name"], *(str(own[k]) for k in ("split", "low") if k in own)])
-    others: dict[str, Strategy] = {n: cls() for n, cls in STRATEGIES.items() if n not in _APART and not cls.ranks_differ}
-    others |= {f"fediat {sharing}": STRATEGIES["fediat"](sharing=sharing) for sharing in SHARINGS}
-    others |= {f"fedsca {low}": STRATEGIES["fedsca"](low=low) for low in (1, 4, 0)}
-    costs = [cost_of(job.strategy, job.initial, label)]
-    fitting = {name: strategy for name, strategy in others.items() if name != label and _fits(strategy, job.initial)}
-    return costs + [cost_of(strategy, job.initial, name) for name, strategy in fitting.items()]
+    own = job.strategy
+    kinds = [cls for cls in STRATEGIES.values() if not cls.ranks_differ and not cls.pools_data]
+    others = [one for cls in kinds for one in cls.variants() if one.label != own.label and _fits(one, job.initial)]
+    return [cost_of(one, job.initial, one.label) for one in (own, *others)]
 
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:

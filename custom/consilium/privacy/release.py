@@ -6,7 +6,7 @@ import torch
 
 from consilium.adapters.names import factor
 from consilium.config.job import JobConfig
-from consilium.errors import RefusedError
+from consilium.errors import ConfigError, RefusedError
 from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
 from consilium.strategies.strategy import Role, Strategy
@@ -15,9 +15,9 @@ from consilium.strategies.strategy import Role, Strategy
 def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
     """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
     for name, tensor in payload.tensors.items():
-        role = strategy.role(name, payload.round, payload.phase)
-        if role is not Role.SHARED:
-            raise RefusedError(f"release: tensor {name!r} is {role}, only shared tensors may leave; nothing was sent")
+        if (role := _role(strategy, name, payload)) is not Role.SHARED:
+            what = role or "none of the adapter's"
+            raise RefusedError(f"release: tensor {name!r} is {what}, only shared tensors may leave; nothing was sent")
         if not torch.isfinite(tensor).all():
             raise RefusedError(f"release: tensor {name!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known in (
@@ -28,6 +28,14 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             raise RefusedError(f"release: {kind} {extra[0]!r} is not declared, so it may not leave; nothing was sent")
         if wrong := sorted(name for name, value in given.items() if type(value) is not float):
             raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent")
+
+
+def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:
+    """Return a tensor's role; None for a name that the strategy cannot place."""
+    try:
+        return strategy.role(name, payload.round, payload.phase)
+    except ConfigError:
+        return None
 
 
 def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:

@@ -38,6 +38,16 @@ class FedIAT(Strategy):
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eps: Positive = 1e-8
 
+    @property
+    def label(self) -> str:
+        """See Strategy."""
+        return f"{self.name} {self.sharing}"
+
+    @classmethod
+    def variants(cls) -> list[Strategy]:
+        """See Strategy."""
+        return [cls(sharing=sharing) for sharing in SHARINGS]
+
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
         return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL

@@ -46,6 +46,16 @@ class FedSCA(Strategy):
     normalize: bool = True
     pull: Factor = 0.01
 
+    @property
+    def label(self) -> str:
+        """See Strategy."""
+        return f"{self.name} {self.low}"
+
+    @classmethod
+    def variants(cls) -> list[Strategy]:
+        """See Strategy."""
+        return [cls(low=low) for low in (1, 4, 0)]
+
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
         where = bottleneck_position(name)

@@ -102,6 +102,16 @@ class Strategy:
     every site's result."""
 
     @property
+    def label(self) -> str:
+        """How it is called in a comparison: its name, and the setting in which it differs most."""
+        return self.name
+
+    @classmethod
+    def variants(cls) -> "list[Strategy]":
+        """Return it with the settings that a comparison shows."""
+        return [cls()]
+
+    @property
     def period(self) -> int:
         """After how many rounds `phases` and `role` repeat."""
         return 1
