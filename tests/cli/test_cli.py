@@ -50,7 +50,7 @@ def test_simulate_as_json_with_overrides_and_own_data(
     assert run(monkeypatch, "simulate", small, *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["results"].keys() == {"site-1", "site-2"}
-    assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["split"] == "M1"
+    assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["sharing"] == "M1"
 
 
 def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_a_bundle_is_the_whole_package_and_runs_alone(
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(custom)}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str(custom / "consilium/models/sam.py")
+    assert done.stdout.strip() == str(custom / "consilium/models/sam/network.py")
 
 
 def test_doctor_exits_1_with_problems_and_tells_the_same_in_both_formats(

@@ -166,7 +166,7 @@ def bad_results(job: Job) -> dict[str, tuple[Payload, str]]:
     peer = name[:-1] + "A"
     return {
         "frozen factor": (replace(good, tensors=good.tensors | {peer: job.initial[peer]}), "is frozen, only shared"),
-        "unknown tensor": (replace(good, tensors=good.tensors | {"patients": torch.ones(3)}), "has shape"),
+        "unknown tensor": (replace(good, tensors=good.tensors | {"patients": torch.ones(3)}), "none of the adapter"),
         "missing tensor": (replace(good, tensors={n: t for n, t in good.tensors.items() if n != name}), "has shape None"),
         "wrong shape": (replace(good, tensors=good.tensors | {name: torch.ones(1, 1)}), "has shape \\(1, 1\\)"),
         "nan": (result(job, value=float("nan")), "NaN or Inf"),

@@ -21,7 +21,7 @@ from tests.conftest import JOBS, small_config, small_text
 
 FREE = {"strategy", "config"}
 """Maps without a schema here: a strategy's is its class's, tested too, and `model.config` has test_config_json below."""
-SCHEMAS = {"job": JobConfig, "site": SiteConfig} | STRATEGIES
+SCHEMAS = {"job": JobConfig, "site": SiteConfig} | dict(STRATEGIES)
 
 
 def unbounded(schema: dict[str, Any], place: str = "") -> Iterator[str]:
