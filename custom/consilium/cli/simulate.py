@@ -81,6 +81,7 @@ def _run(
     """Return the closing metrics and the last training loss of every site."""
     from consilium.config.site import find_site
     from consilium.federation.build import assemble_job
+    from consilium.report.predictions import PREDICTIONS, join_predictions
     from consilium.report.view import LiveView
 
     ready = assemble_job(config, source)
@@ -94,6 +95,7 @@ def _run(
             from consilium.federation.engine import simulate as run_inprocess
 
             run_inprocess(ready, {name: find_site(name) for name in names}, folder, view, resume)
+    join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
     return json.loads((folder / "results.json").read_text()), view.losses
 
 
@@ -229,6 +231,7 @@ def _is_word(path: str) -> bool:
 def _print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], name: str, folder: Path, format: Format
 ) -> None:
+    from consilium.report.predictions import PREDICTIONS
     from consilium.report.view import result_table
 
     if format is Format.JSON:
@@ -240,4 +243,5 @@ def _print_results(
     console.print(result_table(results, name, width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
-    typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")
+    files = ["metrics.jsonl", "tb_events", "sites/*/adapter", *([PREDICTIONS] if (folder / PREDICTIONS).is_file() else [])]
+    typer.echo(f"Everything of this run: {folder} ({', '.join(files)})")

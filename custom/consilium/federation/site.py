@@ -18,11 +18,12 @@ from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, RefusedError
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, Tensors
 from consilium.privacy.plan import Plan, dpsgd
+from consilium.report.predictions import PREDICTIONS, write_predictions
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.strategies.unequal import probe
-from consilium.tasks.base import Task
+from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
 from consilium.training.loop import Progress, train
 
@@ -100,8 +101,8 @@ class Site:
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return test metrics (validation where there is no test split) of base, personal and received model.
 
-        It also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
-        it only returns validation metrics of the received model.
+        It also writes the received model's adapter (LoRA as a PEFT folder), the site's result of the run, and predictions.png,
+        which stays here. In the phase HELD_OUT it only returns validation metrics of the received model.
         """
         own, last, _ = self._restore(run)
         if payload.phase == HELD_OUT:
@@ -109,15 +110,17 @@ class Site:
             return replace(payload, tensors={}, metrics=self._evaluate("validation", "received", payload))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
+        examples: dict[str, Examples] = {}
         if last is not None:
             layers.load(self.model, own)
             self._scale(1.0)
-            metrics |= self._evaluate(split, "personal", payload, distances=True)
+            metrics |= self._closing(split, "personal", payload, examples)
         final = self._receive(own, payload)
-        metrics |= self._evaluate(split, "received", payload, distances=True)
+        metrics |= self._closing(split, "received", payload, examples)
         with layers.disabled(self.model):
-            metrics |= self._evaluate(split, "base", payload, distances=True)
+            metrics |= self._closing(split, "base", payload, examples)
         export(self.folder / "adapter", final, self.config)
+        write_predictions(self.folder / PREDICTIONS, examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -160,6 +163,13 @@ class Site:
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
         return {f"{split}/{stage}/{name}": value for name, value in metrics.items()}
+
+    def _closing(self, split: str, stage: str, payload: Payload, examples: dict[str, Examples]) -> dict[str, float]:
+        """Return the closing metrics of the model as it is now; put what it says of a few pictures into `examples`."""
+        with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
+            found = self.task.examples(self.model, split)
+        examples |= {} if found is None else {stage: found}
+        return self._evaluate(split, stage, payload, distances=True)
 
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"
