@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from consilium.cli.main import main
 from tests.conftest import JOBS, small_cells, small_config
@@ -36,6 +37,9 @@ def test_simulate_ends_with_a_table_and_refuses_to_overwrite(
     assert "ETA" in shown
     assert "small: test split" in shown
     assert "mean" in shown
+    assert shown.splitlines()[-1].endswith(f"{workspace} (metrics.jsonl, tb_events, sites/*/adapter, predictions.png)")
+    with Image.open(workspace / "predictions.png") as joint, Image.open(workspace / "sites/site-2/predictions.png") as own:
+        assert joint.width > own.width
     assert run(monkeypatch, "simulate", small, "--workspace", workspace) == 2
     assert "holds a run; give another folder, or --resume" in capsys.readouterr().err.replace("\n", " ")
 

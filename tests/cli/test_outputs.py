@@ -42,6 +42,8 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
 def check(text: str) -> None:
     assert SAID in text
     assert "training loss" in text
+    assert text.rstrip().endswith("run (metrics.jsonl, tb_events, sites/*/adapter)")
+    assert not list(Path("run").rglob("predictions.png"))
     assert json.loads(Path("run/results.json").read_text()) == {"site-1": {}, "site-2": {}}
 
 

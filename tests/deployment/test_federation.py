@@ -84,6 +84,7 @@ def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
         result = federation.download(job)
         assert json.loads((result / "meta.json").read_text())["job_id"] == job
         assert (result / "job/small/app/config/job.yaml").is_file()
+        assert not list(result.rglob("predictions.png"))
         federation.shutdown()
 
 
@@ -101,6 +102,8 @@ def _check_run(federation: Federation) -> None:
     (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}
     peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
     assert not list(federation.kit("site-3").rglob("adapter_config.json"))
+    pictures = federation.kits.rglob("predictions.png")  # of patients: with the sites that have them, and nowhere else
+    assert {path.relative_to(federation.kits).parts[0] for path in pictures} == {"site-1", "site-2"}
 
 
 @pytest.mark.parametrize(("name", "file"), [("site-1", "startup/fed_client.json"), ("server", "startup/fed_server.json")])

@@ -36,6 +36,7 @@ def test_the_tiny_lm_learns_and_its_adapter_loads_with_plain_peft(tmp_path: Path
     before = base(ids).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "sites/site-1/adapter")
     assert not torch.equal(loaded(ids).logits, before)
+    assert not list(tmp_path.rglob("predictions.png"))
 
 
 def folder_job(folder: Path, **model: Any) -> JobConfig:

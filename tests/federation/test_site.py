@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, build_site
 from consilium.federation.site import Site
-from consilium.messages import Payload, SiteInfo
+from consilium.messages import HELD_OUT, Payload, SiteInfo
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
 
@@ -118,3 +119,42 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
     assert {f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("dice", "iou")} <= found.keys()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_picture_of_predictions_stays_and_changes_no_number(small_job: MakeJob, tmp_path: Path) -> None:
+    job, found = small_job(), {}
+    for shown in (True, False):
+        site = make_site(job, tmp_path / str(shown))
+        site.train("run", payload(job))
+        if not shown:
+            site.task.examples = lambda model, split: None
+        torch.manual_seed(7)
+        found[shown] = (site.evaluate("run", payload(job, joined=True, round=1)), torch.rand(1))
+    picture = tmp_path / "True" / "predictions.png"
+    with Image.open(picture) as opened:
+        assert opened.width > opened.height > 600  # two rows, five columns
+    assert picture.stat().st_mode & 0o777 == 0o600
+    assert found[True] == found[False]
+    assert not found[True][0].tensors
+    assert not (tmp_path / "False" / "predictions.png").exists()
+
+
+def test_a_picture_shows_the_models_as_they_are_scored(
+    small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both test pictures are shown, so the mean of their Dice is the test score, stage by stage."""
+    job, seen = small_job(lr=1e-2, local_steps=4), {}
+    monkeypatch.setattr("consilium.federation.site.write_predictions", lambda path, found: seen.update(found))
+    site = make_site(job, tmp_path)
+    site.train("run", payload(job))
+    scores = site.evaluate("run", payload(job, joined=True, round=1)).metrics
+    assert {stage: float(found.dice.mean()) for stage, found in seen.items()} == pytest.approx(
+        {stage: scores[f"test/{stage}/dice"] for stage in ("pretrained", "global", "personalized")}, abs=1e-3
+    )
+    assert len({scores[f"test/{stage}/dice"] for stage in seen}) == 3
+
+
+def test_an_evaluation_before_a_round_draws_nothing(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    make_site(job, tmp_path).evaluate("run", replace(payload(job), phase=HELD_OUT))
+    assert not list(tmp_path.rglob("predictions.png"))

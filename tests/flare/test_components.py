@@ -17,7 +17,7 @@ from nvflare.fuel.utils import fobs
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard
-from consilium.flare import filters, wire
+from consilium.flare import context, filters, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
 from consilium.flare.executor import Answer
@@ -234,3 +234,12 @@ def _classes(section: object) -> list[str]:
         own = [section["path"]] if str(section.get("path", "")).startswith("consilium") else []
         return own + [p for v in section.values() for p in _classes(v)]
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
+
+
+def test_what_a_server_publishes_has_no_picture_of_patients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_published", lambda fl_ctx: tmp_path / "out")
+    for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png", "server/state"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("x")
+    context.publish(FLContext(), tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "out").rglob("*") if p.is_file()) == ["collaboration.png", "results.json"]

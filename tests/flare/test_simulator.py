@@ -77,6 +77,8 @@ def test_flare_equals_in_process_and_no_local_factor_is_on_the_wire(flare: Calla
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     for site in SITES:
+        ours, theirs = ((w / "sites" / site / "predictions.png").read_bytes() for w in (workspace, reference))
+        assert ours == theirs
         ours, theirs = site_state(workspace, site), site_state(reference, site)
         assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     results = [json.loads((w / "results.json").read_text()) for w in (workspace, reference)]

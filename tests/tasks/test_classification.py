@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, score
+from consilium.tasks.classification.task import ClassificationTask, score, spread
 from consilium.training.loop import batches
 
 CLASSES = ["round", "long", "spiky"]
@@ -118,3 +118,19 @@ def test_a_broken_picture_stops_before_training(tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(b"broken")
     with pytest.raises(DataError, match=r"0\.png: image cannot be read"):
         ClassificationTask(task.data, CLASSES, 8)
+
+
+def test_examples_are_of_as_many_classes_as_can_be(tmp_path: Path) -> None:
+    """Each class's first, then each one's second: 0, 4, 7, then 1, 5, then 2. Logits are 5 for one of three classes."""
+    assert spread([0, 0, 0, 0, 1, 1, 1, 2], 6) == [0, 1, 2, 4, 5, 7]
+    assert spread([1, 1], 6) == [0, 1]
+    task = make_task(tmp_path, ["round"] * 3 + ["long", "spiky"], [0, 10, 20, 10, 20])
+    model = ByBrightness(5.0).train()
+    found = task.examples(model, "test")
+    assert model.training
+    assert found.references.tolist() == [0, 0, 0, 1, 2]
+    assert found.images[:, 2, 7, 7].tolist() == [0, 10, 20, 10, 20]
+    assert found.predictions.argmax(1).tolist() == [0, 1, 2, 1, 2]
+    assert found.predictions.max(1).values.tolist() == pytest.approx([math.exp(5) / (math.exp(5) + 2)] * 5)
+    assert found.classes == tuple(CLASSES)
+    assert task.examples(model, "validation") is None

@@ -92,6 +92,7 @@ def _run(
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the closing metrics and the last training loss of every site."""
     from consilium.federation.build import assemble_job
+    from consilium.report.predictions import PREDICTIONS, join_predictions
     from consilium.report.view import LiveView
     from consilium.tasks.registry import TASKS
 
@@ -107,6 +108,7 @@ def _run(
             from consilium.federation.engine import simulate as run_inprocess
 
             run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume)
+    join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
     return json.loads((folder / "results.json").read_text()), view.losses
 
 
@@ -242,6 +244,7 @@ def _is_word(path: str) -> bool:
 def _print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
 ) -> None:
+    from consilium.report.predictions import PREDICTIONS
     from consilium.report.view import result_table
     from consilium.tasks.registry import TASKS
 
@@ -255,4 +258,5 @@ def _print_results(
     console.print(result_table(results, config.name, scores, width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
-    typer.echo(f"Everything of this run: {folder} (metrics.jsonl, tb_events, sites/*/adapter)")
+    files = ["metrics.jsonl", "tb_events", "sites/*/adapter", *([PREDICTIONS] if (folder / PREDICTIONS).is_file() else [])]
+    typer.echo(f"Everything of this run: {folder} ({', '.join(files)})")

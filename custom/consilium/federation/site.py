@@ -30,11 +30,12 @@ from consilium.messages import (
 )
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
+from consilium.report.predictions import PREDICTIONS, write_predictions
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.strategies.unequal import probe
-from consilium.tasks.base import Task
+from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
 from consilium.training.loop import Progress, train
 
@@ -117,8 +118,8 @@ class Site:
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
-        It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run. In the phase HELD_OUT
-        it only returns validation metrics of the global model.
+        It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run, and predictions.png,
+        which stays here. In the phase HELD_OUT it only returns validation metrics of the global model.
         """
         own, last, _ = self._restore(run)
         if payload.phase == HELD_OUT:
@@ -126,15 +127,17 @@ class Site:
             return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
+        examples: dict[Stage, Examples] = {}
         if last is not None:
             layers.load(self.model, own)
             self._scale(1.0)
-            metrics |= self._evaluate(split, Stage.PERSONALIZED, payload, distances=True)
+            metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         final = self._receive(own, payload)
-        metrics |= self._evaluate(split, Stage.GLOBAL, payload, distances=True)
+        metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         with layers.disabled(self.model):
-            metrics |= self._evaluate(split, Stage.PRETRAINED, payload, distances=True)
+            metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         export_adapter(self.folder / "adapter", final, self.config)
+        write_predictions(self.folder / PREDICTIONS, examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -177,6 +180,13 @@ class Site:
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
+
+    def _closing(self, split: str, stage: Stage, payload: Payload, examples: dict[Stage, Examples]) -> dict[str, float]:
+        """Return the closing metrics of the model as it is now; put what it says of a few pictures into `examples`."""
+        with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
+            found = self.task.examples(self.model, split)
+        examples |= {} if found is None else {stage: found}
+        return self._evaluate(split, stage, payload, distances=True)
 
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"

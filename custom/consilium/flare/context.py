@@ -22,6 +22,7 @@ from consilium.federation.build import Job, assemble_job
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
 from consilium.messages import Observer
 from consilium.registry import NO_PLUGINS, Plugins
+from consilium.report.predictions import PREDICTIONS
 from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
@@ -125,9 +126,10 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy what an admin may download into FLARE's run folder: all but the server's state."""
+    """Copy what an admin may download into FLARE's run folder: all but the server's state, and never a picture of patients."""
     if not simulated():
-        shutil.copytree(folder, _published(fl_ctx), ignore=shutil.ignore_patterns("server", OWNER), dirs_exist_ok=True)
+        kept = shutil.ignore_patterns("server", OWNER, PREDICTIONS)
+        shutil.copytree(folder, _published(fl_ctx), ignore=kept, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:

@@ -1,12 +1,43 @@
 """What training and evaluation need of a task."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch: TypeAlias = "dict[str, Tensor]"
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """Pictures beside their masks: `images` (N, 3, S, S) uint8, `references` and `predictions` (N, C, S, S) bool of `classes`.
+
+    `dice` (N,) is the mean over the classes that a picture's reference has, NaN if it has none.
+    """
+
+    images: "Tensor"
+    references: "Tensor"
+    predictions: "Tensor"
+    dice: "Tensor"
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Pictures beside their classes: `images` (N, 3, S, S) uint8, `references` (N,) numbers of `classes`, `predictions` (N, C)
+    probabilities.
+    """
+
+    images: "Tensor"
+    references: "Tensor"
+    predictions: "Tensor"
+    classes: tuple[str, ...]
+
+
+Examples = Segmented | Classified
 
 
 class Task(Protocol):
@@ -32,3 +63,21 @@ class Task(Protocol):
     def evaluate(self, model: "nn.Module", split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         """Return metrics of a split, {} if it is empty."""
         ...
+
+    def examples(self, model: "nn.Module", split: str) -> Examples | None:
+        """Return a few samples of a split, the same at every call, with what the model says of them.
+
+        None if the split is empty, or if the task has no pictures.
+        """
+        ...
+
+
+@contextmanager
+def evaluating(model: "nn.Module") -> Iterator[None]:
+    """Have the model in evaluation mode for the block, and in its own mode after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

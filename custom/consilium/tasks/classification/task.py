@@ -1,5 +1,6 @@
 """Classification: batches of images and class numbers, cross-entropy, accuracy, macro F1, recalls and the confusion table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from consilium.data.cache import SampleCache
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import augment, augmentation, read_picture
 from consilium.errors import DataError
-from consilium.tasks.base import Batch
+from consilium.tasks.base import Batch, Classified, evaluating
+
+EXAMPLES = 6
+"""How many pictures of a split are shown."""
 
 
 class ClassificationTask:
@@ -60,8 +64,33 @@ class ClassificationTask:
         model.train(was_training)
         return score(torch.cat(logits), torch.tensor(self._labels[split]), self.classes, distances)
 
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str) -> Classified | None:
+        """Return pictures of as many classes as can be; None if the split is empty.
+
+        The model sees one at a time, to save memory.
+        """
+        picked = spread(self._labels[split], EXAMPLES)
+        if not picked:
+            return None
+        device, images = next(model.parameters()).device, [self._sample(split, i)["image"] for i in picked]
+        with evaluating(model):
+            logits = torch.cat([model(image[None].to(device)).float().cpu() for image in images])
+        references = torch.tensor([self._labels[split][i] for i in picked])
+        return Classified(torch.stack(images).byte(), references, logits.softmax(1), tuple(self.classes))
+
     def _collate(self, split: str, indices: Sequence[int], images: list[Tensor]) -> Batch:
         return {"image": torch.stack(images), "label": torch.tensor([self._labels[split][i] for i in indices])}
+
+
+def spread(labels: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` indices in order: the first of every class, then the second of every class, and so on."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for index, label in enumerate(labels):
+        turns.append((seen[label], index))
+        seen[label] += 1
+    return sorted(index for _, index in sorted(turns)[:count])
 
 
 def class_index(item: Item, classes: Sequence[str]) -> int:

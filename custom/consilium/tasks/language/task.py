@@ -95,6 +95,9 @@ class LanguageTask:
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
+    def examples(self, model: nn.Module, split: str) -> None:
+        """Return None: there is no picture to show."""
+
     def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
         means, total, count = 0.0, 0.0, 0
         for part in _parts(self._pairs[split], batch_size):

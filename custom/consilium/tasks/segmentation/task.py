@@ -17,7 +17,10 @@ from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList
 from consilium.data.images import Sample, augment, augmentation, read_sample
 from consilium.seeding import seed_for
-from consilium.tasks.base import Batch
+from consilium.tasks.base import Batch, Segmented, evaluating
+
+EXAMPLES = 3
+"""How many pictures of a split are shown: its first."""
 
 
 class SegmentationTask:
@@ -67,6 +70,21 @@ class SegmentationTask:
                 scores.setdefault(name, []).append(values)
         model.train(was_training)
         return {"loss": losses / len(items)} | self._average({n: torch.cat(v) for n, v in scores.items()})
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str) -> Segmented | None:
+        """Return the split's first pictures with their masks; None if it is empty.
+
+        The model sees one at a time, to save memory.
+        """
+        samples = [self._sample(split, i) for i in range(min(EXAMPLES, len(self.data.splits[split])))]
+        if not samples:
+            return None
+        with evaluating(model):
+            logits = [self._forward(model, self._collate([self._with_boxes(sample)]))[0] for sample in samples]
+        shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
+        dice = score(guess.float(), shown["label"], False)["dice"].nanmean(1)
+        return Segmented(shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes))
 
     def _average(self, scores: dict[str, Tensor]) -> dict[str, float]:
         """Return the mean per class over images where it is defined, and their mean."""

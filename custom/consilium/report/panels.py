@@ -1,0 +1,98 @@
+"""Pieces of a printed figure, to the pixel: texts that fit, pictures with masks drawn on them, strips put together."""
+
+import colorsys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import matplotlib
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from torch import Tensor
+
+from consilium.report.clean import shown
+
+Colour = tuple[int, int, int]
+BLACK, GREY, WHITE = (17, 17, 17), (110, 110, 110), (255, 255, 255)
+RIGHT, WRONG = (22, 120, 60), (196, 38, 38)
+PALETTE = (
+    (0, 200, 255), (255, 214, 0), (255, 72, 160), (60, 230, 110), (255, 130, 20), (160, 120, 255),
+    (0, 150, 136), (240, 50, 50), (190, 240, 60), (60, 110, 255), (220, 170, 120), (255, 180, 230),
+)  # fmt: skip
+FILL = 0.25
+"""How much of a mask's inside is its colour; its outline is nothing else."""
+FINE, EDGE = 2, 3
+"""Masks are drawn this many times finer; their outline is so many pixels wide, in the fine grid 2 EDGE."""
+
+
+def colours(count: int) -> list[Colour]:
+    """Return a colour for each of `count` classes, no two equal; after the palette hues at golden steps."""
+    more = (colorsys.hsv_to_rgb(i * 0.618034 % 1, 0.55 + 0.4 * (i % 2), 0.9) for i in range(len(PALETTE), count))
+    return [*PALETTE[:count], *((round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more)]
+
+
+@cache
+def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Return DejaVu Sans, which comes with matplotlib and knows most alphabets."""
+    name = f"DejaVuSans{'-Bold' if bold else ''}.ttf"
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)
+
+
+def fit(text: object, width: int, face: ImageFont.FreeTypeFont) -> str:
+    """Return a text as one visible line of at most `width` pixels; one that is longer ends in an ellipsis."""
+    whole = shown(text)
+    if face.getlength(whole) <= width:
+        return whole
+    kept = next((n for n in range(len(whole), 0, -1) if face.getlength(whole[:n].rstrip() + "…") <= width), 0)
+    return whole[:kept].rstrip() + "…"
+
+
+def words(text: object, size: tuple[int, int], points: int, colour: Colour = BLACK, bold: bool = False) -> Image.Image:
+    """Return a text in the middle of a white strip of `size` (width, height)."""
+    strip, face = Image.new("RGB", size, WHITE), font(points, bold)
+    place = (size[0] / 2, size[1] / 2)
+    ImageDraw.Draw(strip).text(place, fit(text, size[0], face), colour, face, anchor="mm")
+    return strip
+
+
+def panel(image: Tensor, size: int) -> Image.Image:
+    """Return a picture (3, H, W) uint8 as a square of `size` pixels."""
+    return Image.fromarray(image.permute(1, 2, 0).numpy()).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
+    """Return a picture (3, H, W) uint8 with masks (C, H, W) bool: each a translucent fill and an outline in its colour.
+
+    All outlines lie above all fills, so that a class inside another is seen whichever is declared first.
+    """
+    canvas = panel(image, FINE * size)
+    drawn = [(colour, mask) for colour, mask in zip(colours(len(masks)), masks, strict=True) if mask.any()]
+    shapes = [(colour, _shape(mask, FINE * size)) for colour, mask in drawn]
+    for colour, shape in shapes:
+        canvas.paste(colour, mask=shape.point(lambda v: round(v * FILL)))
+    for colour, shape in shapes:
+        inside = shape.filter(ImageFilter.BoxBlur(FINE * EDGE)).point(lambda v: 255 * (v == 255))
+        canvas.paste(colour, mask=Image.composite(Image.new("L", shape.size), shape, inside))
+    return canvas.resize((size, size), Image.Resampling.BOX)
+
+
+def _shape(mask: Tensor, size: int) -> Image.Image:
+    """Return a mask (H, W) as 0 and 255 on a finer grid, its border smooth."""
+    enlarged = Image.fromarray(mask.byte().numpy() * 255).resize((size, size), Image.Resampling.BILINEAR)
+    return enlarged.point(lambda v: 255 * (v > 127))
+
+
+def beside(parts: Sequence[Image.Image], gap: int) -> Image.Image:
+    """Return parts in a row on white, `gap` pixels apart, their upper edges level."""
+    width = sum(part.width for part in parts) + gap * (len(parts) - 1)
+    row = Image.new("RGB", (width, max(part.height for part in parts)), WHITE)
+    for index, part in enumerate(parts):
+        row.paste(part, (sum(p.width + gap for p in parts[:index]), 0))
+    return row
+
+
+def above(parts: Sequence[Image.Image]) -> Image.Image:
+    """Return parts one below the other on white, their left edges level."""
+    page = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), WHITE)
+    for index, part in enumerate(parts):
+        page.paste(part, (0, sum(p.height for p in parts[:index])))
+    return page
