@@ -11,7 +11,15 @@ from dataclasses import dataclass, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo, TypeAdapter, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from consilium.errors import ConfigError
@@ -116,6 +124,9 @@ class KindField:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True)
         return core_schema.with_info_plain_validator_function(self._read, serialization=write)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "object", "title": self.registry.what}
 
     def fields(self) -> list[str]:
         """Return the names of all fields of the kinds of this package, to tell which one was meant."""

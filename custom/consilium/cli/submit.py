@@ -192,13 +192,13 @@ def _table(progress: dict[str, Any]) -> Table:
     from consilium.tasks.registry import Scores
 
     sites, told = progress["sites"], progress["scores"]
-    scores = Scores(tuple(told["leading"]), (), told["headings"])
+    scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"])  # a server wrote them
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     stages = (Stage.GLOBAL, Stage.PERSONALIZED)
     table = Table(box=SIMPLE, pad_edge=False)
-    headings = [f"{scores.heading(score)} {stage}" for stage in stages]
+    headings = [f"{shown(scores.heading(score))} {stage}" for stage in stages]
     for heading in ("site", "round", "weight", "loss", *headings, "KiB up", "KiB down"):
-        table.add_column(heading, justify="left" if heading == "site" else "right")
+        table.add_column(line(heading), justify="left" if heading == "site" else "right")
     for name, one in sorted(sites.items()):
         metrics = one["metrics"]
         numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in stages)]

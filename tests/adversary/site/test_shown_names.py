@@ -12,8 +12,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from consilium import cli
 from consilium.cli import audit as cli_audit
+from consilium.cli import data as cli_data
+from consilium.cli import main as cli
 from consilium.cli import submit as cli_submit
 from consilium.errors import ConfigError
 from consilium.messages import Payload
@@ -68,7 +69,12 @@ def found(tmp_path: Path) -> dict[str, Any]:
     site = {"round": 0, "weight": 3, "share": 0.5, "bytes_up": 1, "bytes_down": 2, "metrics": {"test/global/dice": 1e300}}
     refusal = {"round": 0, "joining": False, "site": HOSTILE, "reason": HOSTILE}
     told = {"finished": False, "round": 0, "rounds": 2, "phase": 0, "answered": [], "asked": [HOSTILE], "epsilon": None}
-    told |= {"eta_seconds": None, "sites": {HOSTILE: site}, "refused": [refusal]}
+    told |= {
+        "eta_seconds": None,
+        "sites": {HOSTILE: site},
+        "refused": [refusal],
+        "scores": {"leading": ["dice"], "headings": {"dice": HOSTILE}},
+    }
     return {
         "experiment": HOSTILE,
         "status": HOSTILE,
@@ -84,7 +90,7 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     cli_submit.show(found(tmp_path))
     text = capsys.readouterr().out
     check(text)
-    assert text.count("owned") == 8
+    assert text.count("owned") == 10
     assert max(map(len, text.splitlines())) < 700  # a number of 300 digits is not written out
     one = {k: HOSTILE for k in ("experiment", "status", "submit_time_iso", "duration", "submitter_name", "job_id")}
     cli_submit._list([one])
@@ -129,7 +135,7 @@ def test_what_is_wrong_is_said_in_visible_lines(capsys: pytest.CaptureFixture[st
 def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     report = {"path": HOSTILE, "samples": {HOSTILE: 1}, "sizes": {}, "images_with_label_value": {}}
     report |= {"images_of_class": {HOSTILE: {"training": 1}}, "warnings": {}}
-    cli._print_report(report | {"problems": {HOSTILE: {"count": 1, "first": [HOSTILE]}}})
+    cli_data._print_report(report | {"problems": {HOSTILE: {"count": 1, "first": [HOSTILE]}}})
     check(capsys.readouterr().out)
 
 

@@ -9,19 +9,23 @@ import torch
 from pydantic import TypeAdapter
 
 from consilium.adapters import bottleneck, dual_rank, layers, lora
+from consilium.adapters.registry import ADAPTERS
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
+from consilium.models.registry import MODELS
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from consilium.schema import LARGEST_FILE, read_yaml
 from consilium.strategies.registry import STRATEGIES
+from consilium.tasks.registry import TASKS
 from tests.conftest import JOBS, small_config, small_text
 
-FREE = {"strategy", "config"}
-"""Maps without a schema here: a strategy's is its class's, tested too, and `model.config` has test_config_json below."""
-SCHEMAS = {"job": JobConfig, "site": SiteConfig} | dict(STRATEGIES)
+FREE = {"config"}
+"""A map without a schema here: `model.config` has test_config_json below."""
+KINDS = {f"{r.what} {name}": kind.config for r in (MODELS, TASKS, ADAPTERS) for name, kind in r.items()}
+SCHEMAS = {"job": JobConfig, "site": SiteConfig} | dict(STRATEGIES) | KINDS
 
 
 def unbounded(schema: dict[str, Any], place: str = "") -> Iterator[str]:
@@ -52,7 +56,7 @@ def unbounded(schema: dict[str, Any], place: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_number_and_text_of_the_schema_has_a_bound(name: str) -> None:
-    """Claim: no field of job.yaml, site.yaml or a strategy's section takes a number, text, list or map without a limit."""
+    """Claim: no field of job.yaml, site.yaml or a section of any kind takes a number, text, list or map without a limit."""
     assert list(unbounded(TypeAdapter(SCHEMAS[name]).json_schema())) == []
 
 

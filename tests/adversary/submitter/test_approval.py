@@ -158,7 +158,7 @@ def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Pa
 def test_what_is_obeyed_is_what_was_shown(local: Path, received: Path) -> None:
     """A second job.yaml, deeper in the folder, is not read in the first one's place."""
     added("config/app/config/job.yaml", "name: other\n")(received)
-    workspace = SimpleNamespace(get_app_dir=lambda job: str(received))
+    workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
     with patch.object(context, "_workspace", lambda fl_ctx: workspace):
         assert context.load(FLContext()).config.name == "quickstart"
 

@@ -56,9 +56,11 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def names() -> list[str]:
     found = every_name()
-    assert {"consilium.flare.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.lora.save_file"} <= {
-        *found
-    }
+    assert {
+        "consilium.flare.provision.prepare_builders",
+        "consilium.cli.main.app",
+        "consilium.adapters.bottleneck.save_file",
+    } <= {*found}
     assert len(found) > 3000
     return found
 

@@ -15,7 +15,7 @@ from tests.conftest import small_config
 from tests.deployment.federation import LEAD, Federation
 
 CLIENT, SERVER = "config_fed_client.json", "config_fed_server.json"
-NAMED = ("consilium.flare.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.lora.save_file")
+NAMED = ("consilium.flare.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.bottleneck.save_file")
 pytestmark = pytest.mark.slow
 
 
@@ -40,7 +40,7 @@ def command(proof: Path) -> dict[str, Any]:
 
 def overwrite(proof: Path) -> dict[str, Any]:
     """A function that one of our modules has imported: it writes any file."""
-    return {"id": "x", "path": "consilium.adapters.lora.save_file", "args": {"tensors": {}, "filename": str(proof)}}
+    return {"id": "x", "path": "consilium.adapters.bottleneck.save_file", "args": {"tensors": {}, "filename": str(proof)}}
 
 
 Edit = Callable[[dict[str, Any], Path], None]
