@@ -1,6 +1,5 @@
 """Atomic, checksummed files of tensors with a JSON header: the server's checkpoint and a site's private state. No pickle."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 
 import psutil
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -94,9 +94,16 @@ def _left(path: Path, pid: int) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time into the block; the lock ends with its process, however that ends."""
     private_folder(folder)
-    with open_private(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with file_lock(folder / ".lock"):
         yield
+
+
+def file_lock(path: Path, wait: bool = True) -> FileLock:
+    """Return a lock between processes, held from `acquire` on (or in a `with` block) and free when its process ends.
+
+    Without `wait`, acquiring one that is held raises filelock.Timeout.
+    """
+    return FileLock(path, timeout=-1 if wait else 0, mode=PRIVATE)
 
 
 def file_hash(path: Path) -> str:

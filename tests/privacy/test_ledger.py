@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from consilium.config.privacy import BudgetConfig
 from consilium.errors import RefusedError
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.composition import Budget, Entry, epsilon_for, merge, weakest
+from consilium.privacy.composition import Entry, epsilon_for, merge, weakest
 from consilium.privacy.ledger import Ledger, summary
 
-BUDGET = {"site": Budget(3.0, 1e-5)}
+BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
 AFFORDABLE = 206  # exact: sqrt(T) / 20 = mu with epsilon(mu, 1e-5) = 3
 
@@ -149,7 +150,7 @@ def test_a_record_level_release_ends_a_claim_about_the_whole_site(tmp_path: Path
     record = replace(ONE, unit="record", round=1)
     with pytest.raises(RefusedError, match=r"one site of data set 'ward-7' has spent epsilon 0\.\d+ of 3 .* would be inf"):
         ledger.spend(record, BUDGET)
-    ledger.spend(record, {"record": Budget(3.0, 1e-5)})
+    ledger.spend(record, {"record": BudgetConfig(epsilon=3.0, delta=1e-5)})
     assert summary(ledger)[0]["epsilon"]["site"]["1e-05"] == math.inf
 
 

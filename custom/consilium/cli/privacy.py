@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -17,6 +17,9 @@ from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import STATE
 from consilium.report.clean import line
+
+if TYPE_CHECKING:
+    from consilium.privacy.plan import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
 PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -75,17 +78,25 @@ class Asked:
 
     def answer(self, accountant: str) -> dict[str, Any]:
         """Return one accountant's plan."""
-        from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
+        from consilium.privacy.plan import noise_to_signal
 
-        count = self.rounds * self.phases
-        sigma = noise_multiplier(self.epsilon, self.delta, count, 1.0, accountant)
+        plans = {trust: self._plan(accountant, trust) for trust in ("local", "central")}
+        local = plans["local"]
         deltas = sorted({self.delta, 1e-5, 1e-6, *([1 / self.sites] if self.sites > 1 else [])}, reverse=True)
-        size, spend = math.sqrt(self.parameters), GaussianEvent(sigma, 1.0, count)
         return {
-            "noise_multiplier": sigma,
-            "epsilon": {f"{d:g}": epsilon_of([spend], d, accountant) for d in deltas},
-            "noise_to_signal": {"local": sigma * size / math.sqrt(self.sites), "central": sigma * size / self.sites},
+            "noise_multiplier": local.noise_multiplier,
+            "epsilon": {f"{d:g}": local.epsilon(delta=d) for d in deltas},
+            "noise_to_signal": {name: noise_to_signal(one, self.parameters, self.sites) for name, one in plans.items()},
         }
+
+    def _plan(self, accountant: str, trust: str) -> "Plan":
+        from consilium.config.privacy import SiteLevelDpConfig
+        from consilium.privacy.plan import site_plan
+        from consilium.schema import validate
+
+        named = {"unit": "site", "accountant": accountant, "trust": trust}
+        numbers = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
+        return site_plan(validate(SiteLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases)
 
 
 def _print_plans(asked: Asked, found: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,6 +33,19 @@ class Findings:
     problems: dict[str, list[str]] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, path: Path, data: DataList) -> Self:
+        """Return what is found before any sample is opened: how many there are, and splits without any.
+
+        No training samples is a problem, an empty split otherwise a warning.
+        """
+        found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
+        if not found.samples["training"]:
+            found.problems["no training samples"] = [found.path]
+        if empty := [split for split in SPLITS if split != "training" and not found.samples[split]]:
+            found.warnings["empty split"] = empty
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: counts of every kind, the first ten samples named."""
         found = {"path": self.path, "samples": self.samples, "sizes": dict(self.sizes)}
@@ -50,22 +63,12 @@ def check_datalist(path: Path, classes: Classes = None) -> Findings:
     cannot be read.
     """
     data = read_datalist(path, None if classes is None else not isinstance(classes, dict))
-    report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
+    report = Findings.of(path, data)
     for split in SPLITS:
         for item in data.splits[split]:
             _check_item(report, split, item, classes)
     _check_duplicates(report, data)
-    check_splits(report)
     return report
-
-
-def check_splits(report: Findings) -> None:
-    """Findings splits without samples: a problem for training, a warning for the others."""
-    if not report.samples["training"]:
-        report.problems["no training samples"] = [report.path]
-    for split in ("validation", "test"):
-        if not report.samples[split]:
-            report.warnings.setdefault("empty split", []).append(split)
 
 
 def _check_item(report: Findings, split: str, item: Item, classes: Classes) -> None:

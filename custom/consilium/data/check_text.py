@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.data.check import Findings, check_splits
+from consilium.data.check import Findings
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text, read_texts
 
@@ -16,12 +16,11 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
     Equal prompts in two splits leak the test into training and are problems. Raises DataError where a file cannot be read.
     """
     data = read_texts(path)
-    report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
+    report = Findings.of(path, data)
     for split in SPLITS:
         for text in data.splits[split]:
             _check(report, text, tokenizer, max_length)
     _check_duplicates(report, data)
-    check_splits(report)
     return report
 
 

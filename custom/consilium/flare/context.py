@@ -128,7 +128,7 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 def publish(fl_ctx: FLContext, folder: Path) -> None:
     """Copy what an admin may download into FLARE's run folder: all but the server's state, and never a picture of patients."""
     if not simulated():
-        kept = shutil.ignore_patterns("server", OWNER, PREDICTIONS)
+        kept = shutil.ignore_patterns("server", ".*.lock", OWNER, PREDICTIONS)
         shutil.copytree(folder, _published(fl_ctx), ignore=kept, dirs_exist_ok=True)
 
 

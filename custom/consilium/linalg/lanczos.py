@@ -2,8 +2,8 @@
 
 Let V (in, q), U (out, q) be orthonormal with W V = U S and R = W'U - V S. In bases that extend U and V, W is [[S, R'], [0, N]],
 so that by Weyl every S_j <= sigma_j(W) <= max(S_j, tau) + ||R|| with tau >= ||N|| = ||W (I - V V')||: what was missed. tau is
-the Frobenius norm, known from ||W||_F, or where that is too coarse `ceiling`, which fails with probability 1e-12. All up to
-rounding, which is in R as measured.
+the Frobenius norm, known from ||W||_F, or where that is too coarse `residual_norm_bound`, which fails with probability 1e-12.
+All up to rounding, which is in R as measured.
 """
 
 import math
@@ -22,16 +22,25 @@ FAILURE = 1e-12
 
 
 @dataclass(frozen=True)
-class Triplets:
-    """`left` (out, r), `values` (r,) float64 descending, `right` (r, in); `error`: how far values may be below the true."""
+class Spectrum:
+    """The first singular triplets of W: `left` (out, r), `values` (r,) float64 descending, `right` (r, in).
+
+    Each value is at most `error` below the true one. `energy` is ||W||_F^2. Values that are rounding only are 0, so are their
+    vectors. Signs: the entry of largest magnitude of every column of `left` is positive.
+    """
 
     left: Tensor
     values: Tensor
     right: Tensor
+    energy: float
     error: float
 
+    def rest(self, rank: int) -> float:
+        """Return ||W - its first `rank` triplets||_F^2."""
+        return max(0.0, self.energy - float(self.values[:rank].square().sum()))
 
-def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Triplets | None:
+
+def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum | None:
     """Return the first `top` triplets with their certificate, or None if it would take as long as the full SVD."""
     slack, due = math.sqrt(1 + _margin(dense.shape[1], PROBES, PROBE_STEPS)), top + 2 * BLOCK
     for lefts, rights, core, tail in _lanczos(dense, _start(dense, BLOCK, start)):
@@ -50,7 +59,7 @@ def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -
     return None
 
 
-def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance: float) -> Triplets | None:
+def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance: float) -> Spectrum | None:
     """Return the spectrum with its measured error, None if that is over the tolerance."""
     image = dense @ right.T
     values = (left * image).sum(0, dtype=torch.float64)
@@ -58,11 +67,11 @@ def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance
     energy, last = squared(dense), float(values[top - 1])
     missed = math.sqrt(max(0.0, energy - float(values.square().sum())))
     if missed > last:
-        missed = ceiling(dense, torch.linalg.qr(right.T)[0])
+        missed = residual_norm_bound(dense, torch.linalg.qr(right.T)[0])
     error = max(0.0, missed - last) + miss
     if error > tolerance * float(values[0]):
         return None
-    return Triplets(left[:, :top], values[:top], right[:top], error)
+    return Spectrum(left[:, :top], values[:top], right[:top], energy, error)
 
 
 def _lanczos(dense: Tensor, start: Tensor, locked: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -102,7 +111,7 @@ def _start(dense: Tensor, columns: int, guess: Tensor | None = None) -> Tensor:
     return random if guess is None else torch.cat([guess.to(dense), random], 1)[:, :columns]
 
 
-def ceiling(dense: Tensor, locked: Tensor) -> float:
+def residual_norm_bound(dense: Tensor, locked: Tensor) -> float:
     """Return a tau >= ||E||, E = W (I - locked locked'), that fails with probability `FAILURE` at most, whatever W is.
 
     Let l = ||E||^2 and x its eigenvector of E'E, and z the largest Ritz value of E'E in the Krylov space of a probe b after k
@@ -117,7 +126,7 @@ def ceiling(dense: Tensor, locked: Tensor) -> float:
 
 
 def _margin(size: int, probes: int, steps: int) -> float:
-    """Return eta of `ceiling` for n = size."""
+    """Return eta of `residual_norm_bound` for n = size."""
     goal, low, high = math.sqrt(2 * size / math.pi) / FAILURE ** (1 / probes), 0.0, 1e6
     for _ in range(100):
         eta = (low + high) / 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from consilium.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, certified, squared
+from consilium.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
 
 Product = tuple[Tensor, Tensor]
 """left (out, r) and right (r, in) of the matrix left @ right."""
@@ -50,25 +50,6 @@ class Change:
     weight: float
     start: Product
     end: Product
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """The first singular triplets of W: `left` (out, r), `values` (r,) float64 descending, `right` (r, in).
-
-    Each value is at most `error` below the true one. `energy` is ||W||_F^2. Values that are rounding only are 0, so are their
-    vectors. Signs: the entry of largest magnitude of every column of `left` is positive.
-    """
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
-    energy: float
-    error: float
-
-    def rest(self, rank: int) -> float:
-        """Return ||W - its first `rank` triplets||_F^2."""
-        return max(0.0, self.energy - float(self.values[:rank].square().sum()))
 
 
 # composition ----------------------------------------------------------------------------------------------------------
@@ -178,7 +159,7 @@ def _factored(update: Update, top: int) -> Spectrum:
 
 def _dense(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum:
     found = certified(dense, top, tolerance, start) if min(dense.shape) > SMALL else None
-    return _full(dense, top) if found is None else Spectrum(found.left, found.values, found.right, squared(dense), found.error)
+    return _full(dense, top) if found is None else found
 
 
 def _full(dense: Tensor, top: int) -> Spectrum:

@@ -6,7 +6,6 @@ line changed, added or taken out later shows, and the last line's own is the sea
 whether the file is whole. The same message sent again tells nothing new and has one line.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from consilium.messages import Tensors
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.composition import merge
 from consilium.privacy.plan import Plan
-from consilium.storage import open_private, private_folder
+from consilium.storage import file_lock, open_private, private_folder
 
 FILE = "audit.jsonl"
 Line = dict[str, Any]
@@ -41,8 +40,7 @@ class Record:
         """
         try:
             private_folder(self.path.parent)
-            with open_private(self.path, "a+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with file_lock(self.path.with_suffix(".lock")), open_private(self.path, "a+") as file:
                 self._catch_up(file)
                 if again or _content(entry) not in self._known:
                     file.write(json.dumps({"time": time.time(), **entry, "previous": self._seal}) + "\n")

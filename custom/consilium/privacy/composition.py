@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from consilium.config.privacy import BudgetConfig
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 
 UNITS = ("record", "site")
@@ -43,15 +44,7 @@ class Entry:
         return f"round {self.round} phase {self.phase} of job {self.job!r} (run {self.run})"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much a data set may spend in all, for one unit of privacy."""
-
-    epsilon: float
-    delta: float
-
-
-Budgets = Mapping[str, Budget]
+Budgets = Mapping[str, BudgetConfig]
 """By unit."""
 
 

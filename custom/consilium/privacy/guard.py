@@ -16,7 +16,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
 from consilium.privacy import audit, mechanism, recovery, words
-from consilium.privacy.composition import Budget, Entry
+from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import check_upload, geometries, upload_shapes
@@ -67,7 +67,6 @@ class Guard:
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
-        self._budgets = {unit: Budget(b.epsilon, b.delta) for unit, b in self.policy.budgets.items()}
         self._run, self._admitted = "", None
         self._task: Task | None = None
         self._asked: Task | None = None
@@ -122,7 +121,7 @@ class Guard:
         if self.plan is not None:
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
-            self.ledger.check([self._entry(run, *place) for place in places], self._budgets)
+            self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
         self._admitted = run
 
     def _check_policy(self) -> None:
@@ -140,9 +139,9 @@ class Guard:
 
     def _charge(self, task: Task) -> None:
         if self._unit == "record":
-            self.ledger.spend(self._entry(task.run, *task.place), self._budgets)
+            self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
         elif self._unit == "site":
-            self.ledger.check([self._entry(task.run, *task.place)], self._budgets)
+            self.ledger.check([self._entry(task.run, *task.place)], self.policy.budgets)
 
     # what leaves -------------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class Guard:
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
         if self._unit == "site":  # record level was charged when the task came
-            self.ledger.spend(self._entry(task.run, *task.place), self._budgets)
+            self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
         words.keep(self.folder / task.run, task.place, reason)
 
     def _take(self, task: Task, kind: Kind) -> None:
@@ -222,7 +221,9 @@ class Guard:
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
             paid = self._unit == "record"  # when the task came
-            self.ledger.spend(replace(entry, count=0) if paid else entry, self._budgets)  # from here on it counts as released
+            self.ledger.spend(
+                replace(entry, count=0) if paid else entry, self.policy.budgets
+            )  # from here on it counts as released
         return stored, spends
 
     def _prepare(self, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:

@@ -20,8 +20,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from consilium.config.privacy import BudgetConfig
 from consilium.errors import Reason, RefusedError
-from consilium.privacy.composition import UNITS, Budget, Budgets, Entry, epsilon_for, weakest
+from consilium.privacy.composition import UNITS, Budgets, Entry, epsilon_for, weakest
 from consilium.storage import open_private, private_folder
 
 Sealed = tuple[float, Entry, str]
@@ -193,7 +194,7 @@ def _check_terms(known: Entry, entry: Entry) -> None:
         raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
 
 
-def _check_budget(unit: str, budget: Budget, rows: list[Entry], planned: list[Entry]) -> None:
+def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> None:
     after = epsilon_for(unit, [*rows, *planned], budget.delta)
     if after <= budget.epsilon * (1 + 1e-6):
         return

@@ -99,8 +99,13 @@ def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = N
     phases = [strategy.phases(round) for round in rounds]
     if privacy.unit == "record":
         return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples)
-    sigma = _sigma(privacy, sum(phases), 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma), sum(phases))
+    return site_plan(privacy, sum(phases))
+
+
+def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
+    """Return the plan of so many releases at site level. Raises ConfigError for a budget that no noise keeps."""
+    sigma = _sigma(privacy, releases, 1.0)
+    return Plan(privacy, sigma, GaussianEvent(sigma), releases)
 
 
 def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int, num_samples: int) -> Plan:

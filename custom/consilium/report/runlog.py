@@ -1,6 +1,5 @@
 """What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
 
-import fcntl
 import json
 import platform
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config.job import JobConfig
@@ -17,9 +17,10 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
 from consilium.report.figures import heat, plot_curves, plot_matrices
-from consilium.storage import open_private, private_folder, write_atomic
+from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import ServerState
 
+LOCK = ".run.lock"
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
 
 
@@ -31,7 +32,8 @@ class RunLog:
 
     def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
         self.folder = private_folder(folder)
-        self._file = _open_alone(folder / "metrics.jsonl", resume)
+        self._lock = file_lock(folder / LOCK, wait=False)
+        self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
         self._writers: dict[str, SummaryWriter] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
@@ -126,6 +128,7 @@ class RunLog:
     def close(self) -> None:
         """Close all files."""
         self._file.close()
+        self._lock.release()
         for writer in self._writers.values():
             writer.close()
 
@@ -143,15 +146,15 @@ class RunLog:
         return self._writers[site]
 
 
-def _open_alone(path: Path, resume: bool) -> TextIO:
-    """Open the record for writing and lock it for this process: the lock ends with the process, however that ends."""
+def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
+    """Open the record for writing, for this process alone: the lock ends with the process, however that ends."""
+    if path.exists() and not resume:
+        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name")
     try:
-        file = open_private(path, "a" if resume else "x")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileExistsError:
-        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name") from None
-    except BlockingIOError:
+        lock.acquire()
+    except Timeout:
         raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
+    file = open_private(path, "a" if resume else "x")
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
         file.write("\n")  # the last line was torn
     return file

@@ -61,12 +61,15 @@ def train(
     memory: dict[str, Tensor] = {}
     total, running = config.steps_per_round(task.num_samples), 0.0
     model.train()
-    with torch.random.fork_rng(devices=_cuda_devices(params)), _steps(model, task, optimizer, config, seed, active, dp) as take:
+    with (
+        torch.random.fork_rng(devices=_cuda_devices(params)),
+        _steps(model, task, optimizer, config, seed, active, dp) as take_step,
+    ):
         torch.manual_seed(seed)
         for step in range(1, total + 1):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step - 1, total)
-            running += take(LocalStep(params, anchors, scalars, memory), regularizer)
+            running += take_step(LocalStep(params, anchors, scalars, memory), regularizer)
             watch(Progress(step, total, running / step))
     return {"loss": running / total, "steps": float(total)}
 

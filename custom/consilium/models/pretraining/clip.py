@@ -10,8 +10,6 @@ ones at the same penalty; chance is 0.09. The tower tells size, contrast, parts 
 of its outline (teeth, taper) hardly at all.
 """
 
-import argparse
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.models.clip.network import SHAPES, TINY_WEIGHTS, ClipClassifier, build_clip
+from consilium.models.pretraining.loop import fit, options
 from consilium.models.pretraining.objects import ATTRIBUTES, make_object
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -70,21 +69,7 @@ def pretrain(steps: int, batch: int, lr: float, seed: int) -> ClipClassifier:
     torch.manual_seed(seed)
     size, pupil = SHAPES["tiny"].native, Pupil().train()
     spread = make_batch(seed + 1, 0, 512, size)[1].std(0)
-    optimizer = torch.optim.AdamW(pupil.parameters(), lr=lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    average = torch.optim.swa_utils.AveragedModel(pupil, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.995))
-    began = time.monotonic()
-    for step in range(steps):
-        loss = pupil.loss(make_batch(seed, step, batch, size), spread)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        average.update_parameters(pupil)
-        if step % 50 == 49:
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s", flush=True)
-    return average.module.model
+    return fit(pupil, lambda step: pupil.loss(make_batch(seed, step, batch, size), spread), steps, lr, average=True).model
 
 
 @torch.no_grad()
@@ -109,13 +94,7 @@ def standardize(model: ClipClassifier, seed: int) -> None:
 
 def main() -> None:
     """Pre-train, print the explained variance, and write the weights, half precision, without the head, standardized."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=TINY_WEIGHTS)
-    wanted = parser.parse_args()
+    wanted = options(__doc__, TINY_WEIGHTS, steps=2000, batch=32, lr=1e-3)
     model = pretrain(wanted.steps, wanted.batch, wanted.lr, wanted.seed)
     print("explained variance:", "  ".join(f"{name} {value:.2f}" for name, value in explained(model, wanted.seed).items()))
     wanted.output.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,6 @@ Llama are trained on generated instructions and answers (generic_text.py) in the
 and answer alike.
 """
 
-import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
+from consilium.models.pretraining.loop import fit, options
 from consilium.models.pretraining.texts import make_texts
 
 VOCABULARY = 512
@@ -63,19 +62,7 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, steps: int, batch: int, lr: flo
     """Return the model, trained from random weights; prints a line every 50 steps."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(make_config()).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    began = time.monotonic()
-    for step in range(steps):
-        loss = loss_of(model, *make_batch(tokenizer, seed, step, batch))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 49:
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s", flush=True)
-    return model
+    return fit(model, lambda step: loss_of(model, *make_batch(tokenizer, seed, step, batch)), steps, lr, average=False)
 
 
 @torch.no_grad()
@@ -91,13 +78,7 @@ def held_out(folder: Path, seed: int, count: int = 256) -> tuple[float, float]:
 
 def main() -> None:
     """Make tokenizer and weights, write them in half precision, and print the loss on held-out records."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=TINY_FOLDER)
-    wanted = parser.parse_args()
+    wanted = options(__doc__, TINY_FOLDER, steps=1500, batch=32, lr=3e-3)
     tokenizer = make_tokenizer(wanted.seed)
     model = pretrain(tokenizer, wanted.steps, wanted.batch, wanted.lr, wanted.seed)
     wanted.output.mkdir(parents=True, exist_ok=True)

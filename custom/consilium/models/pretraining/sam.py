@@ -4,10 +4,6 @@ Seeded; the same versions, thread count and arguments give the same file. It tra
 without prompt finds all objects, tokens 1 to 3 find wholes, parts and sub-parts, token 0 with a box finds the boxed object.
 """
 
-import argparse
-import time
-from pathlib import Path
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,6 +11,7 @@ from monai.losses import DiceLoss
 from safetensors.torch import save_file
 from torch import Tensor
 
+from consilium.models.pretraining.loop import fit, options
 from consilium.models.pretraining.pictures import make_picture
 from consilium.models.sam.network import TINY_WEIGHTS, PromptedSam, build_sam
 
@@ -69,32 +66,12 @@ def pretrain(steps: int, batch: int, lr: float, seed: int, size: int = 128) -> P
     """Return the tiny SAM trained from random weights; prints a line every 50 steps."""
     torch.manual_seed(seed)
     model = build_sam("tiny", None, size, 3, weights=False).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.995))
-    began = time.monotonic()
-    for step in range(steps):
-        loss = loss_of(model, make_batch(seed, step, batch, size))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        average.update_parameters(model)
-        if step % 50 == 49:
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s", flush=True)
-    return average.module
+    return fit(model, lambda step: loss_of(model, make_batch(seed, step, batch, size)), steps, lr, average=True)
 
 
 def main() -> None:
     """Pre-train, print held-out Dice and write the weights."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=TINY_WEIGHTS)
-    wanted = parser.parse_args()
+    wanted = options(__doc__, TINY_WEIGHTS, steps=2000, batch=16, lr=1e-3)
     model = pretrain(wanted.steps, wanted.batch, wanted.lr, wanted.seed)
     names = ("all", "whole", "part", "sub-part", "box")
     scores = dict(zip(names, held_out_dice(model, wanted.seed, 128), strict=True))
