@@ -52,7 +52,7 @@ def strategy_of(options: dict[str, Any]) -> Strategy:
 
 def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of a model's adapter."""
-    live = {n: t for n, t in layers.tensors(model).items() if n not in model.trainable_base}
+    live = {n: t for n, t in layers.tensors(model).items() if n not in layers.trainable_base_parameters(model)}
     return {name: layers.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
 
 

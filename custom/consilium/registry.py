@@ -7,7 +7,7 @@ runs no code that its administrator has not listed in site.yaml (`plugins:`). A 
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -158,7 +158,9 @@ class KindField:
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 
     def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
-        return {self.key: getattr(value, self.key)} | TypeAdapter(type(value)).dump_python(value, mode=info.mode)
+        return {self.key: getattr(value, self.key)} | TypeAdapter(type(value)).dump_python(
+            value, mode="json" if info.mode == "json" else "python"
+        )
 
 
 def _section(kind: Any) -> type:
@@ -169,4 +171,4 @@ def _section(kind: Any) -> type:
 def _fields(section: type) -> list[str]:
     if issubclass(section, BaseModel):
         return list(section.model_fields)
-    return [field.name for field in fields(section)]
+    return [field.name for field in fields(section)] if is_dataclass(section) else []

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,10 +59,13 @@ def each_once(names: list[str], what: str = "class") -> list[str]:
 LARGEST_FILE = 2**20
 LONGEST_VALUE = 4096
 DEEPEST = 32
-_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml reads a file of the largest size in seconds, Python in a minute
+if TYPE_CHECKING or not yaml.__with_libyaml__:
+    from yaml import SafeLoader as Fast
+else:  # libyaml reads a file of the largest size in seconds, Python in a minute
+    from yaml import CSafeLoader as Fast
 
 
-class Loader(_FAST):
+class Loader(Fast):
     """YAML 1.1 as PyYAML reads it, and numbers as JSON writes them: a pasted config.json has 1e-05, which would be text."""
 
 
@@ -90,9 +93,9 @@ def _check(text: str, size: int) -> None:
     if size > LARGEST_FILE:
         raise yaml.YAMLError(f"over {LARGEST_FILE} bytes, which no configuration needs")
     depth = 0
-    for event in yaml.parse(text, _FAST):
+    for event in yaml.parse(text, Fast):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"line {line}: alias *{event.anchor}: aliases are not read; write the value out")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:

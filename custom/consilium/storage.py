@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import psutil
 import torch
@@ -59,7 +59,7 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     os.replace(temporary, path)
 
 
-def open_private(path: Path, mode: str) -> TextIO:
+def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
     """Open a text file as `open` does; a new one is the user's alone."""
     return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE))
 

@@ -24,7 +24,7 @@ def model() -> torch.nn.Module:
 
 def measured(model: torch.nn.Module, **limits: float) -> dict[str, float]:
     ids = torch.arange(40).reshape(2, 20)
-    return probe.measured_ranks(CapacityConfig(**limits), model, WANTED, lambda: model(ids, labels=ids).loss)
+    return probe.measured_ranks(CapacityConfig(**limits), model, WANTED.rank, lambda: model(ids, labels=ids).loss)
 
 
 def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -69,7 +69,7 @@ def shapes(model: nn.Module, width: int | None) -> Shapes:
     return found
 
 
-def _blocks(model: nn.Module) -> nn.Module:
+def _blocks(model: nn.Module) -> Any:
     blocks = getattr(getattr(model, "image_encoder", None), "blocks", None)
     if blocks is None:
         raise ConfigError("adapter.kind: 'bottleneck' needs the blocks of SAM's image encoder; use model sam or kind lora")
@@ -92,7 +92,7 @@ def decoder_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.startswith("mask_decoder.")]
 
 
-def _add(block: nn.Module, features: int, width: int | None) -> None:
+def _add(block: Any, features: int, width: int | None) -> None:
     """Hook the adapters in: the base's own modules keep their names and code."""
     for place in PLACES:
         block.add_module(

@@ -9,12 +9,11 @@ with what is loaded; a layer without a tail is plain LoRA at a rank of its own. 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from consilium.adapters import layers, lora
 from consilium.adapters.names import GATE, TAIL, factor
@@ -37,21 +36,24 @@ class DualRankConfig(AdapterConfig):
     targets: str = "paper"
     dropout: Dropout = 0.0
 
+    @property
+    def product_scaling(self) -> float:
+        """See AdapterConfig."""
+        return self.scaling
+
 
 class Products(torch.autograd.Function):
     """x down' diag(weights) up, with gradients of x and of the prefix (lora_A, lora_B) that `down` and `up` begin with."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), down (R, in), up (R, out) and weights (R,)."""
         hidden = F.linear(x, down) * weights
         ctx.save_for_backward(x, hidden[..., : len(lora_A)].contiguous(), down, up, weights)  # not the tail's part
         return hidden @ up
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, lora_A (r, in) and lora_B (out, r); None for the rest, which is frozen."""
         x, hidden, down, up, weights = ctx.saved_tensors
         rank, flat = hidden.shape[-1], gradient.flatten(0, -2)
@@ -68,6 +70,11 @@ class Products(torch.autograd.Function):
 
 class DualRank(layers.AdapterModule):
     """A frozen linear layer with a dual-rank adapter beside it; starts with `rank` trained ranks and no tail."""
+
+    base: nn.Linear
+    down: Tensor
+    up: Tensor
+    gate: Tensor
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -112,7 +119,7 @@ class DualRank(layers.AdapterModule):
         return {a: (rank, into), b: (out, rank)} | ({tail_a: (tail, into), tail_b: (out, tail)} if tail else {})
 
     def _allocate(self, rank: int, tail: int) -> None:
-        make = {"dtype": torch.float32, "device": self.base.weight.device}
+        make: dict[str, Any] = {"dtype": torch.float32, "device": self.base.weight.device}
         self.register_buffer("down", torch.zeros(rank + tail, self.base.in_features, **make), persistent=False)
         self.register_buffer("up", torch.zeros(rank + tail, self.base.out_features, **make), persistent=False)
         self.register_buffer(GATE, torch.ones(1, **make), persistent=False)
@@ -129,8 +136,7 @@ class DualRank(layers.AdapterModule):
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     """Return the factors' shapes at the largest rank, `rank` or what a layer has. Raises ConfigError."""
     found: Shapes = {}
-    for name in linear_layers(model, target):
-        layer = model.get_submodule(name)
+    for name, layer in linear_layers(model, target).items():
         most = min(rank, layer.in_features, layer.out_features)
         found |= {f"{name}.lora_A": (most, layer.in_features), f"{name}.lora_B": (layer.out_features, most)}
     layers.check_size(sum(rows * columns for rows, columns in found.values()))
@@ -142,7 +148,9 @@ def inject(model: nn.Module, rank: int, scaling: float, target: TargetSet, dropo
     ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
     for name, most in ranks.items():
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, DualRank(model.get_submodule(name), most, scaling, dropout))
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear)  # as `shapes` has found it
+        setattr(model.get_submodule(parent), own, DualRank(base, most, scaling, dropout))
     layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)])
 
 

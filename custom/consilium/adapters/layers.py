@@ -4,8 +4,9 @@ names.py says how tensors are called. Parameters of the base that train too (a m
 never leave a site.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,14 @@ def check_size(numbers: int) -> None:
         raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, or narrow targets")
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """What a model with an adapter knows of it: the names of what trains, and parameters of the base as the base has them."""
+
+    names: Set[str]
+    base: dict[str, Tensor]
+
+
 class AdapterModule(nn.Module):
     """Base of modules that an adapter adds to a model; switched off, the model is its base."""
 
@@ -39,18 +48,27 @@ class AdapterModule(nn.Module):
 
 def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = ()) -> None:
     """Freeze `model` but for its head, its adapter's parameters `trained` (as PEFT or we name them), and those of `base`."""
-    own, base = {_short(n) for n in trained} | set(_head(model)), set(base)
-    model.adapter_names = own | base
+    own, base = {_short(n) for n in trained} | set(_head(model)), frozenset(base)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_short(name) in model.adapter_names)
-    model.trainable_base = {n: p.detach().clone() for n, p in model.named_parameters() if n in base}
+        parameter.requires_grad_(_short(name) in own | base)
+    kept = {n: p.detach().clone() for n, p in model.named_parameters() if n in base}
+    object.__setattr__(model, "adapter", Adapted(own | base, kept))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail)."""
-    found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in model.adapter_names}
+    names = _adapted(model).names
+    found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in names}
     for name, module in _modules(model):
         found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
+    return found
+
+
+def _adapted(model: nn.Module) -> Adapted:
+    """Return what `freeze_base` has noted."""
+    found = vars(model).get("adapter")
+    if not isinstance(found, Adapted):
+        raise ConfigError(f"{type(model).__name__}: has no adapter; inject one first")
     return found
 
 
@@ -60,7 +78,7 @@ def _modules(model: nn.Module) -> list[tuple[str, AdapterModule]]:
 
 def trainable_base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of the base that train too, as the base has them."""
-    return dict(model.trainable_base)
+    return dict(_adapted(model).base)
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -69,8 +87,8 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
         module, _, own = name.rpartition(".")
         by_module.setdefault(module, {})[own] = tensor
-    for name, module in _modules(model):
-        module.fit(by_module.get(name, {}))
+    for own, part in _modules(model):
+        part.fit(by_module.get(own, {}))
     live = tensors(model)
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
@@ -104,7 +122,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | model.trainable_base
+    replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | _adapted(model).base
     live = tensors(model)
     kept = {name: live[name].detach().clone() for name in replaced}
     with ExitStack() as stack:
@@ -120,7 +138,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _write(live: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in values.items():
             live[name].copy_(value)

@@ -36,8 +36,8 @@ class LoraConfig(AdapterConfig):
     dropout: Dropout = 0.0
 
     @property
-    def scaling(self) -> float:
-        """What multiplies B A."""
+    def product_scaling(self) -> float:
+        """See AdapterConfig."""
         return self.alpha / self.rank
 
     def keep_apart(self) -> None:
@@ -55,8 +55,7 @@ def refuse_dropout(dropout: float) -> None:
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     """Return the factors' shapes. Raises ConfigError for a rank over a layer's own sizes, or an adapter too large."""
     found: Shapes = {}
-    for name in linear_layers(model, target):
-        layer = model.get_submodule(name)
+    for name, layer in linear_layers(model, target).items():
         if rank > (most := min(layer.in_features, layer.out_features)):
             size = f"{layer.out_features} x {layer.in_features}"
             raise ConfigError(f"adapter.rank: {rank}: {name!r} is {size}; use at most {most}, or other targets")
@@ -135,7 +134,7 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base
 
 
 def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
-    scale(model, config.scaling * factor)
+    scale(model, config.product_scaling * factor)
 
 
 LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale)

@@ -20,6 +20,11 @@ class AdapterConfig(Section):
 
     kind: str
 
+    @property
+    def product_scaling(self) -> float:
+        """What multiplies a product of factors in the forward pass; 1 for an adapter without any."""
+        return 1.0
+
     def keep_apart(self) -> None:
         """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
 

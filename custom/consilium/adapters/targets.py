@@ -10,15 +10,15 @@ from consilium.errors import ConfigError
 from consilium.models.registry import TargetSet
 
 
-def linear_layers(model: nn.Module, target: TargetSet) -> list[str]:
-    """Return the names of the linear layers that `target` matches, in the model's order, after its `prepare`.
+def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
+    """Return the linear layers, by name, that `target` matches, in the model's order, after its `prepare`.
 
     Raises ConfigError if nothing matches, or for what is no pattern.
     """
     if target.prepare:
         target.prepare(model)
     pattern = _compiled(target.pattern)
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD and pattern.fullmatch(n)]
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD and pattern.fullmatch(n)}
     if not linear:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"

@@ -94,12 +94,16 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
     from consilium.config.site import SiteConfig
     from consilium.data.text import has_texts
     from consilium.federation.build import tokenizer_of
-    from consilium.tasks.registry import TASKS
+    from consilium.tasks.registry import TASKS, Check
+
+    def look(task: str) -> Check:
+        if (found := TASKS[task].check) is None:
+            raise ConfigError(f"task.name: {task!r} comes with no check of its data; leave --job out")
+        return found
 
     if config is None:
-        return TASKS["language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"].check(path)
-    if (check := TASKS[config.task.name].check) is None:
-        raise ConfigError(f"task.name: {config.task.name!r} comes with no check of its data; leave --job out")
+        return look("language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation")(path)
+    check = look(config.task.name)
     tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
     return check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
 

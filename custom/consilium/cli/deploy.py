@@ -29,7 +29,7 @@ def provision(
 
     if (output is None) == (local is None):
         raise ConfigError("--output, --local: give exactly one: -o DIR makes kits, --local KIT changes one")
-    written = make(sites, output) if output else apply_local(sites, local)
+    written = make(sites, output) if output else apply_local(sites, local or Path())
     found = (
         {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())} if output else {"local": str(written)}
     )

@@ -166,7 +166,11 @@ def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
     settings = where / "local" / "site.yaml" if where.is_dir() else where
     site = load_site(settings)
     root = site.state or settings.parent.parent / STATE  # beside FLARE's run folders
-    return root, site.privacy.ledger or root / "ledger.sqlite", dict(site.privacy.budgets)
+    return (
+        root,
+        site.privacy.ledger or root / "ledger.sqlite",
+        {str(unit): budget for unit, budget in site.privacy.budgets.items()},
+    )
 
 
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:

@@ -75,7 +75,7 @@ class DeploymentConfig(Section):
 
     @model_validator(mode="after")
     def _carries_bundles(self) -> Self:
-        if self.scheme == "http" and any(entry.bundles for entry in (self.server, *self.sites)):
+        if self.scheme == "http" and (self.server.bundles or any(site.bundles for site in self.sites)):
             raise ValueError("scheme: 'http' cannot carry bundled jobs (4 MiB a message) with bundles: true; use grpc or tcp")
         return self
 

@@ -99,7 +99,7 @@ def _check_class(report: Findings, split: str, name: str, label: Path | str | in
     report.images_of_class.setdefault(str(label), Counter())[split] += 1
     if isinstance(classes, dict):
         report.problems.setdefault("class instead of a mask", []).append(f"{name}: {label}")
-    elif classes is not None and not (label in classes if isinstance(label, str) else 0 <= label < len(classes)):
+    elif classes is not None and not (label in classes if isinstance(label, str) else 0 <= int(str(label)) < len(classes)):
         report.problems.setdefault("undeclared class", []).append(f"{name}: {label}")
 
 

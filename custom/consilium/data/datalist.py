@@ -117,8 +117,9 @@ def _slice(where: str, value: Any) -> int | None:
 def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:
     if label is not None and (isinstance(label, bool) or not isinstance(label, str | int)):
         raise DataError(f"{where}: label {_brief(label)} is neither a mask's path nor a class; write text or a whole number")
-    is_class = not isinstance(label, str) or (not Path(label).suffix if classes is None else classes)
-    return label if is_class else path.parent / label
+    if not isinstance(label, str) or (not Path(label).suffix if classes is None else classes):
+        return label
+    return path.parent / label
 
 
 def _brief(value: Any) -> str:

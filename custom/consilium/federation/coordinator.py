@@ -6,6 +6,7 @@ import secrets
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -184,7 +185,8 @@ class Coordinator:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
-            mean = self._noised_mean() if self.plan and self.plan.config.trust == "central" else self.aggregate.take()
+            central = self.plan if self.plan and self.plan.config.trust == "central" else None
+            mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
             self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
             self.state = _merged(self.job, self.state, mean)
@@ -199,13 +201,12 @@ class Coordinator:
         before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
         return self.plan.epsilon(before + self.state.phase + 1)
 
-    def _noised_mean(self) -> Tensors:
+    def _noised_mean(self, plan: Plan) -> Tensors:
         """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
         state, mean = self.state, self.aggregate.mean()
         maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
-        return privatize(
-            mean, maps, math.inf, self.plan.noise_multiplier * self.plan.sensitivity / len(self.accepted), self.normal
-        )[0]
+        noise = plan.noise_multiplier * plan.sensitivity / len(self.accepted)
+        return privatize(mean, maps, math.inf, noise, self.normal)[0]
 
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site."""
@@ -249,7 +250,7 @@ class Coordinator:
         groups["optimizer"] = self.state.optimizer
         groups |= {f"sites/{site}": values for site, values in self.state.sites.items()}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
-        place = {"round": self.state.round, "phase": self.state.phase}
+        place: dict[str, Any] = {"round": self.state.round, "phase": self.state.phase}
         place |= {"reported": self.state.reported, "weights": self.state.weights}
         whose = {"run": self.run, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
         save_state(self._file(), tensors, place | whose)
@@ -260,8 +261,8 @@ class Coordinator:
             raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
         groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
         sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
-        place = (meta["round"], meta["phase"])
-        state = ServerState(*place, **groups, sites=sites, reported=meta["reported"], weights=meta["weights"])
+        known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
+        state = ServerState(meta["round"], meta["phase"], **known)
         return meta["run"], meta["checkpoint"], state
 
 

@@ -47,8 +47,9 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
     down = [tensor for one in sent for tensor in one.tensors.values()]
     first = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
-    numbers = (round(f(t) / strategy.period) for f in (_count, _bytes) for t in (up, down))
-    return Cost(label, _count(initial[n] for n in trained), *numbers, _count(first.values()))
+    sizes = [round(size / strategy.period) for size in (_count(up), _count(down), _bytes(up), _bytes(down))]
+    numbers = [_count(initial[n] for n in trained), *sizes, _count(first.values())]
+    return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
 
 def adapters(job: Job) -> dict[str, float] | None:
@@ -82,7 +83,7 @@ def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
     for strategy in [own, *(other for other in others if other.name != own.name)]:
         costs = [(tier_cost(strategy, initial, tier, ""), share) for _, (tier, share) in tiers]
         numbers = (round(sum(getattr(cost, field) * share for cost, share in costs)) for field in _NUMBERS)
-        rows.append(Cost(f"{strategy.name} mean", *numbers))
+        rows.append(Cost(f"{strategy.name} mean", **dict(zip(_NUMBERS, numbers, strict=True))))
     return rows
 
 
@@ -107,4 +108,4 @@ def _count(tensors: Iterable[Any]) -> int:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return payload_bytes(dict(enumerate(tensors)))
+    return payload_bytes({str(number): tensor for number, tensor in enumerate(tensors)})

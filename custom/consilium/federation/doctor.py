@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,11 @@ def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
         yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
     else:
         for path in sorted(folder.iterdir()):
-            yield checked("checkpoint", lambda path=path: f"{path}: sha256 {file_hash(path)}")
+            yield checked("checkpoint", partial(_hashed, path))
+
+
+def _hashed(path: Path) -> str:
+    return f"{path}: sha256 {file_hash(path)}"
 
 
 def examine_device(site: SiteConfig, promised: int) -> Finding:

@@ -86,7 +86,7 @@ class Site:
             config = self.config.training
             batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
             found = probe.measured_ranks(
-                self.limits, self.model, self.config.adapter, lambda: self.task.loss(self.model, batch)
+                self.limits, self.model, getattr(self.config.adapter, "rank", 1), lambda: self.task.loss(self.model, batch)
             )
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(found).encode())

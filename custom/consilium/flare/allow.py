@@ -44,7 +44,7 @@ def allow_classes(folder: Path, *roles: str) -> Path:
     """
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)
-    resources = _read(source) if source else {"format_version": 2}
+    resources: dict[str, Any] = _read(source) if source else {"format_version": 2}
     others = [one for one in resources.get(KEY, DEFAULT_CLASS_ALLOW_LIST) if not is_ours(one)]
     resources[KEY] = [*others, *(name for role in roles for name in CLASSES[role])]
     write_atomic(path, json.dumps(resources, indent=2).encode())

@@ -86,22 +86,21 @@ class RoundController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run all rounds and the closing evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
-        if self.coordinator is None:
+        if (c := self.coordinator) is None:
             return
         try:
-            self._wait(self._invite(fl_ctx), lambda: len(self.coordinator.sites) >= self.coordinator.quorum, abort_signal)
-            while not self.coordinator.done and not abort_signal.triggered:
-                self._round(abort_signal, fl_ctx)
+            self._wait(c, self._invite(c, fl_ctx), lambda: len(c.sites) >= c.quorum, abort_signal)
+            while not c.done and not abort_signal.triggered:
+                self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
-                self._final(abort_signal, fl_ctx)
+                self._final(c, abort_signal, fl_ctx)
             if abort_signal.triggered:
-                context.publish_reason(fl_ctx, self._broken_off())
+                context.publish_reason(fl_ctx, self._broken_off(c))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
-    def _broken_off(self) -> str:
+    def _broken_off(self, coordinator: Coordinator) -> str:
         """Return where the run was when FLARE ended it. For a class that a site's list lacks it tells no more than that."""
-        coordinator = self.coordinator
         silent = self._invited.keys() - self._heard or coordinator.asked.keys() - coordinator.accepted
         place = f"in round {coordinator.state.round + 1}" if coordinator.asked else "between rounds"
         place = place if coordinator.sites else "before the first round"
@@ -113,9 +112,8 @@ class RoundController(Controller):
         """Drop a result that comes after its phase has ended."""
         self.log_warning(fl_ctx, f"{client.name}: late result of task {task_name} dropped; its phase has ended")
 
-    def _invite(self, fl_ctx: FLContext) -> dict[str, Task]:
+    def _invite(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Ask every client that is neither member nor already asked who it is; return the tasks. Answers register sites."""
-        coordinator = self.coordinator
         waiting = {name: task for name, task in self._invited.items() if task.completion_status is None}
         names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
         asks = {name: wire.encode_dict(wire.HELLO, {"run": coordinator.run}) for name in names}
@@ -126,38 +124,35 @@ class RoundController(Controller):
             except RefusedError as error:
                 self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}", joining=True))
 
-        self._invited = waiting | self._send(wire.HELLO, asks, answer, set(), fl_ctx)
+        self._invited = waiting | self._send(coordinator, wire.HELLO, asks, answer, set(), fl_ctx)
         return self._invited
 
-    def _round(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        coordinator = self.coordinator
+    def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
-        asides = self._evaluate_held_out(fl_ctx)
+        asides = self._evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
             if reason := coordinator.accept(name, wire.decode(result)[0]):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
-        self._exchange(wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
-        self._wait(asides, lambda: True, abort_signal)
+        self._exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
+        self._wait(coordinator, asides, lambda: True, abort_signal)
         for task in asides.values():
             self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
-            self._invite(fl_ctx)  # a site that came late takes part as soon as it has answered
+            self._invite(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
 
-    def _evaluate_held_out(self, fl_ctx: FLContext) -> dict[str, Task]:
+    def _evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
-        coordinator = self.coordinator
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
 
         def record(name: str, result: Shareable) -> None:
             coordinator.accept_held_out(name, wire.decode(result)[0])
 
-        return self._send(wire.EVALUATE, payloads, record, set(), fl_ctx)
+        return self._send(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
 
-    def _final(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        coordinator = self.coordinator
+    def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.final().items()}
         recorded: set[str] = set()
 
@@ -165,12 +160,15 @@ class RoundController(Controller):
             if coordinator.accept_final(name, wire.decode(result)[0]) is None:
                 recorded.add(name)
 
-        self._exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx)
+        self._exchange(
+            coordinator, wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx
+        )
         if not abort_signal.triggered:
             coordinator.finish()
 
     def _exchange(
         self,
+        coordinator: Coordinator,
         task_name: str,
         messages: Messages,
         on_result: OnResult,
@@ -185,18 +183,24 @@ class RoundController(Controller):
         answered: set[str] = set()
         gone = {name for name in messages if self.get_client_disconnect_time(name)}
         for name in sorted(gone):
-            self.log_warning(fl_ctx, f"{name}: {self.coordinator.refuse(name, 'its process has ended; see its log')}")
+            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
         present = {name: message for name, message in messages.items() if name not in gone}
-        tasks = self._send(task_name, present, on_result, answered, fl_ctx)
-        self._wait(tasks, enough, abort_signal)
+        tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
+        self._wait(coordinator, tasks, enough, abort_signal)
         for name in sorted(tasks.keys() - answered):
             if not abort_signal.triggered:
-                reason = self.coordinator.refuse(name, "no answer in time; the round goes on without it")
+                reason = coordinator.refuse(name, "no answer in time; the round goes on without it")
                 self.log_warning(fl_ctx, f"{name}: {reason}")
                 self.cancel_task(tasks[name], TaskCompletionStatus.CANCELLED, fl_ctx)
 
     def _send(
-        self, task_name: str, messages: Messages, on_result: OnResult, answered: set[str], fl_ctx: FLContext
+        self,
+        coordinator: Coordinator,
+        task_name: str,
+        messages: Messages,
+        on_result: OnResult,
+        answered: set[str],
+        fl_ctx: FLContext,
     ) -> dict[str, Task]:
         """Send a task of its own to every site; results and failures are noted in `answered` as they arrive."""
 
@@ -214,17 +218,17 @@ class RoundController(Controller):
                 self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
                 reason = f"its answer cannot be used ({type(error).__name__})"
             if reason is not None:
-                self.log_warning(fl_ctx, f"{name}: {self.coordinator.refuse(name, reason, task_name == wire.HELLO)}")
+                self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name == wire.HELLO)}")
 
-        timeout = int(self.coordinator.job.config.federation.round_timeout)
+        timeout = int(coordinator.job.config.federation.round_timeout)
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}
         for name, task in tasks.items():
             self.send(task, fl_ctx, targets=[name])
         return tasks
 
-    def _wait(self, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
+    def _wait(self, coordinator: Coordinator, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
         """Return when all tasks have ended, or `grace` seconds after `enough` became true."""
-        grace, enough_since = self.coordinator.job.config.federation.straggler_grace_seconds, None
+        grace, enough_since = coordinator.job.config.federation.straggler_grace_seconds, None
         while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
             if enough():
                 enough_since = enough_since or time.monotonic()

@@ -47,7 +47,8 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield _signature(kit)
     yield _start_script(kit)
     yield _settings(kit)
-    yield from _policies(kit, kit_role(kit))
+    if (role := kit_role(kit)) is not None:
+        yield from _policies(kit, role)
     yield _clock(kit)
     if kit_role(kit) == "site":
         yield from _site(kit)

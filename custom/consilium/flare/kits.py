@@ -87,7 +87,8 @@ def certificate(kit: Path) -> Path:
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
     """Return a site's or the server's entry by its name. Raises ConfigError if there is none."""
-    entries = {entry.name: entry for entry in (deployment.server, *deployment.sites)}
+    entries: dict[str, SiteEntry | ServerEntry] = {deployment.server.name: deployment.server}
+    entries |= {site.name: site for site in deployment.sites}
     if name not in entries:
         raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
     return entries[name]

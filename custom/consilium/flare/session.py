@@ -28,7 +28,10 @@ LOST = "LOST"
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
 _SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
-FLARE_ERRORS = tuple(kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception))
+FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
+NO_JOB: tuple[type[Exception], ...] = (*FLARE_ERRORS, ConfigError, ValueError, OSError)
 Job = dict[str, Any]
 
 
@@ -71,7 +74,7 @@ class Admin:
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
                 return load_job(file, plugins=None).experiment
-            except (*FLARE_ERRORS, ConfigError, ValueError, OSError):
+            except NO_JOB:
                 return None
 
     def submit(self, folder: Path) -> str:

@@ -133,4 +133,4 @@ def reason_of(shareable: Shareable) -> Reason | None:
 def bare(shareable: Shareable) -> Shareable:
     """Return a reply that holds no result without anything but its word, or its return code where it has no word."""
     said = shareable.get_header(REASON)
-    return refusal(reason_of(shareable)) if said is not None else make_reply(shareable.get_return_code())
+    return refusal(reason_of(shareable) or Reason.ERROR) if said is not None else make_reply(shareable.get_return_code())

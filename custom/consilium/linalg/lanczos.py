@@ -42,7 +42,7 @@ class Spectrum:
 
 def certified(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum | None:
     """Return the first `top` triplets with their certificate, or None if it would take as long as the full SVD."""
-    slack, due = math.sqrt(1 + _margin(dense.shape[1], PROBES, PROBE_STEPS)), top + 2 * BLOCK
+    slack, due = math.sqrt(1 + _margin(dense.shape[1], PROBES, PROBE_STEPS)), float(top + 2 * BLOCK)
     for lefts, rights, core, tail in _lanczos(dense, _start(dense, BLOCK, start)):
         if core.shape[1] >= min(dense.shape) * LIMIT:
             return None

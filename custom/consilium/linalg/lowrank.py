@@ -8,6 +8,8 @@ block Lanczos that stops by a certificate (certified.py); where that cannot be g
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.nn.functional import pad
 
 from consilium.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
 
+Held = TypeVar("Held", "Update", "Spectrum")
 Product = tuple[Tensor, Tensor]
 """left (out, r) and right (r, in) of the matrix left @ right."""
 
@@ -66,7 +69,8 @@ def residuals(changes: Sequence[Change], scale: float) -> Product:
     It is dB A + B0 dA: starts that are prefixes of one another (sites of one round) share their B0, so that the width is the
     sum of the ranks plus the largest, not twice the sum. Same bits only for the same order of `changes`: give them by name.
     """
-    lefts, rights, bases = [], [], []
+    lefts, rights = [], []
+    bases: list[Product] = []
     for change in sorted(changes, key=lambda c: -c.start[0].shape[1]):
         (b0, a0), (b, a), weight = change.start, change.end, change.weight * scale
         lefts.append((b - b0) * weight)
@@ -134,9 +138,9 @@ def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> l
         torch.set_num_threads(threads)
 
 
-def _to(value: Update | Spectrum, device: str) -> Update | Spectrum:
-    moved = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, Tensor)}
-    return replace(value, **moved)
+def _to(value: Held, device: str) -> Held:
+    moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, Tensor)}
+    return replace(value, **moved)  # type: ignore[type-var]
 
 
 def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tensor | None = None) -> Spectrum:
@@ -218,12 +222,17 @@ def gram(sites: Sequence[Product]) -> Tensor:
     return (blocks.T @ ((left.T @ left) * (right @ right.T)) @ blocks).cpu()
 
 
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors, in the order given."""
+    return reduce(torch.add, tensors)
+
+
 def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) -> list[float]:
     """Return s_i = cos_F(P_i, sum_k p_k P_k) (Eq. 11), all layers together; `layers` holds every site's product by layer.
 
     0 where a norm is 0: that points nowhere.
     """
-    total = sum(gram(sites) for sites in layers)
+    total = summed([gram(sites) for sites in layers])
     share = torch.tensor(weights, dtype=torch.float64)
     towards, norms = total @ share, total.diagonal().clamp(min=0).sqrt() * (share @ total @ share).clamp(min=0).sqrt()
     return torch.where(norms > 0, towards / norms.clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()

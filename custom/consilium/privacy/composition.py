@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from consilium.config.privacy import BudgetConfig
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 
-UNITS = ("record", "site")
+Unit = Literal["site", "record"]
+UNITS: tuple[Unit, ...] = ("record", "site")
 """What a claim may be about, the finer first."""
 
 
@@ -19,7 +21,7 @@ class Entry:
     """
 
     dataset: str
-    unit: str
+    unit: Unit
     adjacency: str
     trust: str
     job: str
@@ -44,7 +46,7 @@ class Entry:
         return f"round {self.round} phase {self.phase} of job {self.job!r} (run {self.run})"
 
 
-Budgets = Mapping[str, BudgetConfig]
+Budgets = Mapping[Unit, BudgetConfig]
 """By unit."""
 
 

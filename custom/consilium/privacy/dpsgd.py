@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class PerSampleGradients:
         if missing := [name for name, p in trained.items() if id(p) not in covered]:
             raise ConfigError(f"privacy.unit: 'record': {missing[0]!r} is no part of a linear layer; choose other targets")
         self._handles = [layer.register_forward_hook(self._watch) for layer in layers]
-        self._count, self._found = 0, {}
+        self._count = 0
+        self._found: dict[int, Tensor] = {}
         self._parts: dict[int, list[Tensor]] = {}
         self._clear()
 
@@ -80,7 +82,7 @@ class PerSampleGradients:
             rows = args[0].detach()
             output.register_hook(lambda gradient: self._add(layer, rows, gradient))
 
-    def _add(self, layer: nn.Linear, rows: Tensor, gradient: Tensor) -> None:
+    def _add(self, layer: Any, rows: Tensor, gradient: Tensor) -> None:
         if rows.shape[0] % self._count:
             raise ConfigError("privacy.unit: 'record': a layer mixes the records of a batch; choose other targets")
         inputs = rows.reshape(self._count, -1, rows.shape[-1]).float()
@@ -130,14 +132,16 @@ class PrivateSteps:
                 module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=dp.noise_multiplier,
                 max_grad_norm=dp.clip, poisson_sampling=False, grad_sample_mode="no_op", noise_generator=noise,
             )  # fmt: skip
-        self._wrapped, self._sampler, self._draws = wrapped, loader.batch_sampler, iter(())
+        self._wrapped, self._sampler = wrapped, loader.batch_sampler
+        self._draws: Iterator[list[int]] = iter(())
 
     def __enter__(self) -> "PrivateSteps":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.gradients.close()
-        for parameter in self.gradients.trained.values():
+        parameters: list[Any] = list(self.gradients.trained.values())  # Opacus keeps its own with them
+        for parameter in parameters:
             parameter.grad_sample = parameter.summed_grad = parameter.grad = None
 
     def draw(self) -> list[int]:
@@ -151,9 +155,11 @@ class PrivateSteps:
     def step(self, penalty: Mapping[str, Tensor]) -> None:
         """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""
         for name, gradient in self.gradients.take().items():
-            self.gradients.trained[name].grad_sample = gradient
+            parameter: Any = self.gradients.trained[name]
+            parameter.grad_sample = gradient
         self.optimizer.pre_step()
         for name, gradient in penalty.items():
-            self.gradients.trained[name].grad += gradient
+            trained = self.gradients.trained[name]
+            trained.grad = gradient if trained.grad is None else trained.grad + gradient
         self.optimizer.original_optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -67,7 +67,8 @@ class Guard:
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
-        self._run, self._admitted = "", None
+        self._run = ""
+        self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
         self._records: dict[Path, audit.Record] = {}
@@ -128,7 +129,7 @@ class Guard:
         if self.plan is None and self.policy.protects:
             what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
             raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
-        if not self.policy.protects:
+        if self.plan is None or not self.policy.protects:
             return
         if self.plan.config.trust not in (self.policy.trust or ("local",)):
             what = f"privacy.trust {self.plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent"
@@ -169,7 +170,7 @@ class Guard:
             what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
-            released, spends = self._private(task, result) if self.plan else (self._checked(result), False)
+            released, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
             released = replace(released, ledger=self.ledger.seal())
             self._note("update", released, spends)
         self._asked = None
@@ -212,11 +213,11 @@ class Guard:
         if standing is None or task is not standing or task.kind is not kind:
             raise RefusedError(f"{self.name}: an answer to a task that was not authorized; nothing was sent", Reason.TASK)
 
-    def _private(self, task: Task, result: Payload) -> tuple[Payload, bool]:
+    def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""
         stored, spends = self._stored(task.run)
         if stored is None or (stored.round, stored.phase) != task.place:
-            stored, spends = self._prepare(task, result, stored)
+            stored, spends = self._prepare(plan, task, result, stored)
             self._store(task.run, stored, spends)
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
@@ -226,7 +227,7 @@ class Guard:
             )  # from here on it counts as released
         return stored, spends
 
-    def _prepare(self, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
+    def _prepare(self, plan: Plan, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
         """Return a new release of `result`, checked whole, and whether it tells anything.
 
         One of zero dimensions (all public peers are zero) does not, and costs nothing.
@@ -243,8 +244,8 @@ class Guard:
             return checked, True
         self._check_complete(checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        noise, normal = self.plan.site_noise, self._normal(result)
-        released, outcome = mechanism.privatize(checked.tensors, maps, self.plan.config.clip, noise, normal)
+        noise, normal = plan.site_noise, self._normal(result)
+        released, outcome = mechanism.privatize(checked.tensors, maps, plan.config.clip, noise, normal)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 
@@ -266,7 +267,12 @@ class Guard:
 
     def _note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **said: Any) -> None:
         """Put a message into the site's record before it leaves, see audit.py."""
-        line = {"site": self.name, "job": self.config.name, "experiment": self.config.experiment, "run": self._run}
+        line: dict[str, Any] = {
+            "site": self.name,
+            "job": self.config.name,
+            "experiment": self.config.experiment,
+            "run": self._run,
+        }
         line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
         if payload is not None:
             line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
@@ -287,6 +293,8 @@ class Guard:
 
     def _entry(self, run: str, round: int, phase: int) -> Entry:
         """Return the ledger's row of a release."""
+        if self.plan is None:
+            raise RefusedError(f"{self.name}: a row for a job without privacy; nothing was sent")
         privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,

@@ -121,8 +121,9 @@ def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int,
 
 
 def _sigma(privacy: SiteLevelDpConfig | RecordLevelDpConfig, count: int, rate: float) -> float:
-    if privacy.epsilon is None:
+    if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
+    assert privacy.epsilon is not None  # the section has one of them
     return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant)
 
 

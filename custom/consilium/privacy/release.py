@@ -1,6 +1,7 @@
 """What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
 
 from collections.abc import Set
+from typing import Literal
 
 import torch
 
@@ -54,6 +55,6 @@ def geometries(
             continue
         if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is not Role.FROZEN:
             raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
-        side = "right" if factor(name) == "B" else "left"
-        maps[name] = mechanism.geometry(public[peer], side, config.adapter.scaling)
+        side: Literal["left", "right"] = "right" if factor(name) == "B" else "left"
+        maps[name] = mechanism.geometry(public[peer], side, config.adapter.product_scaling)
     return maps

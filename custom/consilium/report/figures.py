@@ -28,7 +28,7 @@ def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(3.2 * columns, 3.0 * rows), layout="constrained")
     for axis, event in zip(np.ravel(figure.subplots(rows, columns, squeeze=False)), picked, strict=False):
         _draw(axis, event)
-    for axis in np.ravel(figure.axes)[len(picked) :]:
+    for axis in figure.axes[len(picked) :]:
         axis.axis("off")
     figure.suptitle("rows receive, columns give", fontsize=9)
     figure.savefig(path, dpi=110)

@@ -174,7 +174,7 @@ def _write(path: Path, page: Page) -> None:
 def _read(path: Path) -> Page:
     """Take a page that `_write` wrote apart again."""
     with Image.open(path) as sheet:
-        ends, side = json.loads(sheet.text[CUTS]), int(sheet.text[SIDE])
+        ends, side = json.loads(str(sheet.info[CUTS])), int(str(sheet.info[SIDE]))
         body = sheet.convert("RGB")
     cuts = [MARGIN, *ends, body.height - MARGIN]
     parts = [body.crop((MARGIN, top, body.width - MARGIN, bottom)) for top, bottom in pairwise(cuts)]

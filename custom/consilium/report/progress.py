@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def _scores(task: dict[str, Any]) -> Line:
     return {"leading": list(found.leading), "headings": dict(found.headings)}
 
 
-def when(refusal: Line, rounds: int) -> str:
+def when(refusal: Mapping[str, Any], rounds: int) -> str:
     """Return in words when a site was refused in a run of so many rounds."""
     place = "the closing evaluation" if refusal["round"] >= rounds else f"round {refusal['round'] + 1}"
     if not refusal.get("joining"):

@@ -109,7 +109,7 @@ class LiveView:
         part = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
         return f"round {event['round'] + 1}/{self.rounds}{part}"
 
-    def _scores(self, found: Mapping[str, float | None], row: Mapping[str, Any], closing: bool) -> str:
+    def _scores(self, found: Mapping[Stage, float | None], row: Mapping[str, Any], closing: bool) -> str:
         """Return what was measured: the loss of training and the leading score, as far as there are any."""
         values = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
         scores = f"{self.scores.heading(self.score)} {values}" if values else ""

@@ -23,7 +23,8 @@ from consilium.errors import ConfigError
 from consilium.schema import Factor, Positive
 from consilium.strategies.strategy import LocalStep, Role, Strategy
 
-SHARINGS: dict[str, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
+Sharing = Literal["M1", "M2", "M3", "M4"]
+SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
 """Factor shared in (encoder, decoder)."""
 
 
@@ -33,7 +34,7 @@ class FedIAT(Strategy):
 
     name: ClassVar[str] = "fediat"
 
-    sharing: Literal["M1", "M2", "M3", "M4"] = "M4"
+    sharing: Sharing = "M4"
     sor_weight: Factor = 1e-4
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eps: Positive = 1e-8

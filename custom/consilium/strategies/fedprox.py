@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from consilium.linalg.lowrank import summed
 from consilium.schema import Factor
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import LocalStep
@@ -22,4 +23,5 @@ class FedProx(FedIT):
         """Return mu / 2 times the squared distance to the anchors."""
         if not self.mu:
             return None
-        return self.mu / 2 * sum((p - step.anchors[n]).square().sum() for n, p in step.params.items() if p.requires_grad)
+        terms = [(p - step.anchors[n]).square().sum() for n, p in step.params.items() if p.requires_grad]
+        return self.mu / 2 * summed(terms) if terms else None

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from consilium.adapters.names import bottleneck_count, bottleneck_position, factor, is_head
 from consilium.errors import ConfigError
+from consilium.linalg.lowrank import summed
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Factor
-from consilium.strategies.strategy import Gathered, LocalStep, Role, ServerState, Strategy, next_phase
+from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase
 
 MATRIX = "collaboration"
 
@@ -84,7 +85,7 @@ class FedSCA(Strategy):
         row = state.matrices[MATRIX][sorted(state.sites).index(name)]
         return _mix(row, [state.sites[other] for other in sorted(state.sites)])
 
-    def merge(self, state: ServerState, results: Gathered) -> ServerState:
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and under `shared` the weighted mean of this round's."""
         fresh = {name: result.trained() for name, result in results.items()}
         sites = {**state.sites, **fresh}
@@ -156,6 +157,6 @@ def _share(weights: list[float]) -> Tensor:
 def _mix(weights: Tensor, values: list[Tensors]) -> Tensors:
     """Return sum_j w_j values_j, summed in float64 in the order given."""
     return {
-        name: sum(float(w) * v[name].double() for w, v in zip(weights, values, strict=True)).to(tensor.dtype)
+        name: summed([float(w) * v[name].double() for w, v in zip(weights, values, strict=True)]).to(tensor.dtype)
         for name, tensor in values[0].items()
     }

@@ -91,7 +91,7 @@ class HetLoRA(UnequalRanks):
 def _beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
     """Return sum over layers of ||B[:, rank:]||_F ||A[rank:]||_F; its gradient at 0 is 0."""
     pairs = [factors(tensors, layer) for layer in shapes(tensors)]
-    return sum(_length(b[:, rank:]) * _length(a[rank:]) for b, a in pairs)
+    return lowrank.summed([_length(b[:, rank:]) * _length(a[rank:]) for b, a in pairs])
 
 
 def _length(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from consilium.adapters.names import lora_factor
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product
 from consilium.schema import Positive
-from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy, next_phase, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
 from consilium.strategies.unequal.layers import factors, pair, shapes
 
 STEPS = 200
@@ -40,10 +40,10 @@ class LoraFair(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
-    def merge(self, state: ServerState, results: Gathered) -> ServerState:
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every shared tensor averaged, in float64 by name, and every B corrected."""
         share, ends = shares(results), {name: upload.trained() for name, upload in sorted(results.items())}
-        shared = {n: sum(share[site] * end[n].double() for site, end in ends.items()) for n in state.shared}
+        shared = {n: lowrank.summed([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
         for layer in shapes(shared):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)

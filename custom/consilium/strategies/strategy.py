@@ -8,7 +8,7 @@ which tensors those are and overrides a hook only where its paper differs.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict
 from torch import Tensor
@@ -79,8 +79,9 @@ def shares(results: Mapping[str, SiteResult]) -> dict[str, float]:
     return {name: result.weight / total for name, result in results.items()}
 
 
-Gathered = Tensors | dict[str, SiteResult]
-"""A phase's results: their mean update (float64), or all of them by site, as `Strategy.needs` says."""
+Gathered: TypeAlias = Any
+"""A phase's results: their mean update (Tensors, float64), or all of them by site (dict[str, SiteResult]), as `Strategy.needs`
+says; a strategy's own methods name which."""
 
 
 def next_phase(state: ServerState, phases: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from consilium.errors import ConsiliumError, Reason
 
@@ -27,5 +27,6 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _cuda_devices(params: Mapping[str, nn.Parameter]) -> list[torch.device]:
+def cuda_devices(params: Mapping[str, Tensor]) -> list[torch.device]:
+    """Return the GPUs that any of the tensors is on."""
     return list({p.device for p in params.values() if p.device.type == "cuda"})

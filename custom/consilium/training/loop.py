@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
-from consilium.training.device import _cuda_devices, autocast
+from consilium.training.device import autocast, cuda_devices
 from consilium.training.optim import learning_rate, make_optimizer
 
 
@@ -55,14 +56,14 @@ def train(
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
-    active = {name: parameter for name, parameter in params.items() if name in trained}
+    active = {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
     optimizer = make_optimizer(list(active.values()), config)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total, running = config.steps_per_round(task.num_samples), 0.0
     model.train()
     with (
-        torch.random.fork_rng(devices=_cuda_devices(params)),
+        torch.random.fork_rng(devices=cuda_devices(params)),
         _steps(model, task, optimizer, config, seed, active, dp) as take_step,
     ):
         torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """Nuclei in histology: PanNuke, MoNuSeg, MoNuSAC and TNBC; label pictures of 1 for nucleus, or of cell classes (--types)."""
 
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -78,7 +79,7 @@ def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[F
     found = []
     for index, tissue in enumerate(tissues):
         name, site = f"{start}-{index:05d}", slug(str(tissue))
-        image = Made("images", f"{name}.png", lambda i=index: png(np.clip(images[i], 0, 255)))
+        image = Made("images", f"{name}.png", partial(_pannuke_image, images, index))
         label = mask_png(name, _pannuke_mask, masks, index, types)
         found.append(Found(site, name, image, label, split=FOLDS[fold] if published else None))
     return found
@@ -98,6 +99,10 @@ def _load(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
+
+
+def _pannuke_image(images: np.ndarray, index: int) -> bytes:
+    return png(np.clip(images[index], 0, 255))
 
 
 def _pannuke_mask(masks: np.ndarray, index: int, types: bool) -> np.ndarray:

@@ -83,10 +83,11 @@ def pool(samples: Sequence[Found], name: str, options: Options) -> list[Found]:
 
 def _moved(sample: Found, site: str) -> Found:
     """Return the sample at another site; what it names keeps its old site's name in front, so that nothing meets."""
-    image, label = (
-        replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, Made) else part
-        for part in (sample.image, sample.label)
-    )
+
+    def named(part: Path | Made) -> Path | Made:
+        return replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, Made) else part
+
+    image, label = named(sample.image), sample.label if isinstance(sample.label, str) else named(sample.label)
     return replace(sample, site=site, group=f"{sample.site}/{sample.group}", image=image, label=label)
 
 

@@ -10,7 +10,6 @@ Sentences, for language models, are in sentences.py.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from zlib import crc32
 
 import numpy as np
@@ -26,7 +25,6 @@ from consilium.data.synthetic.sentences import made, make_sentences
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
-Kind = Literal["fundus", "nuclei", "cells", "sentences"]
 LABELS = {
     "fundus": ["background", "disc", "cup"],
     "nuclei": ["background", "nucleus"],
@@ -55,7 +53,7 @@ def habits(site: str, seed: int, appearance: float, annotation: float) -> Habits
 
 def make_phantoms(
     folder: Path,
-    kind: Kind,
+    kind: str,
     site: str,
     seed: int,
     training: int,
@@ -115,7 +113,7 @@ def class_shares(who: Habits) -> np.ndarray:
     return shares / shares.sum()
 
 
-def draw_phantom(rng: Generator, kind: Kind, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
+def draw_phantom(rng: Generator, kind: str, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
     """Return image (S, S, 3) uint8 and label image (S, S) uint8 of one phantom as this site takes and annotates it."""
     picture, mask = (_fundus if kind == "fundus" else _nuclei)(rng, size, who)
     return _camera(rng, picture, who.look), mask
@@ -142,14 +140,16 @@ def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness
     return np.hypot(y - center[0], x - center[1]) / reach
 
 
-def _twice(rng: Generator, *args: float | int | np.ndarray, corners: int) -> tuple[np.ndarray, np.ndarray]:
+def _twice(
+    rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the same shape as the camera sees it and as the rater outlines it."""
     state = rng.bit_generator.state
-    seen = _star(rng, *args, 0)
+    seen = _star(rng, size, center, radius, waviness, 0)
     if not corners:
         return seen, seen
     rng.bit_generator.state = state
-    return seen, _star(rng, *args, corners)
+    return seen, _star(rng, size, center, radius, waviness, corners)
 
 
 def _corners(hand: float) -> int:

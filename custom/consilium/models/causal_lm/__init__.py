@@ -44,7 +44,7 @@ class CausalLmConfig(ModelConfig):
         variant = info.data.get("variant")
         if value is None and variant == "folder":
             wanted = {"checkpoint": "the path of a transformers folder", "config": "the contents of its config.json"}
-            raise ValueError(f"{wanted[info.field_name]}; variant folder needs both checkpoint and config")
+            raise ValueError(f"{wanted[str(info.field_name)]}; variant folder needs both checkpoint and config")
         if value is not None and variant == "tiny":
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value

@@ -39,6 +39,9 @@ SHAPES: dict[str, Shape] = {
 class ClipClassifier(nn.Module):
     """A vision tower, its projection where the checkpoint has one, and a linear head that starts at zero."""
 
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
     def __init__(self, tower: PreTrainedModel, width: int, projection: int, classes: int) -> None:
         super().__init__()
         self.vision_model = tower

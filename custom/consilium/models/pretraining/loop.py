@@ -4,12 +4,15 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+M = TypeVar("M", bound=nn.Module)
 
-def fit(model: nn.Module, loss_at: Callable[[int], Tensor], steps: int, lr: float, average: bool) -> nn.Module:
+
+def fit(model: M, loss_at: Callable[[int], Tensor], steps: int, lr: float, average: bool) -> M:
     """Train `model` by AdamW on `loss_at(step)`, the learning rate rising and falling once; print a line every 50 steps.
 
     Return it, or with `average` the moving average of its weights.
@@ -29,7 +32,7 @@ def fit(model: nn.Module, loss_at: Callable[[int], Tensor], steps: int, lr: floa
             kept.update_parameters(model)
         if step % 50 == 49:
             print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s", flush=True)
-    return kept.module if average else model
+    return cast(M, kept.module) if average else model
 
 
 def options(about: str | None, output: Path, steps: int, batch: int, lr: float) -> argparse.Namespace:

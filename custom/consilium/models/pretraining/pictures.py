@@ -51,7 +51,8 @@ class _Style:
 
     @staticmethod
     def draw(rng: Generator, canvas: np.ndarray, size: int) -> "_Style":
-        background, colors = canvas.mean(axis=(0, 1)), []
+        background = canvas.mean(axis=(0, 1))
+        colors: list[np.ndarray] = []
         for _ in range(3):
             step = rng.choice([-1, 1]) * rng.uniform(18, 110) + rng.normal(0, 20, 3)
             colors.append(np.clip((colors[-1] if colors else background) + step, 0, 255))

@@ -64,7 +64,8 @@ def _which(rng: Generator) -> Errand:
 
 
 def _repeat(rng: Generator) -> Errand:
-    words = " ".join(pick(rng, pick(rng, (THINGS, ORGANS, COLOURS, LABELS))) for _ in range(int(rng.integers(2, 5))))
+    sets = (THINGS, ORGANS, COLOURS, LABELS)
+    words = " ".join(pick(rng, sets[int(rng.integers(len(sets)))]) for _ in range(int(rng.integers(2, 5))))
     return pick(rng, ("Repeat the words.", "Say it again.")), words, words
 
 

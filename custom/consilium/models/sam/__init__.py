@@ -30,9 +30,9 @@ class SamConfig(ModelConfig):
 def _build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
     from consilium.models.sam.network import build_sam
 
-    prompt, size = getattr(task, "prompt", "none"), config.image_size
+    prompt: Literal["none", "box"] = getattr(task, "prompt", "none")
     kept = {"gradient_checkpointing": use_checkpointing, "weights": weights}
-    return build_sam(config.variant, checkpoint, size, len(task.classes), prompt, config.attention, **kept)
+    return build_sam(config.variant, checkpoint, config.image_size, len(task.classes), prompt, config.attention, **kept)
 
 
 def _split(model: "nn.Module") -> None:

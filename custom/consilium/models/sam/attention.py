@@ -57,9 +57,10 @@ class FusedDecoderAttention(DecoderAttention):
 
 def use_fused(model: nn.Module) -> None:
     """Switch every attention of a SAM to the fused classes, in place: same parameters, another forward."""
-    fused = {ImageAttention: FusedImageAttention, DecoderAttention: FusedDecoderAttention}
+    fused: dict[type, type[nn.Module]] = {ImageAttention: FusedImageAttention, DecoderAttention: FusedDecoderAttention}
     for module in model.modules():
-        module.__class__ = fused.get(type(module), type(module))
+        if (found := fused.get(type(module))) is not None:
+            module.__class__ = found
 
 
 class SplitQKV(nn.Module):
@@ -74,7 +75,7 @@ class SplitQKV(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., 3 * in), in the order q, k, v."""
-        return torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1)
+        return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
 def split_qkv(model: nn.Module) -> None:

@@ -65,6 +65,8 @@ class PromptedSam(Sam):
         embedding = self.encode((images - self.pixel_mean) / self.pixel_std)
         if not self.by_box:
             low = self.decode(embedding, None, self.mask_tokens)
+        elif boxes is None:
+            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
         else:
             flat = self._known_boxes(boxes, images.shape[-1])
             low = self.decode(embedding.repeat_interleave(boxes.shape[1], 0), flat, [0]).view(*boxes.shape[:2], *self._low())
@@ -98,9 +100,7 @@ class PromptedSam(Sam):
         height, width = self.prompt_encoder.image_embedding_size
         return 4 * height, 4 * width
 
-    def _known_boxes(self, boxes: Tensor | None, size: int) -> Tensor:
-        if boxes is None:
-            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
+    def _known_boxes(self, boxes: Tensor, size: int) -> Tensor:
         whole = boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes)
         return torch.where(boxes.isnan(), whole, boxes).flatten(0, 1)
 

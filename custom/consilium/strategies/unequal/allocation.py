@@ -96,13 +96,14 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
     first, ranks, groups = left, [0] * len(energies), _groups(energies, caps, whole)
     while groups := {costs: heap for costs, heap in groups.items() if heap and costs[0] <= left[0] and costs[1] <= left[1]}:
         alpha, beta = _weights(left, first)
-        best = None
+        best: tuple[tuple[float, int], tuple[int, int]] | None = None
         for costs, heap in groups.items():
             layer = heap[0][1]
             cost = alpha * site.time[layer] * scale[0] + beta * site.memory[layer] * scale[1]
             score = (heap[0][0] / cost if cost else heap[0][0], layer)
             if best is None or score < best[0]:
                 best = (score, costs)
+        assert best is not None  # groups are not empty
         (_, layer), costs = best
         left = [have - cost for have, cost in zip(left, costs, strict=True)]
         _take(groups[costs], ranks, layer, energies[layer], caps[layer])

@@ -26,7 +26,7 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 
     A site that did not move points nowhere: its cosine with all others is 0.
     """
-    total = sum(lowrank.gram(layer) for layer in zip(*sites, strict=True))
+    total = lowrank.summed([lowrank.gram(layer) for layer in zip(*sites, strict=True)])
     norms = total.diagonal().clamp(min=0).sqrt()
     cosines = total / (norms[:, None] * norms + 1e-12)
     count = len(sites)
@@ -39,7 +39,7 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
     The oracle is the same site, trained at a high rank from the whole global update on the same batches. Where the oracle did
     not move, the second is 0 for a site that did not either, infinite for one that did.
     """
-    total = sum(lowrank.gram(both) for both in zip(site, oracle, strict=True))
+    total = lowrank.summed([lowrank.gram(both) for both in zip(site, oracle, strict=True)])
     apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5
     norm = float(total[1, 1]) ** 0.5
     return apart, apart / norm if norm > 0 else (0.0 if apart == 0 else float("inf"))

@@ -81,7 +81,7 @@ class ExactServer(UnequalRanks):
     def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
         """Return the state with these updates of W / s and their spectra."""
         top = max(len(tensor) for name, tensor in state.initial.items() if name.endswith(".lora_A"))
-        shared, matrices = dict(state.shared), {}
+        shared, matrices = dict(state.shared), dict[str, Tensor]()
         for layer, update in updates.items():
             parts = {"left": update.left, "right": update.right} if update.dense is None else {"dense": update.dense}
             shared |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.dual_rank import DualRankConfig
 from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
@@ -32,26 +31,24 @@ class StepCost:
     memory: float
 
 
-def measured_ranks(
-    limits: CapacityConfig, model: nn.Module, wanted: DualRankConfig, loss: Callable[[], Tensor]
-) -> dict[str, float]:
+def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]) -> dict[str, float]:
     """Return ranks per layer on average that fit `limits`, in `download`, `time` and `memory`; what is not limited is left out.
 
-    `loss` computes the training loss of one full batch. Changes the adapter's numbers. Raises ConfigError where not even one
-    rank fits.
+    `largest`: the most ranks of a layer; `loss` computes the training loss of one full batch. Changes the adapter's numbers.
+    Raises ConfigError where not even one rank fits.
     """
     found = {"download": limits.download, "time": limits.train, "memory": limits.train}
     dims = shapes(layers.tensors(model))
     if limits.download_bytes is not None:
         found["download"] = _fits("download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0)
     if limits.step_seconds is not None or limits.memory_bytes is not None:
-        small, large = _step(model, 1, loss), _step(model, wanted.rank, loss)
+        small, large = _step(model, 1, loss), _step(model, largest, loss)
         for key, limit, at in (("time", "step_seconds", "seconds"), ("memory", "memory_bytes", "memory")):
             if (most := getattr(limits, limit)) is not None:
                 least = getattr(small, at)
-                slope = max((getattr(large, at) - least) / max(wanted.rank - 1, 1), 1e-9 * least)
+                slope = max((getattr(large, at) - least) / max(largest - 1, 1), 1e-9 * least)
                 found[key] = _fits(limit, most, least, slope, 1)
-    return {key: min(value, float(wanted.rank)) for key, value in found.items() if value is not None}
+    return {key: min(value, float(largest)) for key, value in found.items() if value is not None}
 
 
 def _fits(name: str, most: float, least: float, slope: float, rank: int) -> float:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,9 +90,10 @@ class LanguageTask:
         how = GenerationConfig(
             do_sample=False, max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=self._encoder.pad
         )
+        generate: Any = model.generate
         for part in _parts(rows, batch_size):
             batch = {key: tensor.to(device) for key, tensor in self._encoder.collate_prompts(part).items()}
-            written = model.generate(**batch, generation_config=how)[:, batch["input_ids"].shape[1] :]
+            written = generate(**batch, generation_config=how)[:, batch["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
