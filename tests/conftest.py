@@ -18,7 +18,8 @@ JOBS = Path(__file__).parent.parent / "jobs"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep FLARE's simulations and federations in one worker: two at a time would have more site processes than cores."""
     for item in items:
-        if {"flare", "deployment"} & set(Path(item.fspath).parts):
+        federations = {"flare", "deployment"} & set(Path(item.fspath).parts) and item.get_closest_marker("slow")
+        if federations or "simulator" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("flare"))
 
 
