@@ -1,6 +1,7 @@
 """Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from consilium.cli.main import main
 from consilium.config.job import JobConfig
 from consilium.federation.build import Job, assemble_job
 from consilium.strategies import STRATEGIES
@@ -33,6 +35,14 @@ def _equal_threads() -> None:
 def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONSILIUM_DATA", "CONSILIUM_CHECKPOINTS", "CONSILIUM_OUTPUT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run the command and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return stopped.value.code or 0
 
 
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
