@@ -1,9 +1,8 @@
 """A federation in this process: a job folder's components, and of FLARE all but the network, the processes and the runners.
 
-Components are built from the job's configuration by FLARE's configurators, tasks are handed out and answers taken by FLARE's
-communicator of a server's controller, filters are applied by FLARE's function, with those of a kit's privacy.json before the
-job's, and every message passes through FLARE's serializer. A simulation needs a minute for the same, most of it for starting
-processes; that these meet in the same way is what the simulations test.
+Components are built from the job's configuration by FLARE's configurators. FLARE's communicator hands out the controller's
+tasks and takes the answers. FLARE's function applies the filters, those of a kit's privacy.json before the job's. Every
+message passes through FLARE's serializer. A simulation of the same takes a minute, most of it to start processes.
 """
 
 import shutil
@@ -42,17 +41,21 @@ class Participant:
     def __init__(self, job: Path, name: str, kit: Path) -> None:
         for folder in ("startup", "local"):
             (kit / folder).mkdir(parents=True, exist_ok=True)
-        app = Path(shutil.copytree(job / "app", kit / JOB / f"app_{name}"))
-        self.name, self.workspace = name, Workspace(str(kit), name)
-        kind, side = (ServerJsonConfigurator, "server") if name == SERVER else (ClientJsonConfigurator, "client")
-        args = Namespace(job_id=JOB, workspace=str(kit), client_name=name, sp_scheme="tcp", sp_target="localhost:0", set=[])
-        made = kind(self.workspace, str(app / "config" / f"config_fed_{side}.json"), args, str(app))
-        made.configure()
-        self.config, self.clients = made.runner_config, []
+        self.name, self.workspace, self.clients = name, Workspace(str(kit), name), []
+        self.config = self._configured(Path(shutil.copytree(job / "app", kit / JOB / f"app_{name}")))
         self.scope = create_privacy_manager(self.workspace, names_only=False, is_server=name == SERVER).get_scope("")
         self._contexts = FLContextManager(self, name, JOB)
         with self.new_context() as fl_ctx:
             self.fire_event(EventType.START_RUN, fl_ctx)
+
+    def _configured(self, app: Path) -> Any:
+        """Return what FLARE's runner would work with, as FLARE reads it from an app's configuration."""
+        kind, side = (ServerJsonConfigurator, "server") if self.name == SERVER else (ClientJsonConfigurator, "client")
+        root = self.workspace.get_root_dir()
+        args = Namespace(job_id=JOB, workspace=root, client_name=self.name, sp_scheme="tcp", sp_target="localhost:0", set=[])
+        made = kind(self.workspace, str(app / "config" / f"config_fed_{side}.json"), args, str(app))
+        made.configure()
+        return made.runner_config
 
     def new_context(self) -> FLContext:
         """Return a context as FLARE makes it in a job process."""
@@ -136,5 +139,5 @@ class Together:
         with site.new_context() as fl_ctx:
             asked = site.filtered(Scope.TASK_DATA_FILTERS_NAME, data, fl_ctx, task, FilterKey.IN)
             answer = site.config.task_router.route(task).execute(task, asked, fl_ctx, self.abort)
-            answer.set_cookie_jar(data.get_cookie_jar() or {})
+            answer.set_cookie_jar(data.get_cookie_jar() or {})  # as FLARE's client does: a controller knows its task by them
             return site.filtered(Scope.TASK_RESULT_FILTERS_NAME, answer, fl_ctx, task, FilterKey.OUT)
