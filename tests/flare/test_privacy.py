@@ -1,4 +1,4 @@
-"""Site-level DP through FLARE's simulator: the guard pair, sites' policies, a tampered executor, equality with in-process."""
+"""Site-level DP over FLARE: the guard pair, sites' policies, a tampered executor, equality with in-process."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ def private_config() -> JobConfig:
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
 
 
-def test_private_rounds_through_flare(simulator: Runner, hospitals: Path, tmp_path: Path) -> None:
-    workspace = simulator(private_config(), edited(client=second_pair_and_thief), [*SITES, "site-4"], hospitals)
+def test_private_rounds_through_flare(flare: Runner, hospitals: Path, tmp_path: Path) -> None:
+    workspace = flare(private_config(), edited(client=second_pair_and_thief), [*SITES, "site-4"], hospitals)
     events = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
     refused = {(e["site"], e["round"]): e["reason"] for e in events if e["event"] == "refused"}
     assert refused["site-4", 0] == Reason.BUDGET.text  # the numbers stay in the site's log
