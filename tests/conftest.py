@@ -1,6 +1,7 @@
 """Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.cli.main import main
 from consilium.config.job import JobConfig
 from consilium.federation.build import Job, assemble_job
 from consilium.registry import KindField
@@ -23,7 +25,8 @@ JOBS = Path(__file__).parent.parent / "jobs"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep FLARE's simulations and federations in one worker: two at a time would have more site processes than cores."""
     for item in items:
-        if {"flare", "deployment"} & set(Path(item.fspath).parts):
+        federations = {"flare", "deployment"} & set(Path(item.fspath).parts) and item.get_closest_marker("slow")
+        if federations or "simulator" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("flare"))
 
 
@@ -54,6 +57,14 @@ def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of a model's adapter."""
     live = {n: t for n, t in layers.tensors(model).items() if n not in layers.trainable_base_parameters(model)}
     return {name: layers.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run the command and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return stopped.value.code or 0
 
 
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:

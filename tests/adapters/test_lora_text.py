@@ -10,7 +10,7 @@ from consilium.adapters import layers, lora
 from consilium.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from tests.models.test_causal_lm import FAMILIES, save_folder, small_shape
+from tests.models.folders import FAMILIES, save_folder, small_shape
 
 QKV = {f"self_attn.{p}_proj" for p in "qkv"}
 SETS = {

@@ -1,23 +1,13 @@
 """The command as a user types it: output, JSON, exit codes, one-line errors."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
 
-from consilium.cli.main import main
-from tests.conftest import JOBS, small_cells, small_config
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Run the command and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return stopped.value.code or 0
+from tests.conftest import JOBS, run, small_cells, small_config
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.test_cli import run
-from tests.conftest import JOBS, small_config
+from tests.conftest import JOBS, run, small_config
 
 EXAMPLE = Path(__file__).parents[2] / "provisioning" / "sites.yml"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from consilium.data.check_text import check_texts
 from consilium.models.causal_lm.network import load_tokenizer
-from tests.data.test_text import write
+from tests.data.writing import write
 
 
 def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:

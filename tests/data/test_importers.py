@@ -14,7 +14,7 @@ from consilium.data.importers.classes import KVASIR_CLASSES, OCT_CLASSES
 from consilium.data.importers.registry import IMPORTERS, import_set
 from consilium.data.partition import partition
 from consilium.errors import ConfigError, DataError
-from tests.cli.test_cli import run
+from tests.conftest import run
 from tests.data.importing import (
     INNER,
     OUTER,

@@ -8,12 +8,7 @@ import pytest
 from consilium.config.site import Given, find_site, is_site_folder
 from consilium.data.text import read_texts
 from consilium.errors import DataError
-
-
-def write(folder: Path, name: str, *records: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
-    return folder
+from tests.data.writing import write
 
 
 def test_every_split_is_read_and_prompts_have_two_forms(tmp_path: Path) -> None:

@@ -1,54 +1,19 @@
-"""Real startup kits from provisioning to shutdown: what runs, what is refused by whom, and what is left."""
+"""Real startup kits from provisioning to shutdown: what runs, what is refused by whom, and what is left.
+
+The whole run is slow; what the kits decide in it test_policies asks without starting anything.
+"""
 
 import json
 import subprocess
 from pathlib import Path
 
-import peft
 import pytest
-import yaml
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from consilium.config.job import JobConfig
-from consilium.errors import Reason
-from consilium.federation.runs import STATE
 from consilium.flare.doctor import examine
 from consilium.flare.recipe import export
-from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger import Ledger
-from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
-
-
-def ward(epsilon: float) -> dict:
-    """Return a site.yaml with a budget."""
-    return {"privacy": {"dataset": "ward", "noise_seed": 1, "budgets": {"site": {"epsilon": epsilon}}}}
-
-
-def private_job() -> JobConfig:
-    return JobConfig.model_validate(
-        small_config("fedit", rounds=1).model_dump() | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}}
-    )
-
-
-def job_yaml(folder: Path) -> Path:
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(private_job().model_dump()))
-    return path
-
-
-def without_guard(job: Path) -> Path:
-    """Take the filters out of a job's client configuration, as an author who wants no guard would."""
-    path = job / "app/config/config_fed_client.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_data_filters": [], "task_result_filters": []}))
-    return job
-
-
-def with_scope(job: Path) -> Path:
-    """Let a job choose a privacy scope, which decides what filters a site applies."""
-    path = job / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scope": "open"}))
-    return job
+from tests.deployment.jobs import check_private_run, job_yaml, private_job, ward, with_scope, without_guard
 
 
 def console(federation: Federation, *commands: str) -> str:
@@ -59,6 +24,7 @@ def console(federation: Federation, *commands: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)}) as federation:
         federation.start()
@@ -80,30 +46,12 @@ def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
         assert "Submitted job: " in shown
         job = shown.split("Submitted job: ")[1].split()[0]
         assert federation.wait(job) == "FINISHED:COMPLETED"
-        _check_run(federation)
+        check_private_run(federation)
         result = federation.download(job)
         assert json.loads((result / "meta.json").read_text())["job_id"] == job
         assert (result / "job/small/app/config/job.yaml").is_file()
         assert not list(result.rglob("predictions.png"))
         federation.shutdown()
-
-
-def _check_run(federation: Federation) -> None:
-    """Sites 1 and 2 took part, each spent its budget once, and plain PEFT loads their adapters; site 3 said why not.
-
-    The guard that did this is the sites' own: the job came without one.
-    """
-    (round,) = federation.events("concluded")
-    assert round["sites"] == ["site-1", "site-2"]
-    reasons = [e["reason"] for e in federation.events("refused") if (e["site"], e["round"]) == ("site-3", 0)]
-    assert Reason.BUDGET.text in reasons[0]
-    for site, rows in {"site-1": [(0, 0)], "site-2": [(0, 0)], "site-3": []}.items():
-        assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / STATE / "ledger.sqlite").entries()] == rows
-    (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}
-    peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
-    assert not list(federation.kit("site-3").rglob("adapter_config.json"))
-    pictures = federation.kits.rglob("predictions.png")  # of patients: with the sites that have them, and nowhere else
-    assert {path.relative_to(federation.kits).parts[0] for path in pictures} == {"site-1", "site-2"}
 
 
 @pytest.mark.parametrize(("name", "file"), [("site-1", "startup/fed_client.json"), ("server", "startup/fed_server.json")])

@@ -35,9 +35,10 @@ def server(workspace: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_every_strategy_runs_and_learns(strategy: str, small_job: MakeJob, tmp_path: Path) -> None:
-    simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=4), SITES, tmp_path, quiet)
+    sites = {name: SITES[name] for name in ("site-1", "site-2")}
+    simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=3), sites, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results.keys() == SITES.keys()
+    assert results.keys() == sites.keys()
     base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("pretrained", "global"))
     assert received < 0.9 * base
 

@@ -16,8 +16,8 @@ from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.models.causal_lm.network import build_causal_lm
 from tests.conftest import small_text
-from tests.data.test_text import write
-from tests.models.test_causal_lm import config_of, save_folder
+from tests.data.writing import write
+from tests.models.folders import config_of, save_folder
 
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}
 

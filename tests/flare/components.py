@@ -46,7 +46,7 @@ class Corrupter(Filter):
     """A site whose results are damaged after its own check, in another way every round."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        if fl_ctx.get_identity_name() == "site-3" and "DXO" in shareable and (data := from_shareable(shareable).data):
+        if fl_ctx.get_identity_name() == "site-4" and "DXO" in shareable and (data := from_shareable(shareable).data):
             name, round = next(iter(data)), shareable.get_header("current_round")
             damage = (
                 lambda: data[name].fill_(float("nan")),

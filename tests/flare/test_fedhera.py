@@ -1,4 +1,4 @@
-"""FedHera through FLARE's simulator: three sites of three tiers exchange payloads of different shapes, as in one process."""
+"""FedHera over FLARE: three sites of three tiers exchange payloads of different shapes, as in one process."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,7 @@ from consilium.federation.engine import simulate
 from consilium.messages import SiteInfo
 from consilium.strategies.unequal.layers import shapes
 from tests.conftest import small_text
-from tests.flare.test_fedsca import edit
-from tests.flare.test_simulator import SITES, state_of
-from tests.flare.test_simulator import flare as flare
+from tests.flare.running import SITES, Runner, edited, listen, state_of
 
 TIERS = {"low": {"train": 1, "download": 3}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 12}}
 
@@ -33,9 +31,9 @@ def held_out(workspace: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [(line["round"], line["site"], line["metrics"]) for line in lines if line["event"] == "held_out"]
 
 
-def test_three_tiers_exchange_payloads_of_different_shapes(flare, tmp_path: Path) -> None:  # noqa: ANN001
+def test_three_tiers_exchange_payloads_of_different_shapes(flare: Runner, tmp_path: Path) -> None:
     job = assemble_job(config())
-    workspace = flare(config(), edit)
+    workspace = flare(config(), edited(client=listen))
     reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
     ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, tmp_path / "inprocess"))
     assert ours.keys() == theirs.keys()

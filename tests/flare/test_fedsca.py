@@ -1,7 +1,5 @@
-"""FedSCA through FLARE's simulator: a payload of its own for every site, low adapters only, equal to the in-process engine."""
+"""FedSCA over FLARE: a payload of its own for every site, low adapters only, equal to the in-process engine."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,21 +11,12 @@ from consilium.messages import SiteInfo
 from consilium.strategies.fedsca import MATRIX
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
-from tests.flare.test_simulator import SITES, state_of
-from tests.flare.test_simulator import flare as flare
+from tests.flare.running import SITES, Runner, edited, listen, state_of
 
 
-def edit(config: Path) -> None:
-    path = config / "config_fed_client.json"
-    client = json.loads(path.read_text())
-    client["task_data_filters"][0]["filters"].insert(0, {"path": "tests.flare.components.Ear", "args": {}})
-    client["task_result_filters"][0]["filters"].append({"path": "tests.flare.components.Listener", "args": {}})
-    path.write_text(json.dumps(client))
-
-
-def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare: Runner, tmp_path: Path) -> None:
     config = small_config({"name": "fedsca", "low": 2, "alpha": 3.0}, local_steps=2, rounds=2)
-    job, workspace = assemble_job(config), flare(config, edit)
+    job, workspace = assemble_job(config), flare(config, edited(client=listen))
     reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
     ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, tmp_path / "inprocess"))
     assert ours.keys() == theirs.keys()

@@ -1,8 +1,8 @@
-"""Site-level DP through FLARE's simulator: the guard pair, sites' policies, a tampered executor, equality with in-process."""
+"""Site-level DP over FLARE: the guard pair, sites' policies, a tampered executor, equality with in-process."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,25 +14,19 @@ from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.privacy.ledger import Ledger
 from tests.conftest import small_config
-from tests.flare.test_simulator import ROOT, SITES, state_of
-from tests.flare.test_simulator import flare as flare
-
-assert ROOT
+from tests.flare.running import SITES, Runner, add_filter, edited, state_of
 
 
-def edit(config: Path) -> None:
+def second_pair_and_thief(client: dict[str, Any]) -> None:
     """Put a second guard pair into the job, as a site's privacy.json would, the thief, and a listener behind them."""
-    path = config / "config_fed_client.json"
-    client = json.loads(path.read_text())
     client["executors"][0]["executor"]["path"] = "tests.flare.components.Thief"
     client["task_data_filters"][0]["filters"] *= 2
-    (chain,) = client["task_result_filters"]
-    chain["filters"] = [*chain["filters"] * 2, {"path": "tests.flare.components.Listener", "args": {}}]
-    path.write_text(json.dumps(client))
+    client["task_result_filters"][0]["filters"] *= 2
+    add_filter("Listener", client)
 
 
 @pytest.fixture
-def hospitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hospitals(tmp_path: Path) -> Path:
     """Four hospitals: two ordinary ones, one with a thief in its executor, one with too small a budget."""
     folder = tmp_path / "hospitals"
     for index, name in enumerate([*SITES, "site-4"], start=1):
@@ -40,7 +34,6 @@ def hospitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         budget = 1.0 if index == 4 else 50.0
         policy = f"privacy: {{dataset: ward-{index}, noise_seed: {index}, budgets: {{site: {{epsilon: {budget}}}}}}}\n"
         (folder / name / "site.yaml").write_text(policy)
-    monkeypatch.setenv("CONSILIUM_DATA", str(folder))
     return folder
 
 
@@ -49,11 +42,8 @@ def private_config() -> JobConfig:
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
 
 
-def test_private_rounds_through_flare(
-    flare: Callable[..., Path], hospitals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.flare.test_simulator.SITES", [*SITES, "site-4"])
-    workspace = flare(private_config(), edit)
+def test_private_rounds_through_flare(flare: Runner, hospitals: Path, tmp_path: Path) -> None:
+    workspace = flare(private_config(), edited(client=second_pair_and_thief), [*SITES, "site-4"], hospitals)
     events = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
     refused = {(e["site"], e["round"]): e["reason"] for e in events if e["event"] == "refused"}
     assert refused["site-4", 0] == Reason.BUDGET.text  # the numbers stay in the site's log

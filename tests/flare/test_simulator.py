@@ -1,64 +1,67 @@
 """Real FLARE runs in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import Reason
-from consilium.federation.build import assemble_job
+from consilium.federation.build import Job, assemble_job
 from consilium.federation.engine import simulate
-from consilium.flare.simulator import export_job, run_simulator
 from consilium.messages import Tensors
-from consilium.storage import load_state
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
+from tests.flare.running import SITES, Runner, add_filter, edited, in_simulator, listen, state_of
 
-SITES = ["site-1", "site-2", "site-3"]
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def flare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Return a runner: flare(config, edit) runs the job, its folder edited first, and returns the workspace."""
-
-    def run(config: JobConfig, edit: Callable[[Path], None], threads: int | None = None) -> Path:
-        workspace = tmp_path / "flare"
-        monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
-        monkeypatch.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
-        job = export_job(config, workspace)
-        edit(job / "app" / "config")
-        resources = workspace / "flare/workspace/local/resources.json"
-        resources.parent.mkdir(parents=True)
-        resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
-        run_simulator(job, SITES, workspace, lambda event: None, threads)
-        return workspace
-
-    return run
+DAMAGED, BROKEN = "site-4", "site-5"
 
 
-def add_filter(name: str) -> Callable[[Path], None]:
-    def edit(config: Path) -> None:
-        path = config / "config_fed_client.json"
-        client = json.loads(path.read_text())
-        (chain,) = client["task_result_filters"]
-        chain["filters"].append({"path": f"tests.flare.components.{name}", "args": {}})
-        path.write_text(json.dumps(client))
+class Runs(NamedTuple):
+    """A job, what FLARE's simulator left of it with all five sites, and the in-process engine with the three good ones."""
 
-    return edit
+    job: Job
+    flare: Path
+    reference: Path
 
 
-def state_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_state(path)[0]
+def damage_and_listen(client: dict[str, Any]) -> None:
+    add_filter("Corrupter", client)
+    listen(client)
+
+
+def events(workspace: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (workspace / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five hospitals, all but the last with generated data; a picture of the last one is none."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    for name in [*SITES, DAMAGED]:
+        (folder / name).mkdir()
+        (folder / name / "site.yaml").write_text("{}\n")
+    datalist = make_phantoms(folder / BROKEN, "fundus", BROKEN, 0, 4, 2, 2, 64, 0.7, 0.7)
+    (datalist.parent / json.loads(datalist.read_text())["training"][0]["image"]).write_bytes(b"no picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(simulator: Runner, hospitals: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """One simulation for all: three good sites, one whose results are damaged, and one whose data are broken."""
+    config = small_config("fediat")
+    sites = [*SITES, DAMAGED, BROKEN]
+    workspace = simulator(config, edited(client=damage_and_listen), sites, hospitals)
+    job, reference = assemble_job(config), tmp_path_factory.mktemp("inprocess")
+    simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)
+    return Runs(job, workspace, reference)
 
 
 def site_state(workspace: Path, site: str) -> dict[str, torch.Tensor]:
@@ -66,27 +69,24 @@ def site_state(workspace: Path, site: str) -> dict[str, torch.Tensor]:
     return state_of(path)
 
 
-def test_flare_equals_in_process_and_no_local_factor_is_on_the_wire(flare: Callable[..., Path], tmp_path: Path) -> None:
-    config = small_config("fediat")
-    job = assemble_job(config)
-    workspace = flare(config, add_filter("Listener"))
-    reference = tmp_path / "inprocess"
-    simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)
-
-    ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
+def test_flare_equals_in_process(runs: Runs) -> None:
+    ours, theirs = (state_of(w / "server/state.safetensors") for w in (runs.flare, runs.reference))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     for site in SITES:
-        ours, theirs = ((w / "sites" / site / "predictions.png").read_bytes() for w in (workspace, reference))
+        ours, theirs = ((w / "sites" / site / "predictions.png").read_bytes() for w in (runs.flare, runs.reference))
         assert ours == theirs
-        ours, theirs = site_state(workspace, site), site_state(reference, site)
+        ours, theirs = site_state(runs.flare, site), site_state(runs.reference, site)
         assert all(torch.equal(ours[n], t) for n, t in theirs.items())
-    results = [json.loads((w / "results.json").read_text()) for w in (workspace, reference)]
-    assert results[0] == results[1]
+    ours, theirs = (json.loads((w / "results.json").read_text()) for w in (runs.flare, runs.reference))
+    assert ours.keys() == {*SITES, DAMAGED}
+    assert {name: ours[name] for name in SITES} == theirs
+
+
+def test_no_local_factor_is_on_the_wire(runs: Runs) -> None:
+    private = runs.job.strategy.names(runs.job.initial, Role.LOCAL, 0, 0)
     for site in SITES:
-        _check_bytes(
-            job.initial, job.strategy.names(job.initial, Role.LOCAL, 0, 0), site_state(workspace, site), workspace, site
-        )
+        _check_bytes(runs.job.initial, private, site_state(runs.flare, site), runs.flare, site)
 
 
 def _check_bytes(initial: dict, private: list[str], kept: dict, workspace: Path, site: str) -> None:
@@ -103,42 +103,39 @@ def _check_bytes(initial: dict, private: list[str], kept: dict, workspace: Path,
             assert secret[0].numpy().tobytes() not in sent
 
 
-@pytest.mark.parametrize(
-    ("rounds", "threads"),
-    [(2, 3), pytest.param(5, 2, marks=pytest.mark.slow)],
-    ids=["two-kinds", "every-kind-in-fewer-threads"],
-)
-def test_a_damaged_site_is_left_out_and_state_survives_a_process_per_task(
-    rounds: int, threads: int, flare: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = small_config("fediat", rounds=rounds, local_steps=1)
-    workspace = flare(config, add_filter("Corrupter"), threads=threads)
+DAMAGE = ("NaN or Inf", "'extra' is not expected", "has shape (1,)", "over 100 times the adapter's", "stale: answers")
+
+
+def check_refused(workspace: Path, rounds: int) -> None:
+    """Each round the damaged site is refused, for another reason each time."""
+    reasons = [(x["round"], x["reason"]) for x in events(workspace, "refused") if x["site"] == DAMAGED]
+    assert [round for round, _ in reasons] == list(range(rounds))
+    assert all(kind in reason for kind, (_, reason) in zip(DAMAGE, reasons, strict=False))
+
+
+def test_a_damaged_site_is_left_out(runs: Runs) -> None:
+    check_refused(runs.flare, 2)
+    assert [x["sites"] for x in events(runs.flare, "concluded")] == [SITES] * 2
+
+
+def test_a_site_with_broken_data_says_why_without_a_file_name_and_the_job_goes_on(runs: Runs) -> None:
+    reasons = [x["reason"] for x in events(runs.flare, "refused") if x["site"] == BROKEN]
+    assert reasons
+    assert all(reason == Reason.DATA.text for reason in reasons)  # a file's name may be a patient's
+    record = (runs.flare / "sites" / BROKEN).rglob("audit.jsonl")
+    assert {json.loads(line)["kind"] for path in record for line in path.read_text().splitlines()} == {"refusal"}
+
+
+@pytest.mark.slow
+def test_every_kind_of_damage_is_left_out_and_state_survives_a_process_per_task(tmp_path: Path) -> None:
+    config = small_config("fediat", rounds=5, local_steps=1)
+    edit = edited(client=partial(add_filter, "Corrupter"))
+    workspace = in_simulator(tmp_path / "flare", config, edit, [*SITES[:2], DAMAGED], threads=2)
     reference = tmp_path / "two"
     simulate(assemble_job(config), {name: SiteConfig() for name in SITES[:2]}, reference, lambda event: None)
     ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, reference))
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
-    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
-    reasons = [(x["site"], x["round"], x["reason"]) for x in lines if x["event"] == "refused"]
-    assert [(site, round) for site, round, _ in reasons] == [("site-3", round) for round in range(rounds)]
-    damage = ("NaN or Inf", "'extra' is not expected", "has shape (1,)", "over 100 times the adapter's", "stale: answers")
-    assert all(kind in reason for kind, (_, _, reason) in zip(damage, reasons, strict=False))
-
-
-def test_a_site_with_broken_data_says_why_without_a_file_name_and_the_job_goes_on(
-    flare: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lists = {name: make_phantoms(tmp_path / "data" / name, "fundus", name, 0, 4, 2, 2, 64, 0.7, 0.7) for name in SITES}
-    broken = lists["site-3"].parent / json.loads(lists["site-3"].read_text())["training"][0]["image"]
-    broken.write_bytes(b"no picture")
-    monkeypatch.setenv("CONSILIUM_DATA", str(tmp_path / "data"))
-    workspace = flare(small_config("fedit", local_steps=2), lambda folder: None)
-    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
-    assert [x["sites"] for x in lines if x["event"] == "concluded"] == [SITES[:2]] * 2
-    reasons = [x["reason"] for x in lines if x["event"] == "refused"]
-    assert reasons
-    assert all(reason == Reason.DATA.text for reason in reasons)  # a file's name may be a patient's
-    record = (workspace / "sites" / "site-3").rglob("audit.jsonl")
-    assert {json.loads(line)["kind"] for path in record for line in path.read_text().splitlines()} == {"refusal"}
+    check_refused(workspace, 5)
 
 
 class AsFlareAdds(FedIT):
@@ -149,19 +146,16 @@ class AsFlareAdds(FedIT):
         return replace(after, shared={n: t + mean[n].to(t.dtype) for n, t in state.shared.items()})
 
 
-def test_flares_own_fedavg_uses_the_aggregator(flare: Callable[..., Path], tmp_path: Path) -> None:
+def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) -> None:
     """To the bit: a reference that adds in another order drifts from it by as much as Adam makes of a last bit."""
     config = small_config("fedit")
 
-    def edit(folder: Path) -> None:
-        path = folder / "config_fed_server.json"
-        server: dict[str, Any] = json.loads(path.read_text())
+    def use_fedavg(server: dict[str, Any]) -> None:
         aggregator = {"path": "consilium.flare.aggregator.StrategyAggregator", "args": {}}
         fedavg = {"num_clients": 3, "num_rounds": 2, "persistor_id": "", "aggregator": aggregator}
         server["workflows"] = [{"id": "c", "path": "tests.flare.components.InitialFedAvg", "args": fedavg}]
-        path.write_text(json.dumps(server))
 
-    workspace = flare(config, edit)
+    workspace = flare(config, edited(server=use_fedavg))
     reference = tmp_path / "inprocess"
     job = replace(assemble_job(config), strategy=AsFlareAdds())
     simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)

@@ -1,39 +1,20 @@
 """Causal LMs: the shipped one, folders of three families, layouts without weights, and checkpoints that do not fit."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
 from consilium.models.pretraining.lm import held_out, make_tokenizer
 from consilium.models.pretraining.texts import make_texts
+from tests.models.folders import FAMILIES, config_of, save_folder, small_shape
 
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}
 PRETRAINED = os.environ.get("CONSILIUM_TEST_LM", "")
 """A really pretrained small model in `transformers` format, where the machine has one."""
-
-
-def small_shape(family: str = "llama", **sizes: Any) -> PreTrainedConfig:
-    common = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
-    return FAMILIES[family](**(common | {"num_attention_heads": 2, "num_key_value_heads": 1} | sizes))
-
-
-def save_folder(folder: Path, family: str = "llama", **sizes: Any) -> Path:
-    """Write a random model as `transformers` does, with the tiny tokenizer beside it."""
-    torch.manual_seed(0)
-    build_causal_lm("folder", None, small_shape(family, **sizes).to_dict(), weights=False).save_pretrained(folder)
-    load_tokenizer("tiny", None).save_pretrained(folder)
-    return folder
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
 
 
 def test_the_shipped_model_is_small_and_knows_its_text() -> None:

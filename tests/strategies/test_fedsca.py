@@ -174,7 +174,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SiteConfig]:
 
 def run_groups(sites: dict[str, SiteConfig], folder: Path, **options: object) -> tuple[torch.Tensor, float]:
     """Return the last matrix and the mean test Dice of what the sites receive."""
-    raw = small_config("fedsca", rounds=3, local_steps=12, lr=1e-2, batch_size=4).model_dump()
+    raw = small_config("fedsca", rounds=2, local_steps=12, lr=1e-2, batch_size=4).model_dump()
     raw |= {"strategy": {"name": "fedsca", "low": 0, "pull": 0.0, **options}, "task": {"classes": ["nucleus"]}, "data": {}}
     coordinator = simulate(assemble_job(JobConfig.model_validate(raw)), sites, folder, lambda event: None)
     results = json.loads((folder / "results.json").read_text())

@@ -47,8 +47,7 @@ def run_simulator(
     under `workspace`/flare. No process is left however this ends. Raises ConsiliumError with the reason if the job does not
     complete.
     """
-    told = {key: None if path is None else str(path) for key, path in vars(given).items()}
-    write_atomic(workspace / GIVEN, json.dumps(told).encode())
+    tell(given, workspace)
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
     with open(log, "w", encoding="utf-8") as output:
@@ -67,6 +66,12 @@ def run_simulator(
             process.wait()
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
+
+
+def tell(given: Given, workspace: Path) -> None:
+    """Leave to the sites' processes what the simulation gives them."""
+    told = {key: None if path is None else str(path) for key, path in vars(given).items()}
+    write_atomic(workspace / GIVEN, json.dumps(told).encode())
 
 
 def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[str]:

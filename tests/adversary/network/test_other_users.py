@@ -21,6 +21,7 @@ from consilium.federation.engine import Member, run_phase
 from consilium.federation.runs import STATE
 from consilium.flare import context
 from consilium.storage import PUBLIC, write_atomic
+from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 
 
@@ -29,11 +30,6 @@ def _usual_umask() -> Iterator[None]:
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-def open_to_others(folder: Path) -> list[str]:
-    """Return what under `folder`, itself included, group or others may read, write or enter."""
-    return [f"{p.stat().st_mode & 0o777:o} {p}" for p in (folder, *folder.rglob("*")) if p.stat().st_mode & 0o077]
 
 
 def place(tmp_path: Path) -> FLContext:

@@ -14,7 +14,7 @@ from consilium import __version__
 from consilium.errors import Reason
 from consilium.flare import wire
 from consilium.messages import Hello, Payload
-from tests.flare.test_controller import Federation, context, trained
+from tests.flare.answering import Federation, context, trained
 
 LONG = "/data/John Doe/1.png \x1b[2J" * 10**6
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.federation.runs import STATE
-from tests.adversary.network.test_other_users import open_to_others
+from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, LEAD, Federation
 

@@ -1,0 +1,71 @@
+"""The controller over sites that are functions, for what it does when one is late, silent or answers nonsense."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+
+from consilium import __version__
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.flare import wire
+from consilium.flare.controller import RoundController
+from consilium.messages import Hello, Payload
+from tests.conftest import small_config
+
+Answer = Callable[[Shareable], Shareable | None]
+
+
+class Federation(RoundController):
+    """The controller over sites that answer at once by a function, or (None) never."""
+
+    def __init__(self, folder: Path, answers: dict[str, Answer]) -> None:
+        super().__init__()
+        self.task_check_period = 0.01
+        config = small_config("fedit")
+        federation = config.federation.model_copy(update={"straggler_grace_seconds": 0.05})
+        job = assemble_job(config.model_copy(update={"federation": federation}))
+        self.coordinator = Coordinator(job, folder, lambda event: None)
+        self.answers, self.sent, self.dead = answers, [], {}
+
+    def send(self, task: Task, fl_ctx: FLContext, targets: list[str], **_: object) -> None:
+        (name,) = targets
+        self.sent.append((name, task))
+        result = self.answers[name](task.data)
+        if result is not None:
+            if wire.HELLO in result and not result[wire.HELLO]["name"]:
+                result[wire.HELLO]["name"] = name  # as an honest site does
+            client_task = ClientTask(client=SimpleNamespace(name=name), task=task)
+            client_task.result = result
+            task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
+            task.completion_status = TaskCompletionStatus.OK
+
+    def get_client_disconnect_time(self, client_name: str) -> float | None:
+        return self.dead.get(client_name)
+
+    def cancel_task(self, task: Task, completion_status: TaskCompletionStatus, fl_ctx: FLContext) -> None:
+        task.completion_status = completion_status
+
+
+def trained(value: float) -> Answer:
+    def answer(message: Shareable) -> Shareable:
+        if wire.HELLO in message:
+            return wire.encode_dict(wire.HELLO, Hello("", 4, False, __version__).to_dict())
+        payload, run = wire.decode(message)
+        return wire.encode(
+            Payload(payload.round, 0, {n: torch.full_like(t, value) for n, t in payload.tensors.items()}), run, True
+        )
+
+    return answer
+
+
+def context(names: list[str]) -> FLContext:
+    fl_ctx = FLContext()
+    clients = [SimpleNamespace(name=n) for n in names]
+    engine = SimpleNamespace(get_clients=lambda: clients, fire_event=lambda *event: None)
+    fl_ctx.get_engine = lambda: engine
+    return fl_ctx

@@ -1,0 +1,116 @@
+"""How tests run a job over FLARE: in its simulator with a process for every participant, or in this process."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.site import Given
+from consilium.flare import context, filters, wire
+from consilium.flare.context import OUTPUT
+from consilium.flare.simulator import export_job, run_simulator, tell
+from consilium.storage import load_state
+from tests.flare.together import Together
+
+ROOT = Path(__file__).parents[2]
+SITES = ["site-1", "site-2", "site-3"]
+
+Edit = Callable[[Path], None]
+Runner = Callable[..., Path]
+"""run(config, edit, sites, data): run a job, its configuration folder edited first, and return its workspace."""
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state file."""
+    return load_state(path)[0]
+
+
+def untouched(config: Path) -> None:
+    """Leave the job as it was exported."""
+
+
+def edited(**files: Callable[[dict], None]) -> Edit:
+    """Return an edit of config_fed_client.json (client=...) and config_fed_server.json (server=...)."""
+
+    def edit(config: Path) -> None:
+        for side, change in files.items():
+            path = config / f"config_fed_{side}.json"
+            values = json.loads(path.read_text())
+            change(values)
+            path.write_text(json.dumps(values))
+
+    return edit
+
+
+def add_filter(name: str, client: dict[str, Any]) -> None:
+    """Put one of tests.flare.components behind the guard of a client's configuration."""
+    (chain,) = client["task_result_filters"]
+    chain["filters"].append({"path": f"tests.flare.components.{name}", "args": {}})
+
+
+def listen(client: dict[str, Any]) -> None:
+    """Keep the bytes of every task as it arrives and of every answer as it leaves."""
+    client["task_data_filters"][0]["filters"].insert(0, {"path": "tests.flare.components.Ear", "args": {}})
+    add_filter("Listener", client)
+
+
+@contextmanager
+def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None) -> Iterator[Path]:
+    """Yield the job folder, under the environment of a simulation over `data`, the hospitals' folders."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
+        environment.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
+        environment.setenv(OUTPUT, str(workspace.resolve()))
+        tell(Given(data), workspace)
+        job = export_job(config, workspace)
+        edit(job / "app" / "config")
+        yield job
+
+
+def in_simulator(
+    workspace: Path,
+    config: JobConfig,
+    edit: Edit = untouched,
+    sites: list[str] | None = None,
+    data: Path | None = None,
+    threads: int | None = None,
+) -> Path:
+    """Run a job in FLARE's simulator: a process for the server and one for each site."""
+    often = edited(server=lambda server: server.update(server={"task_request_interval": 0.2}))  # 2 seconds else
+    with exported(config, workspace, edit, data) as job:
+        often(job / "app" / "config")
+        resources = workspace / "flare/workspace/local/resources.json"
+        resources.parent.mkdir(parents=True)
+        resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
+        run_simulator(job, sites or SITES, workspace, lambda event: None, threads, Given(data))
+    return workspace
+
+
+def in_this_process(
+    workspace: Path, config: JobConfig, edit: Edit = untouched, sites: list[str] | None = None, data: Path | None = None
+) -> Path:
+    """Run a job's components in this process, see tests.flare.together."""
+    with exported(config, workspace, edit, data) as job, own_process():
+        Together(job, sites or SITES, workspace / "flare" / "kits").run()
+    return workspace
+
+
+@contextmanager
+def own_process() -> Iterator[None]:
+    """Leave what our components keep in their process, which here is the tests', as it was."""
+    tables = (filters._guards, filters._sent, wire._held, context._opened)
+    mask = os.umask(0o077)
+    try:
+        with ExitStack() as stack:
+            for table in tables:
+                stack.enter_context(patch.dict(table))
+            yield
+    finally:
+        os.umask(mask)
