@@ -57,7 +57,7 @@ def read_datalist(path: Path, classes: bool | None = False) -> DataList:
     try:
         raw = json.loads(text)
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error}); mend the place named") from None
+        raise DataError(f"{path}: not valid JSON ({error}); fix the place named") from None
     except RecursionError:
         raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
     if not isinstance(raw, dict) or "training" not in raw:

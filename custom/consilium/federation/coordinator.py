@@ -1,4 +1,4 @@
-"""The server's life: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
+"""The server's side of one run: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
 
 import math
 import random

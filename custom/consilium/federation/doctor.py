@@ -57,7 +57,7 @@ def checked(check: str, look: Callable[[], Finding | str]) -> Finding:
         found = look()
     except ConsiliumError as error:
         wrong, _, remedy = " ".join(str(error).split()).partition("; ")
-        return Finding(check, wrong, remedy or "mend it")
+        return Finding(check, wrong, remedy or "fix it")
     return Finding(check, found) if isinstance(found, str) else found
 
 

@@ -1,4 +1,4 @@
-"""A site's life: keep its own tensors, receive, evaluate, train, remember what it handed to its guard."""
+"""The site's side of one run: keep its own tensors, receive, evaluate, train, remember what it handed to its guard."""
 
 import json
 import time
@@ -16,6 +16,7 @@ from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, RefusedError
+from consilium.federation import probe
 from consilium.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -34,7 +35,6 @@ from consilium.report.predictions import PREDICTIONS, write_predictions
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
-from consilium.strategies.unequal import probe
 from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
 from consilium.training.loop import Progress, train

@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); mend it or restore it from resources.json.default") from None
+        raise ConfigError(f"{path}: not valid JSON ({error}); fix it or restore it from resources.json.default") from None
     listed = found.get(KEY, []) if isinstance(found, dict) else None
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
         raise ConfigError(f"{path}: {KEY}: expected a list of class names; restore it from resources.json.default")

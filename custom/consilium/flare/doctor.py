@@ -100,8 +100,8 @@ def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
     if mode != "enforce":
         return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
     if wide := [entry for entry in listed if _is_prefix(entry)]:
-        mend = f"run `consilium allow KIT`; {_needs(role)}" if is_ours(wide[0]) else "name single classes"
-        return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", mend)
+        remedy = f"run `consilium allow KIT`; {_needs(role)}" if is_ours(wide[0]) else "name single classes"
+        return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", remedy)
     if wrong := sorted({entry for entry in listed if is_ours(entry)} ^ set(CLASSES[role])):
         what = "is missing" if wrong[0] in CLASSES[role] else f"is none that a {role} needs"
         return Finding("allow-list", f"{wrong[0]!r} {what}", f"run `consilium allow KIT`; {_needs(role)}")
@@ -233,4 +233,4 @@ def _json(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); mend the place named") from None
+        raise ConfigError(f"{path}: not valid JSON ({error}); fix the place named") from None

@@ -1,4 +1,4 @@
-"""What left a site, message by message: the guard writes it before it lets go, and the hospital reads it.
+"""What left a site, message by message: the guard writes it before it leaves, and the hospital reads it.
 
 One JSON line per message in audit.jsonl of the run's private folder: tensors by name with shape, type, bytes and norm (as sent,
 after clipping and noise), scalars, scores, what it cost in privacy. Every line holds the SHA-256 of the line before it, so a

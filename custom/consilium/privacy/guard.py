@@ -15,14 +15,13 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, mechanism, recovery, words
+from consilium.privacy import audit, kept, mechanism, recovery, words
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
-from consilium.privacy.plan import Plan, make_plan
+from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.release import check_upload, geometries, upload_shapes
-from consilium.schema import SMALLEST_NOISE
 from consilium.seeding import seed_for
-from consilium.storage import digest, load_state, locked, save_state
+from consilium.storage import digest, locked
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -117,26 +116,13 @@ class Guard:
 
     def _admit(self, run: str) -> None:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
-        self._check_policy()
+        check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
         if self.plan is not None:
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
             self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
         self._admitted = run
-
-    def _check_policy(self) -> None:
-        if self.plan is None and self.policy.protects:
-            what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
-            raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
-        if self.plan is None or not self.policy.protects:
-            return
-        if self.plan.config.trust not in (self.policy.trust or ("local",)):
-            what = f"privacy.trust {self.plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent"
-            raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
-        if self.plan.noise_multiplier < SMALLEST_NOISE:
-            what = f"a noise multiplier of {self.plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}"
-            raise RefusedError(f"{self.name}: {what}", Reason.POLICY)
 
     def _charge(self, task: Task) -> None:
         if self._unit == "record":
@@ -177,7 +163,10 @@ class Guard:
         return released
 
     def release_scores(self, task: Task, result: Payload) -> Payload:
-        """Return what may leave of an evaluation: shared metrics, no tensors, nothing else of the answer."""
+        """Return what may leave of an evaluation: shared metrics, no tensors, nothing else of the answer.
+
+        Raises RefusedError, and then nothing may be sent.
+        """
         self._take(task, Kind.EVALUATE)
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
@@ -215,10 +204,10 @@ class Guard:
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""
-        stored, spends = self._stored(task.run)
+        stored, spends = kept.last(self.folder / task.run)
         if stored is None or (stored.round, stored.phase) != task.place:
             stored, spends = self._prepare(plan, task, result, stored)
-            self._store(task.run, stored, spends)
+            kept.keep(self.folder / task.run, stored, spends)
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
             paid = self._unit == "record"  # when the task came
@@ -302,17 +291,3 @@ class Guard:
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
             private=self.policy.noise_seed is None,
         )  # fmt: skip
-
-    def _file(self, run: str) -> Path:
-        return self.folder / run / "released.safetensors"
-
-    def _stored(self, run: str) -> tuple[Payload | None, bool]:
-        """Return this job's last release and whether it costs anything, as decided then, whatever comes now."""
-        if not self._file(run).exists():
-            return None, True
-        tensors, meta = load_state(self._file(run))
-        return Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta["spends"]
-
-    def _store(self, run: str, released: Payload, spends: bool) -> None:
-        meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
-        save_state(self._file(run), released.tensors, meta | {"spends": spends})

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
-from consilium.errors import ConfigError
+from consilium.config.privacy import HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
+from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd
+from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
@@ -125,6 +126,21 @@ def _sigma(privacy: SiteLevelDpConfig | RecordLevelDpConfig, count: int, rate: f
         return privacy.noise_multiplier
     assert privacy.epsilon is not None  # the section has one of them
     return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant)
+
+
+def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
+    """Raise RefusedError where a hospital's policy does not let its site `name` take part under this plan."""
+    if plan is None and policy.protects:
+        what = "site.yaml has a privacy policy (budgets or trust) and the job no `privacy:`; nothing was sent"
+        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+    if plan is None or not policy.protects:
+        return
+    if plan.config.trust not in (policy.trust or ("local",)):
+        what = f"privacy.trust {plan.config.trust!r} is not in site.yaml's privacy.trust; nothing was sent"
+        raise RefusedError(f"{name}: {what}", Reason.POLICY)
+    if plan.noise_multiplier < SMALLEST_NOISE:
+        what = f"a noise multiplier of {plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}"
+        raise RefusedError(f"{name}: {what}", Reason.POLICY)
 
 
 def dpsgd(plan: Plan | None, seed: int | None) -> DpSgd | None:

@@ -1,9 +1,12 @@
-"""DEeR: deviation eliminator and noise regulator (IEEE Transactions on Medical Imaging 2025).
+"""DEeR: deviation eliminator and noise regulator.
 
 Deviation eliminator (Algorithm 1): in phase B all sites hold one frozen A and train B, in phase A the roles are swapped, so
 the mean of the factors is the mean of the products, exactly: (1/K) sum B_k A = B A. (Lines 7 and 12 print a sum; Eq. 3's mean
 is meant.) Noise regulator (Theorem 2): clipping and noise act on the effective update, with the frozen factor as public peer;
 privacy/mechanism.py says where the paper's own clipping does not hold.
+
+Source: M. Zhu, A. Mao, J. Liu, Y. Yuan, "DEeR: Deviation Eliminating and Noise Regulating for Privacy-preserving Federated
+Low-rank Adaptation", IEEE Transactions on Medical Imaging, 2025: Eq. 3, Algorithm 1, Theorem 2.
 """
 
 from dataclasses import dataclass, replace

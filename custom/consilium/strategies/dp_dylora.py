@@ -1,8 +1,11 @@
-"""DP-DyLoRA: federated LoRA at a random rank a round (Xu et al., arXiv 2405.06368).
+"""DP-DyLoRA: federated LoRA at a random rank a round.
 
 Each round the server draws a rank b between rank_min and the adapter's rank r, one for all sites, because ranks drawn by sites
 would make the update's sensitivity depend on the draw. Sites train A[:b] and B[:, :b] at scale alpha / b and upload just those,
 so noise falls on active ranks only. (Ports that draw a rank a step at the site, or scale both factors, are another algorithm.)
+
+Source: J. Xu, K. Saravanan, R. van Dalen, H. Mehmood, D. Tuckey, M. Ozay, "DP-DyLoRA: Fine-Tuning Transformer-Based Models
+On-Device under Differentially Private Federated Learning using Dynamic Low-Rank Adaptation", arXiv 2405.06368, 2024.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,11 @@
-"""Fed-HeLLo: every site holds all LoRA layers and trains as many of them as it can (Zhang et al. 2025, arXiv 2506.12213).
+"""Fed-HeLLo: every site holds all LoRA layers and trains as many of them as it can.
 
 Layers that a site does not train stay frozen at the global value, in its forward pass all the same. A layer's factors are
 averaged over the sites that trained it; one that nobody trained keeps its value. Which layers a site trains is geometry only:
 the paper's rules by gradient norms would tell of the data.
+
+Source: Z. Zhang, P. Liu, J. Xu, R. Hu, "Fed-HeLLo: Efficient Federated Foundation Model Fine-Tuning with Heterogeneous LoRA
+Allocation", arXiv 2506.12213, 2025.
 """
 
 import random

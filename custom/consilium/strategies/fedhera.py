@@ -1,9 +1,12 @@
-"""FedHera: federated heterogeneous rank adaptation (Section 4 of the paper): download many ranks, train few.
+"""FedHera: federated heterogeneous rank adaptation: download many ranks, train few.
 
 The server keeps the exact global update W of every layer and its spectrum. Two water-fillings per site decide, layer by layer,
 how many ranks it downloads (Algorithm 1) and trains (Algorithm 2). The trained prefix is uploaded, the rest is a frozen tail in
 the forward pass, faded in by a gate that trusts sites aligned with the federation (adaptive tail warm-up, Eq. 11 and 12).
 Aggregation: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10, `residual`), or without the start subtracted (`standard`).
+
+Source: K. Xiao, Q. Wang, C. Anagnostopoulos, Z. Tan, W. Li, "FedHera: Towards Drift-Resilient Federated Fine-tuning with
+Heterogeneous Resources": Section 4, Eq. 4 to 12, Algorithms 1 and 2.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,12 @@
-"""FedHL: residuals on the full-rank global update, sites weighted by how much truncation cost them (Peng et al. 2025,
-arXiv 2505.18494).
+"""FedHL: residuals on the full-rank global update, sites weighted by how much truncation cost them.
 
 W <- W + sum p_i s (B_i A_i - trunc_ri(W)): every site's product against what it was sent. The paper derives p_i by minimizing
 the drift term of its bound; minimizing sum p_i^2 e_i over the simplex, with e_i the energy share that site i's truncation lost,
 gives p_i ~ 1 / e_i. That formula is our reading (the abstract's, not the printed one); `floor` keeps a site that lost nothing
 from taking all, and the sites' own weights stay as factors.
+
+Source: Z. Peng, J. Zeng, B. Li, G. Li, S. Chen, T. Wang, "FedHL: Federated Learning for Heterogeneous Low-Rank Adaptation via
+Unbiased Aggregation", arXiv 2505.18494, 2025.
 """
 
 from collections.abc import Mapping

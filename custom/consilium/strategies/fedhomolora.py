@@ -1,6 +1,9 @@
-"""FedHomoLoRA: the homogeneous baseline of FedHera (Appendix D.2): all sites train the rank that the weakest can.
+"""FedHomoLoRA: all sites train the rank that the weakest can.
 
 A and B are averaged each, as in FedIT, whose result it equals at that rank.
+
+Source: the homogeneous baseline of K. Xiao et al., "FedHera: Towards Drift-Resilient Federated Fine-tuning with Heterogeneous
+Resources", Appendix D.2.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""IAT + SOR: inverse asymmetric tuning with a subspace orthogonality regularizer (Zhao et al., arXiv 2606.08687, ICML 2026).
+"""IAT + SOR: inverse asymmetric tuning with a subspace orthogonality regularizer.
 
 IAT (Eq. 4-5): encoder layers share B and keep A local (appearance shift), decoder layers share A and keep B local
 (annotation shift). The paper's Figure 5 compares four splits:
@@ -8,6 +8,9 @@ IAT (Eq. 4-5): encoder layers share B and keep A local (appearance shift), decod
 
 SOR (Eq. 7-8): in r x r space, penalize the squared cosine between the shared factor's movement in this round and the
 moving average of the private factor's drift. Gradients reach the shared factor only.
+
+Source: X. Zhao, W. Huang, L. Zhuang, H. Wu, A. Jiang, Z. Wang, W. He, M. Feng, M. Ye, B. Xu, "Shift-Dependent Asymmetry:
+Orthogonal Inverse Low-Rank Adaptation for Federated Medical Segmentation", ICML 2026, arXiv 2606.08687: Eq. 4, 5, 7 and 8.
 """
 
 from collections.abc import Mapping
@@ -54,7 +57,7 @@ class FedIAT(Strategy):
         return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL
 
     def shared_factor(self, name: str) -> str:
-        """Return "A" or "B": what the layer of this LoRA tensor shares."""
+        """Return "A" or "B": what the layer of this LoRA tensor shares. Raises ConfigError for another tensor."""
         part = name.partition(".")[0]
         if factor(name) is None or part not in ("image_encoder", "mask_decoder"):
             raise ConfigError(

@@ -1,8 +1,11 @@
-"""FedIT: federated averaging of both LoRA factors (Zhang et al., "Towards Building the Federated GPT", ICASSP 2024).
+"""FedIT: federated averaging of both LoRA factors.
 
     A = sum_k p_k A_k,   B = sum_k p_k B_k
 
 The mean of the factors is not the mean of the products: B A != sum_k p_k B_k A_k. That is the method, and its known flaw.
+
+Source: J. Zhang, S. Vahidian, M. Kuo, C. Li, R. Zhang, T. Yu, G. Wang, Y. Chen, "Towards Building the FederatedGPT: Federated
+Instruction Tuning", ICASSP 2024.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""FedProx: federated averaging with a proximal term (Li et al., MLSys 2020): local loss + mu / 2 ||w - w_global||^2."""
+"""FedProx: federated averaging with a proximal term: local loss + mu / 2 ||w - w_global||^2.
+
+Source: T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated Optimization in Heterogeneous Networks",
+MLSys 2020: Eq. 2.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

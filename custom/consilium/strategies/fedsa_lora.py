@@ -1,6 +1,9 @@
-"""FedSA-LoRA: share A, keep B at the site (Guo et al., "Selective Aggregation for Low-Rank Adaptation", ICLR 2025).
+"""FedSA-LoRA: share A, keep B at the site.
 
 The server's own model has B = 0, so only per-site evaluation means anything.
+
+Source: P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu, "Selective Aggregation for Low-Rank Adaptation in Federated
+Learning", ICLR 2025.
 """
 
 from dataclasses import dataclass

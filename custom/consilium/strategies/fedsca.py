@@ -1,4 +1,4 @@
-"""FedSCA: low-level adapter transmission and similarity-guided collaborative aggregation (FedSCA, MICCAI 2025 line of work).
+"""FedSCA: low-level adapter transmission and similarity-guided collaborative aggregation.
 
 LAT: only the `low` adapters nearest to the input travel, the rest stays at the site. SGCA (Eq. 7): the server gives every site
 its own mixture of the uploads, sum_j w_ij Theta_j, where row i solves
@@ -7,6 +7,9 @@ its own mixture of the uploads, sum_j w_ij Theta_j, where row i solves
 
 with d a *similarity*: the paper's printed positive distance would prefer the least similar site. m_j = n_j / sum n; the m_i
 the paper prints is constant in j and drops out (`prior: literal`). Site loss (Eq. 9): + pull * (-cos(Theta_low, mixture)).
+
+Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: Federated Tuning with Similarity-guided
+Collaborative Aggregation for Heterogeneous Medical Image Segmentation", 2025: Eq. 7 and 9.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,8 @@
-"""FFA-LoRA: A frozen at its common start, B trained and averaged (Sun et al., ICLR 2024).
+"""FFA-LoRA: A frozen at its common start, B trained and averaged.
 
 With one A_0 everywhere the mean of the products is exact: sum_k p_k B_k A_0 = (sum_k p_k B_k) A_0.
+
+Source: Y. Sun, Z. Li, Y. Li, B. Ding, "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,10 @@
-"""FlexLoRA: heterogeneous ranks through the mean of products and its SVD (Bai et al. 2024, arXiv 2402.11505).
+"""FlexLoRA: heterogeneous ranks through the mean of products and its SVD.
 
 W = sum p_i s B_i A_i replaces the last global update; a site gets the SVD of W cut to its own rank, with the singular values
 in B (`values_in: left`, as in the authors' code) or half in each factor. The rank a site downloads is the rank it trains.
+
+Source: J. Bai, D. Chen, B. Qian, L. Yao, Y. Li, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
+Client Resources", NeurIPS 2024, arXiv 2402.11505.
 """
 
 from dataclasses import dataclass

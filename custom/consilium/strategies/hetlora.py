@@ -1,9 +1,12 @@
-"""HetLoRA: zero padding, sparsity-weighted aggregation and self-pruning of ranks (Cho et al. 2024, arXiv 2401.06432).
+"""HetLoRA: zero padding, sparsity-weighted aggregation and self-pruning of ranks.
 
 The server pads every site's factors with zeros to the largest rank and averages each factor with weights
 w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F over all layers together. A site receives the first r_i ranks. Its loss carries
 prune_weight * sum ||B[:, g r:]||_F ||A[g r:, :]||_F; where that has shrunk over the round, the site goes on at rank g r.
 The weights multiply both factors, so that a product carries their square: that is the paper's rule.
+
+Source: Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation
+Models", EMNLP 2024, arXiv 2401.06432.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""LoRA-FAIR: the averaged B is refined at the server towards the mean of products (Bian et al. 2024, arXiv 2411.14961).
+"""LoRA-FAIR: the averaged B is refined at the server towards the mean of products.
 
 A and B are averaged each, D = sum p_i B_i A_i is what their product should be, and dB minimizes per layer
 
@@ -6,6 +6,9 @@ A and B are averaged each, D = sum p_i B_i A_i is what their product should be, 
     ||D - (B + dB) A||_F^2 + penalty ||dB||_F^2       (`loss: frobenius`, with its closed form)
 
 Sites go on from A and B + dB (the paper's "Avg-Initial"). D is never formed: everything is in products with A, r columns wide.
+
+Source: J. Bian, L. Wang, L. Zhang, J. Xu, "LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and Initialization
+Refinement", ICCV 2025, arXiv 2411.14961.
 """
 
 from dataclasses import dataclass, replace

@@ -51,6 +51,7 @@ def read_pannuke(source: Path, options: Options) -> Reading:
 
     With folds 1, 2 and 3 these are training, validation and test, the publisher's first rotation; with fewer, pictures are
     split, because patients are not named.
+    Raises DataError for another layout.
     """
     arrays = [path for path in files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {_fold_number(source, path) for path in arrays}
@@ -115,6 +116,7 @@ def read_monuseg(source: Path, options: Options) -> Reading:
     """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml; MoNuSegTestData, if there, is the test split.
 
     One site, because the names tell patients (TCGA barcodes) but no organs; --sites deals the patients out.
+    Raises DataError for another layout.
     """
     found = [_polygons("monuseg", image, xml, None, None) for image, xml in _monuseg_training(source)]
     if not found:
@@ -143,6 +145,7 @@ def read_monusac(source: Path, options: Options) -> Reading:
 
     A site per hospital, the second field of the barcode. Patients below a folder whose name has "Testing" are the
     publisher's test split. Regions named Ambiguous stay background.
+    Raises DataError for another layout.
     """
     found = []
     for xml in files(source, [".xml"]):
@@ -195,7 +198,10 @@ def _type_value(xml: Path, annotation: ElementTree.Element, types: list[str], ap
 
 
 def read_tnbc(source: Path, options: Options) -> Reading:
-    """Read TNBC (Naylor): Slide_XX/*.png with GT_XX/*.png, anything but 0 a nucleus; split by slide, which is a patient."""
+    """Read TNBC (Naylor): Slide_XX/*.png with GT_XX/*.png, anything but 0 a nucleus; split by slide, which is a patient.
+
+    Raises DataError for another layout.
+    """
     slides = [folder for folder in folders(source) if re.fullmatch(r"slide_\d+", folder.name.lower())]
     found = []
     for slide in slides:

@@ -26,6 +26,7 @@ def read_prostate(source: Path, options: Options) -> Reading:
     patient.
     Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
     for the publisher's own loader, and the segmentation is written anew with the image's header.
+    Raises DataError for another layout.
     """
     named = {name: next((f for one in folders(source) if (f := child(one, name))), None) for name in HOSPITALS}
     found: list[Found] = []
@@ -59,6 +60,7 @@ def read_mnms(source: Path, options: Options) -> Reading:
     Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
     because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: they leave
     two vendors without training cases. Cases without labels, those of Training/Unlabeled, are left out.
+    Raises DataError for another layout.
     """
     table, rows = _table(source)
     cases = {p.name[: -len("_sa.nii.gz")]: p for p in files(source, ["_sa.nii.gz"])}

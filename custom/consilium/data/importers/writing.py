@@ -69,7 +69,10 @@ def arrange(samples: Sequence[Found], name: str, options: Options) -> tuple[Site
 
 
 def pool(samples: Sequence[Found], name: str, options: Options) -> list[Found]:
-    """Deal all patients out to `options.sites` sites, those of every published split in turn."""
+    """Deal all patients out to `options.sites` sites, those of every published split in turn.
+
+    Raises DataError for more sites than patients.
+    """
     names = [f"site-{i}" for i in range(1, options.sites + 1)] if options.sites > 1 else [name]
     owner: dict[tuple[str, str], str] = {}
     for split in sorted({sample.split or "" for sample in samples}):

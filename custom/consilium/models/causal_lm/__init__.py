@@ -50,7 +50,7 @@ class CausalLmConfig(ModelConfig):
         return value
 
     def keep_apart(self) -> None:
-        """See ModelConfig."""
+        """See ModelConfig. Raises ValueError."""
         if self.config is None:
             return
         if (kind := self.config.get("model_type")) not in APART:

@@ -61,6 +61,7 @@ class PromptedSam(Sam):
 
         `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box": every class is then decoded with
         its own box by token 0 (the SAM-Med2D setting); a NaN row means no box is known and stands for the whole image.
+        Raises ConfigError where boxes are missing.
         """
         embedding = self.encode((images - self.pixel_mean) / self.pixel_std)
         if not self.by_box:

@@ -7,9 +7,9 @@ from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import ConfigError
+from consilium.federation import probe
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.strategies.unequal import probe
 from consilium.strategies.unequal.layers import shapes
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
