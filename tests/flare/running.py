@@ -83,9 +83,7 @@ def in_simulator(
     threads: int | None = None,
 ) -> Path:
     """Run a job in FLARE's simulator: a process for the server and one for each site."""
-    often = edited(server=lambda server: server.update(server={"task_request_interval": 0.2}))  # 2 seconds else
     with exported(config, workspace, edit, data) as job:
-        often(job / "app" / "config")
         resources = workspace / "flare/workspace/local/resources.json"
         resources.parent.mkdir(parents=True)
         resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))

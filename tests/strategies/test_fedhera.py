@@ -1,5 +1,6 @@
 """FedHera: the server's exactness, ranks within budgets, what travels, the gate, whole runs."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,19 @@ from consilium.messages import Payload, SiteInfo
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.strategy import Role, ServerState, SiteResult
-from consilium.strategies.unequal.allocation import gate
 from consilium.strategies.unequal.exact import global_updates, stored_spectra
 from consilium.strategies.unequal.layers import factors, shapes
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]
+
+
+def gate(completed: int, score: float | None, age: int, schedule: str = "paper") -> float:
+    """Return Eq. 12 as printed, or as in the authors' code, with tau 2 and decay 0.9; before a first report s is 0."""
+    if score is None:
+        return 1 - math.exp(-completed / 2)
+    exponent = (1 + score) * 0.9**age if schedule == "paper" else 1 + score * 0.9**age
+    return 1 - math.exp(-completed / 2 * exponent)
 
 
 def hera(**options: object) -> FedHera:

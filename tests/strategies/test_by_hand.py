@@ -1,0 +1,101 @@
+"""Merges worked out on paper: two or three sites, one or two layers, round numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from consilium.linalg import lowrank
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.fedhello import FedHeLLo
+from consilium.strategies.fedhl import FedHL
+from consilium.strategies.fedprox import FedProx
+from consilium.strategies.hetlora import HetLoRA
+from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.unequal.ranks import Tier
+
+A, B = "model.layers.0.q_proj.lora_A", "model.layers.0.q_proj.lora_B"
+EACH = {"all": Tier(1, 2)}
+
+
+def matrix(*rows: tuple[float, ...]) -> Tensor:
+    return torch.tensor(rows)
+
+
+def zeros(tensors: Tensors) -> Tensors:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def result(sent: Payload, site: SiteInfo, update: Tensors, weight: int = 1) -> SiteResult:
+    return SiteResult(Payload(sent.round, sent.phase, update), weight, sent, site)
+
+
+def test_fedprox_pulls_back_by_mu_times_the_distance() -> None:
+    """mu = 0.5 at distances (1, -2): 0.25 * (1 + 4) = 1.25, gradient 0.5 * (1, -2); what does not train does not count."""
+    moved, frozen = torch.tensor([3.0, 0.0], requires_grad=True), torch.tensor([9.0])
+    anchors = {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([0.0])}
+    penalty = FedProx(mu=0.5).regularizer(LocalStep({"a": moved, "b": frozen}, anchors, {}, {}))
+    assert penalty is not None
+    assert penalty.item() == pytest.approx(1.25)
+    penalty.backward()
+    assert moved.grad is not None
+    assert moved.grad.tolist() == [0.5, -1.0]
+    assert FedProx(mu=0.0).regularizer(LocalStep({"a": moved}, anchors, {}, {})) is None
+
+
+def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
+    """W = diag(3, 1). Rank 1 loses 1 of 10 parts of the energy, rank 2 none: 1 / (0.1 + 0.1) to 1 / 0.1, so 1/3 and 2/3.
+
+    Site low doubles its product diag(3, 0), site high changes nothing: W becomes diag(3 + 3/3, 1).
+    """
+    strategy = FedHL(tiers=EACH, profile={"all": 1.0}, floor=0.1)
+    state = strategy.init_state({A: torch.eye(2), B: torch.zeros(2, 2)})
+    layer = A.removesuffix(".lora_A")
+    update = lowrank.add(lowrank.zero(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
+    state = strategy._decomposed(replace(state, round=1), {layer: update})
+    low = SiteInfo("low", 1, capacity={"time": 1.0, "memory": 1.0, "download": 1.0})
+    high = SiteInfo("high", 1, capacity={"time": 2.0, "memory": 2.0, "download": 2.0})
+    sent = {site.name: strategy.broadcast(state, site) for site in (low, high)}
+    doubled = zeros(sent["low"].tensors) | {B: sent["low"].tensors[B]}
+    results = {"low": result(sent["low"], low, doubled), "high": result(sent["high"], high, zeros(sent["high"].tensors))}
+    assert strategy.share(state, results) == pytest.approx({"low": 1 / 3, "high": 2 / 3})
+    after = strategy.merge(state, results).shared
+    found = after[f"{layer}.dense"] if f"{layer}.dense" in after else after[f"{layer}.left"] @ after[f"{layer}.right"]
+    torch.testing.assert_close(found, matrix((4.0, 0.0), (0.0, 1.0)))
+
+
+def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None:
+    """Products diag(3, 0) of rank 1 and diag(0, 1) of rank 2 have norms 3 and 1, so weights 3/4 and 1/4, on both factors."""
+    strategy = HetLoRA(tiers=EACH, profile={"all": 1.0})
+    start = {A: torch.zeros(2, 2), B: torch.zeros(2, 2)}
+    state = ServerState(0, 0, start, {})
+    one = Payload(0, 0, {A: torch.zeros(1, 2), B: torch.zeros(2, 1)})
+    two = Payload(0, 0, start)
+    results = {
+        "a": result(one, SiteInfo("a", 1), {A: matrix((1.0, 0.0)), B: matrix((3.0,), (0.0,))}),
+        "b": result(two, SiteInfo("b", 1), {A: matrix((0.0, 0.0), (0.0, 1.0)), B: matrix((0.0, 0.0), (0.0, 1.0))}),
+    }
+    after = strategy.merge(state, results).shared
+    assert after[A].tolist() == [[0.75, 0.0], [0.0, 0.25]]
+    assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
+
+
+def test_fedhello_averages_a_layer_over_those_who_trained_it() -> None:
+    """Site a (weight 1) trains the top layer only and adds 1, site b (weight 3) both and adds 3: +2.5 on top, +3 below."""
+    names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in (0, 1) for f in "AB"}
+    strategy = FedHeLLo(tiers={"all": Tier(1, 2)}, profile={"all": 1.0}, rank=2, layers="top")
+    state = strategy.init_state(names)
+    sites = {
+        "a": SiteInfo("a", 1, capacity={"time": 1.0, "memory": 1.0}),
+        "b": SiteInfo("b", 3, capacity={"time": 2.0, "memory": 2.0}),
+    }
+    results = {}
+    for name, weight, step in (("a", 1, 1.0), ("b", 3, 3.0)):
+        sent = strategy.broadcast(state, sites[name])
+        trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
+        results[name] = result(sent, sites[name], trained, weight)
+    after = strategy.merge(state, results).shared
+    for factor in "AB":
+        assert after[f"model.layers.1.q_proj.lora_{factor}"].tolist() == [[3.5, 3.5], [3.5, 3.5]]
+        assert after[f"model.layers.0.q_proj.lora_{factor}"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
