@@ -1,12 +1,14 @@
 """What several commands share: --format, --set, the job argument, and what they do with them."""
 
 import math
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
+from rich.console import Console
 
 from consilium.errors import ConfigError
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 
 MOST_SITES = 10_000
+FILE_WIDTH = 140
+"""Cells of a table where there is no terminal."""
 LONGEST_LINE = 4000
 """Characters of a line that is printed, at most."""
 
@@ -37,6 +41,12 @@ FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, 
 PageFormatOption = Annotated[PageFormat, typer.Option("--format", help="md for people, json for programs")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in training.lr=0.001")]
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
+
+
+def page() -> Console:
+    """Return where tables go: as wide as the terminal, or as COLUMNS says; FILE_WIDTH in a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
 from consilium.config.site import find_site
 from consilium.errors import ConfigError
@@ -32,8 +32,6 @@ from consilium.report.clean import shown
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 RESERVED = ("server", "centralized")
 """What a run's folder calls by these names already."""
-FILE_WIDTH = 140
-"""Cells of a table where there is no terminal."""
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
 
@@ -251,11 +249,9 @@ def _print_results(
     if format is Format.JSON:
         print(json.dumps({"workspace": str(folder), "results": results, "losses": losses}, indent=1, sort_keys=True))
         return
-    console = Console()
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else FILE_WIDTH
-    console = Console(width=width)
+    console = page()
     scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.name, scores, width, losses))
+    console.print(result_table(results, config.name, scores, console.width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files = ["metrics.jsonl", "tb_events", "sites/*/adapter", *([PREDICTIONS] if (folder / PREDICTIONS).is_file() else [])]

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,14 +12,17 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from consilium.cli.audit import audit
-from consilium.cli.options import Format, FormatOption, SetOption, parse_override
+from consilium.cli.options import Format, FormatOption, SetOption, page, parse_override
 from consilium.errors import ConsiliumError
 from consilium.report.clean import line, shown
+from consilium.report.tables import fit
 
 if TYPE_CHECKING:
     from consilium.flare.session import Admin
+    from consilium.messages import Stage
 
 app = typer.Typer()
 app.command()(audit)
@@ -179,41 +184,84 @@ def show(found: dict[str, Any]) -> None:
         return
     console.print(line(place(progress)))
     if progress["sites"]:
-        console.print(_table(progress))
+        console.print(_table(progress, page().width))
     for one in progress["refused"]:
         console.print(line(f"refused {when(one, progress['rounds'])}: {one['site']}: {one['reason']}", "yellow"))
 
 
-def _table(progress: dict[str, Any]) -> Table:
+def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
-    it shares them, and what it has sent and received."""
-    from consilium.messages import TRAIN_LOSS, Stage
-    from consilium.report.view import number, reported, score_of
+    it shares them, and what it has sent and received, in at most `width` cells where that can be."""
+    from consilium.messages import Stage
+    from consilium.report.view import reported
     from consilium.tasks.registry import Scores
 
-    sites, told = progress["sites"], progress["scores"]
+    told, sites = progress["scores"], progress["sites"]
     scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"])  # a server wrote them
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
-    stages = (Stage.GLOBAL, Stage.PERSONALIZED)
+    headings = {stage: shown(scores.heading(score)) for stage in (Stage.GLOBAL, Stage.PERSONALIZED)}
+    layouts = [
+        partial(_sites, progress, score, headings, joint, sizes) for joint, sizes in ((" ", True), ("\n", True), ("\n", False))
+    ]
+    return fit(layouts, [shown(name) for name in sites], width)
+
+
+def _sites(
+    progress: dict[str, Any], score: str, headings: "dict[Stage, str]", joint: str, sizes: bool, names: Mapping[str, str]
+) -> Table:
+    from consilium.messages import TRAIN_LOSS
+    from consilium.report.view import number, score_of
+
     table = Table(box=SIMPLE, pad_edge=False)
-    headings = [f"{shown(scores.heading(score))} {stage}" for stage in stages]
-    for heading in ("site", "round", "weight", "loss", *headings, "KiB up", "KiB down"):
-        table.add_column(line(heading), justify="left" if heading == "site" else "right")
-    for name, one in sorted(sites.items()):
-        metrics = one["metrics"]
-        numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in stages)]
-        sizes = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down")]
-        weight = "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})"
-        table.add_row(line(name), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *sizes)
+    told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]
+    for heading in ("site", "round", "weight", "loss", *told, *((f"KiB{joint}up", f"KiB{joint}down") if sizes else ())):
+        table.add_column(Text(heading), justify="left" if heading == "site" else "right", no_wrap=True)
+    for name, one in sorted(progress["sites"].items()):
+        metrics, share = one["metrics"], one["share"]
+        numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in headings)]
+        moved = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down") if sizes]
+        weight = "-" if share is None else f"{one['weight']} ({share:.0%})"
+        table.add_row(Text(names[shown(name)]), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *moved)
     return table
 
 
 def _list(jobs: list[dict[str, Any]]) -> None:
+    console, rows = page(), [_row(one) for one in jobs]
+    wide = ("experiment", "status", "submitted", "took", "by", "job")
+    layouts = [partial(_jobs, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
+    console.print(fit([*layouts, partial(_tall_jobs, rows)], [row["experiment"] for row in rows], console.width))
+
+
+def _row(job: dict[str, Any]) -> dict[str, str]:
+    """Return what is shown of a job, by heading."""
+    found = {
+        "experiment": job["experiment"],
+        "status": job["status"],
+        "submitted": str(job["submit_time_iso"])[:19].replace("T", " "),
+        "took": str(job["duration"] or "").split(".")[0],
+        "by": job["submitter_name"],
+        "job": job["job_id"],
+    }
+    return {heading: shown(value or "") for heading, value in found.items()}
+
+
+def _jobs(rows: list[dict[str, str]], headings: tuple[str, ...], names: Mapping[str, str]) -> Table:
+    """Return a row per job; no word in it is broken."""
     table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("experiment", "status", "submitted", "took", "by", "job"):
-        table.add_column(heading, overflow="fold")
-    for one in jobs:
-        submitted, took = str(one["submit_time_iso"])[:19].replace("T", " "), str(one["duration"] or "").split(".")[0]
-        row = (one["experiment"], one["status"], submitted, took, one["submitter_name"], one["job_id"])
-        table.add_row(*(line(cell or "") for cell in row))
-    Console().print(table)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(names[row[h]] if h == "experiment" else row[h]) for h in headings))
+    return table
+
+
+def _tall_jobs(rows: list[dict[str, str]], names: Mapping[str, str]) -> Table:
+    """Return a line per job and value."""
+    table = Table(box=SIMPLE, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for row in rows:
+        for heading, value in (row | {"experiment": names[row["experiment"]]}).items():
+            table.add_row(heading, Text(value))
+        table.add_section()
+    return table

@@ -12,6 +12,7 @@ Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: 
 Collaborative Aggregation for Heterogeneous Medical Image Segmentation", 2025: Eq. 7 and 9.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -25,7 +26,7 @@ from consilium.linalg.lowrank import summed
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Factor
-from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase
+from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
 
 MATRIX = "collaboration"
 
@@ -93,8 +94,8 @@ class FedSCA(Strategy):
         fresh = {name: result.trained() for name, result in results.items()}
         sites = {**state.sites, **fresh}
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
-        weights = {name: float(upload.weight) for name, upload in results.items()}
-        shared = _mix(_share([weights[name] for name in fresh]), list(fresh.values()))
+        weights = {name: float(result.weight) for name, result in results.items()}
+        shared = _mix(shares(results).values(), list(fresh.values()))
         known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
         matrix = self._matrix(sites, known, set(fresh))
         round, phase = next_phase(state, self.phases(state.round))
@@ -112,7 +113,8 @@ class FedSCA(Strategy):
         rows = torch.zeros(len(names), len(names), dtype=torch.float64)
         for takers, givers in ((here, here), (~here, torch.ones_like(here))):
             if takers.any():
-                prior = _share([weights[n] for n, there in zip(names, givers.tolist(), strict=True) if there])
+                known = {n: weights[n] for n, there in zip(names, givers.tolist(), strict=True) if there}
+                prior = torch.tensor(list(normalized(known).values()), dtype=torch.float64)
                 found = self._weights(flat[givers], prior)
                 rows[takers.nonzero(), givers.nonzero().T] = found[takers[givers]]
         return rows
@@ -152,12 +154,7 @@ def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
 _EXACT = "donot_use_mm_for_euclid_dist"  # the quick way loses all digits between sites that are nearly equal
 
 
-def _share(weights: list[float]) -> Tensor:
-    found = torch.tensor(weights, dtype=torch.float64)
-    return found / found.sum()
-
-
-def _mix(weights: Tensor, values: list[Tensors]) -> Tensors:
+def _mix(weights: Iterable[float] | Tensor, values: list[Tensors]) -> Tensors:
     """Return sum_j w_j values_j, summed in float64 in the order given."""
     return {
         name: summed([float(w) * v[name].double() for w, v in zip(weights, values, strict=True)]).to(tensor.dtype)

@@ -75,8 +75,13 @@ class SiteResult:
 
 def shares(results: Mapping[str, SiteResult]) -> dict[str, float]:
     """Return p_i, the results' weights over their sum."""
-    total = sum(result.weight for result in results.values())
-    return {name: result.weight / total for name, result in results.items()}
+    return normalized({name: float(result.weight) for name, result in results.items()})
+
+
+def normalized(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return weights over their sum."""
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
 
 
 Gathered: TypeAlias = Any

@@ -1,0 +1,61 @@
+"""`consilium status` at the widths people have: nothing is broken into pieces, nothing cut unseen."""
+
+from typing import Any
+
+import pytest
+
+from consilium.cli import submit
+
+JOB = "0f0e3a52-7c1e-4a55-9d55-4d2f27ab81aa"
+WIDTHS = (60, 80, 140)
+
+
+def job(experiment: str) -> dict[str, Any]:
+    return {
+        "experiment": experiment,
+        "status": "FINISHED:COMPLETED",
+        "submit_time_iso": "2026-11-21T19:43:38.123456",
+        "duration": "0:03:12.52",
+        "submitter_name": "lead@hospital.example.org",
+        "job_id": JOB,
+    }
+
+
+def progress() -> dict[str, Any]:
+    site = {"round": 0, "weight": 24, "share": 0.333, "bytes_up": 5_000_000, "bytes_down": 7_000_000}
+    site |= {"metrics": {"train/loss": 0.75, "validation/global/dice": 0.5, "validation/personalized/dice": 0.625}}
+    names = ("university-hospital-of-the-north", "university-hospital-of-the-south", "c")
+    scores = {"leading": ["dice"], "headings": {"dice": "Dice"}}
+    return {"rounds": 5, "sites": dict.fromkeys(names, site), "scores": scores}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    submit._list([job("ward-study"), job("another-study-with-a-long-name-of-its-own")])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    for whole in ("FINISHED:COMPLETED", JOB, "ward-study"):
+        assert whole in text
+    assert ("lead@hospital.example.org" in text) == (width == 60)  # left out, or in a line of its own
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console(width=width).print(submit._table(progress(), width))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    assert ("university-hospital-of-the-north" in text) == (width == 140)
+    for number in ("0.750", "0.500", "0.625", "24 (33%)"):
+        assert text.count(number) == 3
+    assert ("6,835" in text) == (width == 140)  # KiB down
+
+
+def test_in_a_pipe_a_table_is_wide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    submit._list([job("ward-study")])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "ward-study" in line]
+    assert JOB in row
+    assert "FINISHED:COMPLETED" in row
