@@ -35,7 +35,7 @@ def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
 
     if job is not None:
         with app_of(job) as app:
-            return summary(app) | {"approved": approval.approve(app, local)}
+            return summary(app, _plugins(local)) | {"approved": approval.approve(app, local)}
     return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
 
 
@@ -57,17 +57,25 @@ def app_of(job: Path) -> Iterator[Path]:
         yield export(job, Path(place)) / "app"
 
 
-def summary(app: Path) -> dict[str, Any]:
-    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
+def _plugins(local: Path) -> frozenset[str] | None:
+    """Return the packages whose kinds the site lets jobs name."""
+    from consilium.config.site import SiteConfig, allowed_plugins, load_site
+
+    path = local / "site.yaml"
+    return allowed_plugins(load_site(path) if path.is_file() else SiteConfig())
+
+
+def summary(app: Path, plugins: frozenset[str] | None = frozenset()) -> dict[str, Any]:
+    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run with these plug-ins."""
     from consilium.config.job import load_job
     from consilium.federation.approval import JOB, other_files
     from consilium.federation.build import assemble_job
 
-    config = load_job(app / JOB)
+    config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
     shown = {key: found.get(key) for key in ("name", "strategy", "model", "adapter", "task", "training", "privacy")}
-    return shown | {"leaves": _leaves(job), "other files": other_files(app)}
+    return shown | {"leaves": _leaves(job), "other files": other_files(app), "other packages": config.packages}
 
 
 def _leaves(job: Any) -> dict[str, Any]:

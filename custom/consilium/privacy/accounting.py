@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from consilium.errors import ConfigError
@@ -61,6 +60,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the RDP bound lies above
+    from scipy.optimize import brentq  # here: it takes a second to import, which most processes never need
+
     return float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=1e-10)) * (1 + 1e-14) + 1e-10
 
 
@@ -213,6 +214,8 @@ def _first(keeps: Callable[[float], bool], start: float, step: float, epsilon: f
 
 
 def _gaussian_mu(epsilon: float, delta: float) -> float:
+    from scipy.optimize import brentq
+
     return float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-30, 1e4, xtol=1e-14, rtol=1e-12))
 
 
