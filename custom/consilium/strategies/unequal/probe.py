@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.adapters.names import factor, is_head
-from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
 from consilium.strategies.unequal.layers import shapes
+
+if TYPE_CHECKING:
+    from consilium.config.capacity import CapacityConfig
 
 STEPS = 3
 BYTES = 4
@@ -33,7 +35,7 @@ class StepCost:
 
 
 def measured_ranks(
-    limits: CapacityConfig, model: nn.Module, wanted: DualRankConfig, loss: Callable[[], Tensor]
+    limits: "CapacityConfig", model: nn.Module, wanted: DualRankConfig, loss: Callable[[], Tensor]
 ) -> dict[str, float]:
     """Return ranks per layer on average that fit `limits`, in `download`, `time` and `memory`; what is not limited is left out.
 
