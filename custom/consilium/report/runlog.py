@@ -39,7 +39,7 @@ class RunLog:
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-        write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
+        write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
 
     def resumed(self, state: ServerState) -> None:
         """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
