@@ -71,7 +71,7 @@ class Registry(Mapping[str, K], Generic[K]):
 
     def known(self, plugins: Plugins = NO_PLUGINS) -> list[str]:
         """Return all names that `find` knows."""
-        return [*self._built_in, *sorted({point.name for point in self._points(plugins)})]
+        return [*self._built_in, *sorted({point.name for point in self._points(plugins)} - self._built_in.keys())]
 
     def _points(self, plugins: Plugins) -> list[EntryPoint]:
         if plugins is not None and not plugins:

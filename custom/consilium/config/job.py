@@ -147,11 +147,13 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _fit_together(self) -> "JobConfig":
-        if (wanted := MODELS[self.model.name].task) != self.task.name:
+        wanted = MODELS[self.model.name].task
+        if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
         kind = self.data.phantoms.kind if self.data.phantoms else None
-        if kind and PHANTOMS[kind] != wanted:
-            raise ValueError(f"data.phantoms.kind: {kind!r} does not fit task.name {wanted!r}; it is for {PHANTOMS[kind]}")
+        if kind and PHANTOMS[kind] != self.task.name:
+            what = f"does not fit task.name {self.task.name!r}; it is for {PHANTOMS[kind]}"
+            raise ValueError(f"data.phantoms.kind: {kind!r} {what}")
         return self
 
 

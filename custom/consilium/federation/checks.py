@@ -134,9 +134,10 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
     """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
 
     The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
-    further every round. Site-level noise is large by design: what it is expected to add is allowed for.
+    further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
+    it is expected to add is allowed for.
     """
-    adapter, update = _norm(job.initial), _norm(result.tensors)
+    adapter, update = _norm(job.initial) or 1.0, _norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
     noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio

@@ -14,7 +14,7 @@ from consilium.federation.build import build_site
 from consilium.federation.site import Site
 from consilium.flare import context, wire
 from consilium.messages import Kind
-from consilium.privacy.guard import Task
+from consilium.privacy.authorized import Task
 from consilium.training.loop import Stopped
 
 

@@ -18,7 +18,8 @@ from consilium.federation.checks import check_result
 from consilium.flare import context, wire
 from consilium.flare.executor import Answer
 from consilium.messages import Kind
-from consilium.privacy.guard import Guard, Task
+from consilium.privacy.authorized import Task
+from consilium.privacy.guard import Guard
 
 _guards: dict[tuple[str, str], Guard] = {}
 """This process' guards by job id and site: the two filters of a pair, and both pairs, share one."""

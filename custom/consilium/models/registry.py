@@ -54,7 +54,7 @@ class Build(Protocol):
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What the rest must know of a model. `task`: the kind of task it does; `targets`: sets of layers to adapt, by name.
+    """What the rest must know of a model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
     `tokenizer(config, checkpoint)` returns a language model's tokenizer.
     """

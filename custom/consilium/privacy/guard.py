@@ -16,6 +16,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
 from consilium.privacy import audit, kept, mechanism, recovery, words
+from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
@@ -26,20 +27,6 @@ from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
 """What a site may say of its machine, see ranks.py."""
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """One task as the guard has authorized it, and so the only thing that a site runs. `run` is the site's folder for it."""
-
-    kind: Kind
-    run: str
-    payload: Payload
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Round and phase."""
-        return self.payload.round, self.payload.phase
 
 
 @dataclass

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import matplotlib
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 
@@ -33,6 +32,8 @@ def colours(count: int) -> list[Colour]:
 @cache
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     """Return DejaVu Sans, which comes with matplotlib and knows most alphabets."""
+    import matplotlib
+
     name = f"DejaVuSans{'-Bold' if bold else ''}.ttf"
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)
 

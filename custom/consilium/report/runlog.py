@@ -5,20 +5,21 @@ import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 from filelock import FileLock, Timeout
-from torch.utils.tensorboard import SummaryWriter
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
-from consilium.report.figures import heat, plot_curves, plot_matrices
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import ServerState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
 
 LOCK = ".run.lock"
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
@@ -40,7 +41,7 @@ class RunLog:
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-        write_atomic(folder / "versions.json", json.dumps(versions(), indent=1).encode())
+        write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
 
     def resumed(self, state: ServerState) -> None:
         """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
@@ -92,6 +93,8 @@ class RunLog:
     def figures(self, state: ServerState, matrices: Tensors) -> None:
         """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
         for title, matrix in matrices.items():
+            from consilium.report.figures import heat
+
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
             line = {
                 "event": "figure",
@@ -119,11 +122,17 @@ class RunLog:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
-        for title, rounds in self._figures.items():
-            plot_matrices(self.folder / f"{title}.png", rounds)
-        if self._curves:
-            plot_curves(self.folder / "diagnostics.png", self._curves)
+        self._draw()
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+
+    def _draw(self) -> None:
+        if self._figures or self._curves:
+            from consilium.report.figures import plot_curves, plot_matrices
+
+            for title, rounds in self._figures.items():
+                plot_matrices(self.folder / f"{title}.png", rounds)
+            if self._curves:
+                plot_curves(self.folder / "diagnostics.png", self._curves)
 
     def close(self) -> None:
         """Close all files."""
@@ -140,8 +149,10 @@ class RunLog:
         for name, value in values.items():
             self._writer(site).add_scalar(tag(name), value, step)
 
-    def _writer(self, site: str) -> SummaryWriter:
+    def _writer(self, site: str) -> "SummaryWriter":
         if site not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
             self._writers[site] = SummaryWriter(str(self.folder / "tb_events" / site))
         return self._writers[site]
 

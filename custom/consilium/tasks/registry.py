@@ -19,6 +19,11 @@ class TaskConfig(Section):
 
     name: str
 
+    @property
+    def outputs(self) -> int:
+        """Numbers that a model's head has for one sample; 0 for a task whose models have no such head."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -54,7 +59,8 @@ class Check(Protocol):
 class TaskKind:
     """What the rest must know of a task. `build(config, model, data, tokenizer)`: the task on one site's data.
 
-    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `file`: what such a list is called.
+    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `file`: what such a list is called;
+    `models`: names of models made for another task that do this one too, their head having the task's `outputs`.
     """
 
     config: type[TaskConfig]
@@ -64,6 +70,7 @@ class TaskKind:
     build: Callable[[Any, Any, DataList, Any], Task]
     check: Check | None = None
     file: str = "datalist.json"
+    models: frozenset[str] = frozenset()
 
 
 TASKS: Registry[TaskKind] = Registry(

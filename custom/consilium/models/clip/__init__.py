@@ -27,7 +27,7 @@ class ClipConfig(ModelConfig):
 def _build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
     from consilium.models.clip.network import build_clip
 
-    return build_clip(config.variant, checkpoint, config.image_size, len(task.classes), weights, use_checkpointing)
+    return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
 
 
 _TOWER = r"vision_model\.(encoder\.)?layers\.\d+"

@@ -22,6 +22,11 @@ class ClassificationConfig(TaskConfig):
     classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]
     augment: bool = True
 
+    @property
+    def outputs(self) -> int:
+        """See TaskConfig."""
+        return len(self.classes)
+
     @field_validator("classes")
     @classmethod
     def _differ(cls, value: list[str]) -> list[str]:

@@ -1,0 +1,19 @@
+"""A task as a guard has authorized it."""
+
+from dataclasses import dataclass
+
+from consilium.messages import Kind, Payload
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One task as the guard has authorized it, and so the only thing that a site runs. `run` is the site's folder for it."""
+
+    kind: Kind
+    run: str
+    payload: Payload
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Round and phase."""
+        return self.payload.round, self.payload.phase

@@ -1,0 +1,239 @@
+"""The recipes' files run: an algorithm, a model, a task and an adapter, each one file and one registration."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError, RefusedError
+from consilium.federation.build import assemble_job, build_model
+from consilium.federation.checks import check_update
+from consilium.federation.cost import compare
+from consilium.federation.engine import simulate
+from consilium.messages import Payload, Tensors
+from consilium.schema import validate
+from consilium.storage import load_state
+from consilium.strategies.strategy import ServerState
+from tests.conftest import small_cells
+from tests.recipes.conftest import Install
+from tests.recipes.fedadam import FedAdam
+
+SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
+Toy = tuple[dict[str, Any], dict[str, SiteConfig]]
+EVERYONE = None
+"""The packages whose kinds a researcher's own machine knows: all."""
+
+
+def job_of(changes: Mapping[str, Any]) -> JobConfig:
+    """Return the small classification job with other sections, as a job.yaml would have them."""
+    raw = small_cells(rounds=2, lr=1e-2, batch_size=8, local_epochs=4).model_dump(mode="json") | dict(changes)
+    return validate(JobConfig, raw, Path("job.yaml"), EVERYONE)
+
+
+def run(config: JobConfig, folder: Path, sites: Mapping[str, SiteConfig] = SITES, **how: Any) -> dict[str, dict[str, float]]:
+    """Return the closing metrics by site of a run in one process."""
+    simulate(assemble_job(config), dict(sites), folder, how.pop("observer", lambda event: None), **how)
+    return json.loads((folder / "results.json").read_text())
+
+
+def mean(results: Mapping[str, Mapping[str, float]], metric: str) -> float:
+    return sum(metrics[metric] for metrics in results.values()) / len(results)
+
+
+def server(workspace: Path) -> Tensors:
+    return load_state(workspace / "server/state.safetensors")[0]
+
+
+def pictures(folder: Path, label: Callable[[float], Any] = float) -> SiteConfig:
+    """Write grey pictures, each with what `label` says of its brightness (0 to 1), and return their site."""
+    folder.mkdir()
+    rng, lists = np.random.default_rng(len(folder.name)), {}
+    for split, count in {"training": 24, "validation": 4, "test": 12}.items():
+        lists[split] = []
+        for index, level in enumerate(rng.uniform(0.1, 0.9, count)):
+            pixels = np.clip(255 * level + rng.normal(0, 8, (64, 64, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{split}-{index}.png")
+            lists[split].append({"image": f"{split}-{index}.png", "label": label(level)})
+    (folder / "datalist.json").write_text(json.dumps(lists))
+    return SiteConfig(datalist=folder / "datalist.json")
+
+
+@pytest.fixture
+def toy(install: Install, tmp_path: Path) -> Toy:
+    """Return the sections of a job on the toy model, and two sites with dark and bright pictures."""
+    install("toy_model.py", "models", "toy", "TOY")
+    sites = {name: pictures(tmp_path / name, lambda level: "bright" if level > 0.5 else "dark") for name in SITES}
+    sections = {"model": {"name": "toy"}, "adapter": {"rank": 2, "targets": "mix"}, "data": {}}
+    return sections | {"task": {"name": "classification", "classes": ["dark", "bright"], "augment": False}}, sites
+
+
+# an algorithm ---------------------------------------------------------------------------------------------------------
+
+
+def test_fedadam_moves_by_hand_worked_steps() -> None:
+    """Mean updates 0.5 and -0.25; lr 1, beta_1 = beta_2 = 0.5, tau = 1.
+
+    m = 0.25, v = 0.5 + 0.125 = 0.625, x = 0.25 / (sqrt 0.625 + 1); then m = 0.125 - 0.125 = 0, so x stays, and
+    v = 0.3125 + 0.03125 = 0.34375.
+    """
+    strategy = FedAdam(lr=1.0, beta1=0.5, beta2=0.5, tau=1.0)
+    state = ServerState(0, 0, {"x": torch.zeros(1)}, {})
+    state = strategy.merge(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
+    first = 0.25 / (math.sqrt(0.625) + 1)
+    assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
+    assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.25, "v/x": 0.625}
+    state = strategy.merge(state, {"x": torch.tensor([-0.25], dtype=torch.float64)})
+    assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
+    assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.0, "v/x": 0.34375}
+    assert state.round == 2
+
+
+def test_fedadam_learns_and_a_broken_run_goes_on_with_its_moments(install: Install, toy: Toy, tmp_path: Path) -> None:
+    install("fedadam.py", "strategies", "fedadam", "FedAdam")
+    sections, sites = toy
+    config = job_of(sections | {"strategy": {"name": "fedadam", "lr": 0.2}})
+    results = run(config, tmp_path / "whole", sites)
+    assert mean(results, "test/global/loss") < 0.95 * mean(results, "test/pretrained/loss")
+
+    def crash(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "broken", sites, observer=crash)
+    assert run(config, tmp_path / "broken", sites, resume=True) == results
+    whole, broken = server(tmp_path / "whole"), server(tmp_path / "broken")
+    assert whole["optimizer/m/head.weight"].any()
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert (tmp_path / "whole/adapter/adapter_model.safetensors").is_file()
+    versions = json.loads((tmp_path / "whole/versions.json").read_text())
+    assert versions["recipe_fedadam"] == "1.0"
+
+
+# a model --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_ones_own_learns(toy: Toy, tmp_path: Path) -> None:
+    sections, sites = toy
+    config = job_of(sections)
+    results = run(config, tmp_path / "run", sites)
+    assert mean(results, "test/global/loss") < 0.9 * mean(results, "test/pretrained/loss")
+    assert mean(results, "test/pretrained/loss") == pytest.approx(math.log(2))  # a zero head: both classes equally likely
+    exported = load_file(tmp_path / "run/sites/site-1/adapter/adapter_model.safetensors")
+    assert {tuple(t.shape) for t in exported.values()} == {(2, 16), (16, 2), (2, 16), (2,)}
+    assert len(compare(assemble_job(config))) > 5
+
+
+def test_a_models_target_sets_are_named_where_none_fits(install: Install) -> None:
+    install("toy_model.py", "models", "toy", "TOY")
+    with pytest.raises(ConfigError, match="'paper' matches no linear layer of the model; use mix, or a full regex"):
+        assemble_job(job_of({"model": {"name": "toy"}}))
+
+
+# a task ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_of_ones_own_learns_on_a_model_of_the_package(install: Install, tmp_path: Path) -> None:
+    install("regression.py", "tasks", "regression", "REGRESSION")
+    sites = {name: pictures(tmp_path / name) for name in SITES}
+    config = job_of({"task": {"name": "regression"}, "data": {}})
+    results = run(config, tmp_path / "run", sites)
+    assert results["site-1"].keys() == {
+        f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("loss", "mae")
+    }
+    assert mean(results, "test/global/mae") < 0.7 * mean(results, "test/pretrained/mae")
+    for name, site in sites.items():  # a zero head says 0
+        labels = [one["label"] for one in json.loads(Path(str(site.datalist)).read_text())["test"]]
+        assert results[name]["test/pretrained/mae"] == pytest.approx(sum(labels) / len(labels), rel=1e-5)
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
+
+
+def test_a_task_says_which_models_do_it(install: Install) -> None:
+    install("regression.py", "tasks", "regression", "REGRESSION")
+    with pytest.raises(ConfigError, match=r"task\.name: 'regression' does not fit model.name 'sam'"):
+        job_of({"task": {"name": "regression"}, "data": {}, "model": {"name": "sam", "variant": "tiny", "image_size": 64}})
+    with pytest.raises(ConfigError, match=r"data\.phantoms\.kind: 'cells' does not fit task.name 'regression'"):
+        job_of({"task": {"name": "regression"}})
+
+
+# an adapter -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_ones_own_learns_and_switched_off_it_is_the_base(install: Install, tmp_path: Path) -> None:
+    install("shift.py", "adapters", "shift", "SHIFT")
+    task = small_cells().task.model_dump() | {"augment": False}
+    config = job_of({"adapter": {"kind": "shift", "targets": "all-linear"}, "task": task})
+    results = run(config, tmp_path / "run")
+    assert mean(results, "test/global/loss") < 0.97 * mean(results, "test/pretrained/loss")
+    values = load_file(tmp_path / "run/adapter/adapter.safetensors")
+    model, base = build_model(config, SiteConfig()), build_model(small_cells(), SiteConfig())
+    images = 255 * torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    layers.load(model, values)
+    with torch.no_grad(), layers.disabled(base):
+        features = base.features(images)
+    with torch.no_grad():
+        assert not torch.allclose(model.features(images), features)
+        with layers.disabled(model):
+            assert torch.equal(model.features(images), features)
+        assert not torch.allclose(model.features(images), features)
+
+
+def test_a_huge_update_of_an_adapter_that_starts_at_zero_is_refused(install: Install) -> None:
+    install("shift.py", "adapters", "shift", "SHIFT")
+    job = assemble_job(job_of({"adapter": {"kind": "shift"}}))
+    assert not any(tensor.any() for tensor in job.initial.values())
+    update = {name: torch.zeros_like(tensor) for name, tensor in job.initial.items()}
+    for norm, fits in ((99.0, True), (101.0, False)):  # federation.max_norm_ratio is 100
+        update["head.bias"] = torch.tensor([norm, 0, 0, 0, 0])
+        with nullcontext() if fits else pytest.raises(RefusedError, match="update has norm 101"):
+            check_update(job, None, Payload(0, 0, update), Payload(0, 0, job.initial))
+
+
+@pytest.mark.parametrize("strategy", ["ffa_lora", "deer", "fedsca"])
+def test_an_algorithm_for_other_adapters_says_what_to_use(strategy: str, install: Install) -> None:
+    install("shift.py", "adapters", "shift", "SHIFT")
+    with pytest.raises(ConfigError, match=r"strategy \w+ cannot place adapter tensor '.*'; use adapter kind (lora|bottleneck)"):
+        assemble_job(job_of({"adapter": {"kind": "shift"}, "strategy": {"name": strategy}}))
+
+
+def test_an_adapter_without_gradients_per_sample_is_refused_under_record_level_dp(install: Install) -> None:
+    install("shift.py", "adapters", "shift", "SHIFT")
+    privacy = {"unit": "record", "clip": 1.0, "noise_multiplier": 1.0}
+    with pytest.raises(ConfigError, match=r"adapter\.kind: 'shift': has no per-sample gradients"):
+        assemble_job(job_of({"adapter": {"kind": "shift"}, "privacy": privacy}))
+
+
+# all together ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_four_stand_in_one_job_file(install: Install, tmp_path: Path) -> None:
+    for file, group, name, attribute in (
+        ("fedadam.py", "strategies", "fedadam", "FedAdam"),
+        ("toy_model.py", "models", "toy", "TOY"),
+        ("shift.py", "adapters", "shift", "SHIFT"),
+    ):
+        install(file, group, name, attribute)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: own\nstrategy: {name: fedadam}\nmodel: {name: toy}\nadapter: {kind: shift, targets: mix}\n"
+        "task: {name: classification, classes: [a, b]}\ntraining: {rounds: 1}\n"
+    )
+    config = load_job(path, plugins=EVERYONE)
+    assert config.packages == {"recipe_fedadam": "1.0", "recipe_toy_model": "1.0", "recipe_shift": "1.0"}
+    with pytest.raises(ConfigError) as refused:
+        load_job(path)
+    lines = str(refused.value).split("\n")
+    assert [line.split(": ")[1] for line in lines] == ["strategy.name", "model.name", "adapter.kind"]
+    assert "'fedadam'" in lines[0]

@@ -1,0 +1,57 @@
+"""What a process loads: reading a job takes no torch, and a server needs nothing of what only sites do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("monai", "opacus", "transformers", "peft", "tokenizers", "matplotlib", "tensorboard", "segment_anything.predictor")
+READ = "import consilium.config.job"
+SERVER = """
+import consilium.flare.aggregator, consilium.flare.controller, consilium.flare.filters
+from pathlib import Path
+from consilium.config.job import load_job
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
+if {text}:
+    import transformers
+    def refuse(*args, **kwargs):
+        raise AssertionError("a tokenizer was built")
+    transformers.PreTrainedTokenizerBase.__init__ = refuse
+privacy = {{"unit": "site", "clip": 1.0, "noise_multiplier": 1.0}}
+config = load_job(Path({job!r}), {{"privacy": privacy}})
+Coordinator(assemble_job(config), Path({folder!r}), print).close()
+"""
+
+
+def loaded(code: str) -> set[str]:
+    """Return the names of all modules in a fresh process after `code`."""
+    code += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def server(job: str, folder: Path) -> set[str]:
+    return loaded(SERVER.format(job=str(ROOT / "jobs" / job), folder=str(folder / "run"), text=job == "quickstart_text"))
+
+
+def test_reading_a_job_loads_no_torch() -> None:
+    found = loaded(READ)
+    assert "consilium.config.job" in found
+    assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
+
+
+@pytest.mark.parametrize("job", ["quickstart", "quickstart_cells"])
+def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Path) -> None:
+    unwanted = set(HEAVY) - ({"transformers", "tokenizers"} if job == "quickstart_cells" else set())  # CLIP's tower is theirs
+    found = server(job, tmp_path)
+    assert {"consilium.federation.coordinator", "nvflare", "torch"} <= found
+    assert found & unwanted == set()
+
+
+def test_a_server_of_texts_builds_no_tokenizer(tmp_path: Path) -> None:
+    assert server("quickstart_text", tmp_path) & {"monai", "opacus", "peft", "matplotlib", "tensorboard"} == set()
