@@ -1,5 +1,6 @@
 """The controller's patience: quorum and grace, late and missing sites, without a running federation."""
 
+import importlib
 import json
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: P
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     liar = Hello("a", 4, False, __version__).to_dict()
     federation.answers["c"] = lambda message: wire.encode_dict(wire.HELLO, liar)
-    federation._invite(context(["a", "b", "c"]))
+    federation._invite(federation.coordinator, context(["a", "b", "c"]))
     assert federation.coordinator.sites.keys() == {"a", "b"}
     assert "it says it is 'a', its certificate says 'c'" in (tmp_path / "metrics.jsonl").read_text()
 
@@ -28,10 +29,10 @@ def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: P
 def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {"a": trained(1.0), "b": trained(3.0), "c": trained(9.0)})
     fl_ctx = context(["a", "b", "c"])
-    federation._invite(fl_ctx)
+    federation._invite(federation.coordinator, fl_ctx)
     federation.answers["c"] = lambda message: None
     began = time.monotonic()
-    federation._round(Signal(), fl_ctx)
+    federation._round(federation.coordinator, Signal(), fl_ctx)
     assert time.monotonic() - began < 2
     assert federation.coordinator.state.round == 1
     name, start = next(iter(federation.coordinator.job.initial.items()))
@@ -42,29 +43,30 @@ def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
 def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation._invite(fl_ctx)
+    federation._invite(federation.coordinator, fl_ctx)
     federation.dead["c"] = 1.0
     federation.sent.clear()
-    federation._round(Signal(), fl_ctx)
+    federation._round(federation.coordinator, Signal(), fl_ctx)
     assert {name for name, _ in federation.sent} == {"a", "b"}
     assert "its process has ended" in (tmp_path / "metrics.jsonl").read_text()
     federation.dead.clear()
-    federation._round(Signal(), fl_ctx)
+    federation._round(federation.coordinator, Signal(), fl_ctx)
     assert '"round": 1, "phase": 0, "sites": ["a", "b", "c"]}' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation._invite(fl_ctx)
+    federation._invite(federation.coordinator, fl_ctx)
 
     def scored(message: Shareable) -> Shareable:
         asked, run = wire.decode(message)
         return wire.encode(Payload(asked.round, asked.phase, {}, {}, {"test/pretrained/dice": 0.5}), run, True)
 
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
+    importlib.import_module("peft")  # which writing the adapter needs, and which takes seconds to import
     began = time.monotonic()
-    federation._final(Signal(), fl_ctx)
+    federation._final(federation.coordinator, Signal(), fl_ctx)
     assert time.monotonic() - began < 2
     assert json.loads((tmp_path / "results.json").read_text()).keys() == {"a", "b"}
 
@@ -72,9 +74,9 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
 def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation._invite(fl_ctx)
+    federation._invite(federation.coordinator, fl_ctx)
     federation.sent.clear()
-    federation._round(Signal(), fl_ctx)
+    federation._round(federation.coordinator, Signal(), fl_ctx)
     (_, first), (_, second) = federation.sent[:2]
     assert first is not second
     assert first.data is not second.data
@@ -83,18 +85,18 @@ def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
 def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation._invite(fl_ctx)
+    federation._invite(federation.coordinator, fl_ctx)
     federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
-        federation._round(Signal(), fl_ctx)
+        federation._round(federation.coordinator, Signal(), fl_ctx)
     assert Reason.DATA.text in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admitted(tmp_path: Path) -> None:
     old = wire.encode_dict(wire.HELLO, Hello("old", 4, False, "0.0.0").to_dict())
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "late")} | {"old": lambda message: old})
-    federation._invite(context(["a", "b", "old"]))
-    federation._round(Signal(), context(["a", "b", "old", "late"]))
+    federation._invite(federation.coordinator, context(["a", "b", "old"]))
+    federation._round(federation.coordinator, Signal(), context(["a", "b", "old", "late"]))
     assert federation.coordinator.sites.keys() == {"a", "b", "late"}
     assert "consilium 0.0.0, the server has" in (tmp_path / "metrics.jsonl").read_text()
     assert "late" in federation.coordinator.start()
