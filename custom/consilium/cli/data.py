@@ -99,9 +99,19 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
     if config is None:
         return TASKS["language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"].check(path)
     if (check := TASKS[config.task.name].check) is None:
-        raise ConfigError(f"task.name: {config.task.name!r} comes with no check of its data; leave --job out")
+        return _read_only(path, TASKS[config.task.name])
     tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
     return check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+
+
+def _read_only(path: Path, kind: Any) -> Any:
+    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
+    from consilium.data.check import Findings, check_splits
+
+    found = Findings(str(path), {split: len(items) for split, items in kind.read(path).splits.items()})
+    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+    check_splits(found)
+    return found
 
 
 @app.command("phantoms")
