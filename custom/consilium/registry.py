@@ -145,7 +145,7 @@ class KindField:
         except KeyError:
             raise self._unknown(name, plugins) from None
         rest = {key: part for key, part in value.items() if key != self.key}
-        made = TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
+        made: Any = TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written by the one and read by the other
             what = f"its class has the {self.key} {own!r}; give it the entry point's"
             raise ConfigError(f"{self.registry.what} {name!r}: {what}")

@@ -163,9 +163,9 @@ def test_a_direction_that_was_missed_is_found_out() -> None:
 def test_the_ceiling_is_above_the_norm_and_not_far(power: float) -> None:
     matrix = shaped(300, 400, torch.arange(1, 301).double() ** -power)
     top = float(torch.linalg.matrix_norm(matrix.double(), 2))
-    assert top <= certified.ceiling(matrix, matrix.new_zeros(400, 0)) <= 1.1 * top
+    assert top <= certified.residual_norm_bound(matrix, matrix.new_zeros(400, 0)) <= 1.1 * top
     _, values, vt = torch.linalg.svd(matrix)
-    assert float(values[5]) <= certified.ceiling(matrix, vt[:5].T) <= 1.1 * float(values[5])
+    assert float(values[5]) <= certified.residual_norm_bound(matrix, vt[:5].T) <= 1.1 * float(values[5])
 
 
 def test_the_margin_solves_its_equation() -> None:

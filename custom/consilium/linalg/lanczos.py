@@ -2,7 +2,7 @@
 
 Let V (in, q), U (out, q) be orthonormal with W V = U S and R = W'U - V S. In bases that extend U and V, W is [[S, R'], [0, N]],
 so that by Weyl every S_j <= sigma_j(W) <= max(S_j, tau) + ||R|| with tau >= ||N|| = ||W (I - V V')||: what was missed. tau is
-the Frobenius norm, known from ||W||_F, or where that is too coarse `ceiling`, which fails with probability 1e-12. All up to
+the Frobenius norm, known from ||W||_F, or where that is too coarse `residual_norm_bound`, which fails with probability 1e-12. All up to
 rounding, which is in R as measured.
 """
 
@@ -58,7 +58,7 @@ def _certificate(dense: Tensor, left: Tensor, right: Tensor, top: int, tolerance
     energy, last = squared(dense), float(values[top - 1])
     missed = math.sqrt(max(0.0, energy - float(values.square().sum())))
     if missed > last:
-        missed = ceiling(dense, torch.linalg.qr(right.T)[0])
+        missed = residual_norm_bound(dense, torch.linalg.qr(right.T)[0])
     error = max(0.0, missed - last) + miss
     if error > tolerance * float(values[0]):
         return None
@@ -102,7 +102,7 @@ def _start(dense: Tensor, columns: int, guess: Tensor | None = None) -> Tensor:
     return random if guess is None else torch.cat([guess.to(dense), random], 1)[:, :columns]
 
 
-def ceiling(dense: Tensor, locked: Tensor) -> float:
+def residual_norm_bound(dense: Tensor, locked: Tensor) -> float:
     """Return a tau >= ||E||, E = W (I - locked locked'), that fails with probability `FAILURE` at most, whatever W is.
 
     Let l = ||E||^2 and x its eigenvector of E'E, and z the largest Ritz value of E'E in the Krylov space of a probe b after k
@@ -117,7 +117,7 @@ def ceiling(dense: Tensor, locked: Tensor) -> float:
 
 
 def _margin(size: int, probes: int, steps: int) -> float:
-    """Return eta of `ceiling` for n = size."""
+    """Return eta of `residual_norm_bound` for n = size."""
     goal, low, high = math.sqrt(2 * size / math.pi) / FAILURE ** (1 / probes), 0.0, 1e6
     for _ in range(100):
         eta = (low + high) / 2

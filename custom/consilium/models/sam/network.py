@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, Sam, TwoWayTransformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as rematerialize
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.sam.attention import use_fused
@@ -54,7 +54,7 @@ class PromptedSam(Sam):
 
     mask_tokens: list[int]
     by_box: bool
-    rematerialize: bool
+    use_checkpointing: bool
 
     def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
         """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
@@ -75,8 +75,8 @@ class PromptedSam(Sam):
         encoder = self.image_encoder
         hidden = encoder.patch_embed(images) + encoder.pos_embed
         for block in encoder.blocks:
-            again = self.rematerialize and self.training
-            hidden = rematerialize(block, hidden, use_reentrant=False) if again else block(hidden)
+            saving = self.use_checkpointing and self.training
+            hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
 
     def decode(self, embedding: Tensor, boxes: Tensor | None, tokens: list[int]) -> Tensor:
@@ -132,7 +132,7 @@ def build_sam(
     if attention == "fused":
         use_fused(model)
     model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
-    model.by_box, model.rematerialize = prompt == "box", gradient_checkpointing
+    model.by_box, model.use_checkpointing = prompt == "box", gradient_checkpointing
     return model.eval()
 
 
