@@ -23,6 +23,7 @@ from consilium.flare.simulator import export_job, run_simulator
 from consilium.messages import Hello, Tensors
 from consilium.storage import load_state
 from consilium.strategies.fedit import FedIT
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import small_config
 from tests.recipes.conftest import write_distribution
 
@@ -188,6 +189,7 @@ def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytes
     assert type(config.strategy) is FedIT
     assert config.packages == {}
     assert "plugin_thief" not in sys.modules
+    assert STRATEGIES.known(None).count("fedit") == 1
 
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

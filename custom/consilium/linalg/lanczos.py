@@ -2,8 +2,8 @@
 
 Let V (in, q), U (out, q) be orthonormal with W V = U S and R = W'U - V S. In bases that extend U and V, W is [[S, R'], [0, N]],
 so that by Weyl every S_j <= sigma_j(W) <= max(S_j, tau) + ||R|| with tau >= ||N|| = ||W (I - V V')||: what was missed. tau is
-the Frobenius norm, known from ||W||_F, or where that is too coarse `residual_norm_bound`, which fails with probability 1e-12. All up to
-rounding, which is in R as measured.
+the Frobenius norm, known from ||W||_F, or where that is too coarse `residual_norm_bound`, which fails with probability 1e-12.
+All up to rounding, which is in R as measured.
 """
 
 import math
