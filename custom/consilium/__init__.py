@@ -1,3 +1,3 @@
 """Consilium: federated fine-tuning of medical foundation models on NVIDIA FLARE."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -76,8 +76,8 @@ class Registry(Mapping[str, K], Generic[K]):
     def _points(self, plugins: Plugins) -> list[EntryPoint]:
         if plugins is not None and not plugins:
             return []
-        wanted = None if plugins is None else {_normal(name) for name in plugins}
-        return [p for p in entry_points(group=self.group) if wanted is None or _normal(_package(p)) in wanted]
+        wanted = None if plugins is None else {normal(name) for name in plugins}
+        return [p for p in entry_points(group=self.group) if wanted is None or normal(_package(p)) in wanted]
 
     def _point(self, name: str, plugins: Plugins) -> EntryPoint:
         found = [point for point in self._points(plugins) if point.name == name]
@@ -92,19 +92,21 @@ class Registry(Mapping[str, K], Generic[K]):
 def _load(point: EntryPoint, what: str) -> Any:
     """Return what an entry point names. Raises ConfigError whatever goes wrong: it is somebody else's code."""
     try:
-        return point.load()
+        kind = point.load()
+        _fields(_section(kind))
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{what}: package {_package(point)} cannot be loaded ({type(error).__name__}: {why}); fix it"
         ) from None
+    return kind
 
 
 def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist else ""
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
     """Return a package's name as installers compare them."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -143,7 +145,11 @@ class KindField:
         except KeyError:
             raise self._unknown(name, plugins) from None
         rest = {key: part for key, part in value.items() if key != self.key}
-        return TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
+        made: Any = TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
+        if (own := getattr(made, self.key, None)) != name:  # job.yaml is written by the one and read by the other
+            what = f"its class has the {self.key} {own!r}; give it the entry point's"
+            raise ConfigError(f"{self.registry.what} {name!r}: {what}")
+        return made
 
     def _made(self, value: Any) -> Any:
         """Return a section that is one already."""
@@ -153,7 +159,8 @@ class KindField:
 
     def _unknown(self, name: object, plugins: Plugins) -> ValidationError:
         known = self.registry.known(plugins)
-        told = f"one of {', '.join(known)}{nearest(str(name), known)}"
+        listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
+        told = f"one of {', '.join(known)}{nearest(str(name), known)}{listed}"
         error = PydanticCustomError("kind", "{told}", {"told": told})
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 
@@ -164,8 +171,11 @@ class KindField:
 
 
 def _section(kind: Any) -> type:
-    """Return the class of a kind's section."""
-    return kind if isinstance(kind, type) else kind.config
+    """Return the class of a kind's section. Raises TypeError for what is no kind."""
+    section = kind if isinstance(kind, type) else getattr(kind, "config", None)
+    if not isinstance(section, type) or not (issubclass(section, BaseModel) or is_dataclass(section)):
+        raise TypeError("the entry point names neither a frozen dataclass nor a kind with a config class")
+    return section
 
 
 def _fields(section: type) -> list[str]:

@@ -167,7 +167,7 @@ def _attention_memory(kind: str) -> None:
 
 def _step_memory(kind: str) -> None:
     model = _random_sam("vit_b", 512, "original" if kind == "original" else "fused")
-    model.rematerialize = kind == "fused-checkpointing"
+    model.use_checkpointing = kind == "fused-checkpointing"
     _peak(_step(model, torch.rand(1, 3, 512, 512) * 255, FedIAT()))
 
 

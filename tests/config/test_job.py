@@ -62,7 +62,11 @@ def test_classes_as_names_number_themselves() -> None:
         ({"name": "a b"}, r"name: 'a b': "),
         ({"training": 5}, r"training: 5: expected a valid dictionary"),
         ({"model": 5}, r"model: 5: expected a section with `name:`"),
-        ({"model__name": "clipp"}, r"model\.name: 'clipp': expected one of sam, clip, causal_lm \(did you mean 'clip'\?\)$"),
+        (
+            {"model__name": "clipp"},
+            r"model\.name: 'clipp': expected one of sam, clip, causal_lm \(did you mean 'clip'\?\); "
+            r"a name of another package needs it under `plugins` of site\.yaml$",
+        ),
         ({"model__varant": "tiny"}, r"model\.varant: unknown field; remove it \(did you mean 'variant'\?\)"),
         ({"model": {"name": "clip", "variant": "vit_b", "image_size": 64}}, r"model\.variant: 'vit_b': expected 'tiny', 'bio"),
         ({"model": {"name": "clip", "variant": "tiny"}}, r"model\.image_size: missing; add it"),

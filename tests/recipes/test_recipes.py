@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from consilium.adapters import layers
+from consilium.cli.main import main
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, RefusedError
@@ -22,6 +23,8 @@ from consilium.federation.checks import check_update
 from consilium.federation.cost import compare
 from consilium.federation.engine import simulate
 from consilium.messages import Payload, Tensors
+from consilium.models.registry import ModelConfig
+from consilium.report.progress import progress
 from consilium.schema import validate
 from consilium.storage import load_state
 from consilium.strategies.strategy import ServerState
@@ -47,6 +50,15 @@ def run(config: JobConfig, folder: Path, sites: Mapping[str, SiteConfig] = SITES
     return json.loads((folder / "results.json").read_text())
 
 
+def command(*words: str) -> None:
+    """Run `consilium` in this process, which knows the packages of the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["consilium", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 0
+
+
 def mean(results: Mapping[str, Mapping[str, float]], metric: str) -> float:
     return sum(metrics[metric] for metrics in results.values()) / len(results)
 
@@ -57,7 +69,7 @@ def server(workspace: Path) -> Tensors:
 
 def pictures(folder: Path, label: Callable[[float], Any] = float) -> SiteConfig:
     """Write grey pictures, each with what `label` says of its brightness (0 to 1), and return their site."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rng, lists = np.random.default_rng(len(folder.name)), {}
     for split, count in {"training": 24, "validation": 4, "test": 12}.items():
         lists[split] = []
@@ -142,6 +154,14 @@ def test_a_models_target_sets_are_named_where_none_fits(install: Install) -> Non
         assemble_job(job_of({"model": {"name": "toy"}}))
 
 
+def test_phantoms_need_to_know_how_large_a_models_pictures_are(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("toy_model.py", "models", "toy", "TOY")
+    assert job_of({"model": {"name": "toy"}}).model.image_side == 32
+    monkeypatch.setattr("recipe_toy_model.ToyConfig.image_side", ModelConfig.image_side)
+    with pytest.raises(ConfigError, match="'cells' are pictures, and the model's config says no image_side; add it there"):
+        job_of({"model": {"name": "toy"}})
+
+
 # a task ---------------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +186,33 @@ def test_a_task_says_which_models_do_it(install: Install) -> None:
         job_of({"task": {"name": "regression"}, "data": {}, "model": {"name": "sam", "variant": "tiny", "image_size": 64}})
     with pytest.raises(ConfigError, match=r"data\.phantoms\.kind: 'cells' does not fit task.name 'regression'"):
         job_of({"task": {"name": "regression"}})
+
+
+def test_the_command_line_shows_its_scores(install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install("regression.py", "tasks", "regression", "REGRESSION")
+    for name in SITES:
+        pictures(tmp_path / "data" / name)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: brightness\nstrategy: {name: fedit}\nmodel: {name: clip, variant: tiny, image_size: 64}\n"
+        "task: {name: regression}\ntraining: {rounds: 1, local_steps: 2}\n"
+    )
+    command("simulate", str(job), "--data", str(tmp_path / "data"), "--workspace", str(tmp_path / "run"))
+    said = capsys.readouterr().out
+    assert "Mean abs. error" in said
+    assert "round 1/1  site-2: loss" in said
+    found = progress(tmp_path / "run")
+    assert found["scores"]["leading"] == ["mae"]
+    command("data", "check", str(tmp_path / "data/site-1/datalist.json"), "--job", str(job))
+    said = capsys.readouterr().out
+    assert "24 training, 4 validation, 12 test" in said
+    assert "only the list was read" in said
+
+
+def test_the_figures_of_a_task_that_is_not_installed_here_are_its_loss(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: other\ntask: {name: elsewhere}\ntraining: {rounds: 1}\n")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert progress(tmp_path)["scores"] == {"leading": ["loss"], "headings": {}}
 
 
 # an adapter -----------------------------------------------------------------------------------------------------------

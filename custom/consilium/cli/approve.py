@@ -11,6 +11,7 @@ import typer
 
 from consilium.cli.options import Format, FormatOption
 from consilium.errors import ConfigError
+from consilium.registry import Plugins
 
 
 def approve(
@@ -31,16 +32,18 @@ def approve(
 
 
 def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    from consilium.config.site import kit_plugins
     from consilium.federation import approval
 
     if job is not None:
-        with app_of(job) as app:
-            return summary(app, _plugins(local)) | {"approved": approval.approve(app, local)}
+        plugins = kit_plugins(local)
+        with app_of(job, plugins) as app:
+            return summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
     return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
 
 
 @contextmanager
-def app_of(job: Path) -> Iterator[Path]:
+def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
     """Return the app folder that sites get of a job folder, of an app folder itself, or of what a job.yaml comes to.
 
     Raises ConfigError for none, or for several apps.
@@ -54,19 +57,11 @@ def app_of(job: Path) -> Iterator[Path]:
     from consilium.flare.recipe import export
 
     with tempfile.TemporaryDirectory() as place:
-        yield export(job, Path(place)) / "app"
+        yield export(job, Path(place), plugins=plugins) / "app"
 
 
-def _plugins(local: Path) -> frozenset[str] | None:
-    """Return the packages whose kinds the site lets jobs name."""
-    from consilium.config.site import SiteConfig, allowed_plugins, load_site
-
-    path = local / "site.yaml"
-    return allowed_plugins(load_site(path) if path.is_file() else SiteConfig())
-
-
-def summary(app: Path, plugins: frozenset[str] | None = frozenset()) -> dict[str, Any]:
-    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run with these plug-ins."""
+def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
+    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
     from consilium.config.job import load_job
     from consilium.federation.approval import JOB, other_files
     from consilium.federation.build import assemble_job
@@ -75,7 +70,8 @@ def summary(app: Path, plugins: frozenset[str] | None = frozenset()) -> dict[str
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
     shown = {key: found.get(key) for key in ("name", "strategy", "model", "adapter", "task", "training", "privacy")}
-    return shown | {"leaves": _leaves(job), "other files": other_files(app), "other packages": config.packages}
+    shown |= {"packages": config.packages} if config.packages else {}
+    return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 
 
 def _leaves(job: Any) -> dict[str, Any]:

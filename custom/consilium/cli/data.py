@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -12,6 +12,10 @@ from rich.table import Table
 from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite, load
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
+
+if TYPE_CHECKING:
+    from consilium.data.check import Findings
+    from consilium.tasks.registry import TaskKind
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 
@@ -89,23 +93,30 @@ def data_check(
     raise typer.Exit(1 if report.problems else 0)
 
 
-def _check(path: Path, config: Any, checkpoints: Path | None) -> Any:
+def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
     """Return what is found in a data list of the kind that the job, or without one the path, says."""
     from consilium.config.site import SiteConfig
     from consilium.data.text import has_texts
     from consilium.federation.build import tokenizer_of
-    from consilium.tasks.registry import TASKS, Check
+    from consilium.tasks.registry import TASKS
 
-    def look(task: str) -> Check:
-        if (found := TASKS[task].check) is None:
-            raise ConfigError(f"task.name: {task!r} comes with no check of its data; leave --job out")
-        return found
-
+    name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
+    kind = TASKS[config.task.name if config else name]
+    if kind.check is None:
+        return _read_only(path, kind)
     if config is None:
-        return look("language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation")(path)
-    check = look(config.task.name)
+        return kind.check(path)
     tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
-    return check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+
+
+def _read_only(path: Path, kind: "TaskKind") -> "Findings":
+    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
+    from consilium.data.check import Findings
+
+    found = Findings.of(path, kind.read(path))
+    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+    return found
 
 
 @app.command("phantoms")

@@ -154,6 +154,9 @@ class JobConfig(Section):
         if kind and PHANTOMS[kind] != self.task.name:
             what = f"does not fit task.name {self.task.name!r}; it is for {PHANTOMS[kind]}"
             raise ValueError(f"data.phantoms.kind: {kind!r} {what}")
+        if kind and PHANTOMS[kind] != "language" and not self.model.image_side:
+            what = "are pictures, and the model's config says no image_side"
+            raise ValueError(f"data.phantoms.kind: {kind!r} {what}; add it there, or give sites data lists")
         return self
 
 

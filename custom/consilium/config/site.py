@@ -12,7 +12,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.registry import NO_PLUGINS, Plugins
+from consilium.registry import NO_PLUGINS, Plugins, normal
 from consilium.schema import Section, read_yaml, validate
 
 PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
@@ -48,9 +48,16 @@ def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
 def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
     """Raise RefusedError where a job of this process names a kind of a package that the site, in a simulation, leaves out."""
     allowed = allowed_plugins(site, simulated=True)
-    if allowed is not None and (extra := sorted(config.packages.keys() - allowed)):
+    known = {normal(package) for package in allowed or ()}
+    if allowed is not None and (extra := [package for package in config.packages if normal(package) not in known]):
         what = f"package {extra[0]!r} is not among `plugins` of site.yaml; list it there, or take the job without it"
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
+
+
+def kit_plugins(local: Path, simulated: bool = False) -> Plugins:
+    """Return the packages whose kinds a job may name, by the site.yaml in a kit's folder `local`. Raises ConfigError."""
+    path = local / "site.yaml"
+    return allowed_plugins(load_site(path) if path.is_file() else SiteConfig(), simulated)
 
 
 def load_site(path: Path) -> SiteConfig:

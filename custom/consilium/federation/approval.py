@@ -16,6 +16,7 @@ from typing import Any
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.registry import NO_PLUGINS, Plugins
 from consilium.storage import write_atomic
 
 FILE = "approved.json"
@@ -66,9 +67,12 @@ def approvals(local: Path) -> dict[str, dict[str, str]]:
     raise ConfigError(f"{path}: is no list of approved jobs; remove it and approve the jobs again", Reason.APPROVAL)
 
 
-def approve(app: Path, local: Path) -> str:
-    """Put a job's digest on record, with the time and the user of this machine, and return it."""
-    config = load_job(app / JOB)
+def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
+    """Put a job's digest on record, with the time and the user of this machine, and return it.
+
+    `plugins`: the packages whose kinds the job may name at this site. Raises ConfigError.
+    """
+    config = load_job(app / JOB, plugins=plugins)
     found = digest(app, config)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
     _write(local, approvals(local) | {found: one})

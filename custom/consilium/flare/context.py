@@ -15,7 +15,7 @@ from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, load_site
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
@@ -34,8 +34,9 @@ GIVEN = "simulation.json"
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    server = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"  # of it, only the plug-ins count at a server
-    plugins = allowed_plugins(load_site(server) if server.is_file() else SiteConfig(), simulated())
+    plugins = kit_plugins(
+        Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
+    )  # all that counts of a server's site.yaml
     return federated_job(folder / "config" / "job.yaml", plugins)
 
 

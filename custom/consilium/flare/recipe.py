@@ -19,16 +19,20 @@ from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.wire import EVALUATE, HELLO, TRAIN
+from consilium.registry import Plugins
 
 TASKS = [HELLO, TRAIN, EVALUATE]
 
 
 class ConsiliumRecipe(Recipe):
-    """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts."""
+    """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts.
 
-    def __init__(self, job: Path | str) -> None:
+    `plugins`: the packages whose kinds the job may name; all of them, on a researcher's own machine.
+    """
+
+    def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
         path = job_file(Path(job))
-        config = federated_job(path, None).config
+        config = federated_job(path, plugins).config
         self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
         path = Path(shutil.copy(path, Path(self._place.name) / "job.yaml"))
         named = {"experiment": config.experiment} if config.experiment else None
@@ -50,13 +54,13 @@ class ConsiliumRecipe(Recipe):
             allow_classes(Path(env.workspace_root) / self.name, *CLASSES)
 
 
-def export(job: Path, folder: Path, bundle: bool = False) -> Path:
+def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = None) -> Path:
     """Write a job as a FLARE job folder FOLDER/NAME and return it: configuration only, or with this package in app/custom.
 
     FLARE calls a job with code BYOC: sites run it only where their authorization.json allows that. Raises ConfigError
-    before anything is written.
+    before anything is written. `plugins`: as for ConsiliumRecipe.
     """
-    recipe = ConsiliumRecipe(job)
+    recipe = ConsiliumRecipe(job, plugins)
     target = folder / recipe.name
     if target.exists():
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, Sam, TwoWayTransformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.sam.attention import use_fused
@@ -78,8 +78,8 @@ class PromptedSam(Sam):
         encoder = self.image_encoder
         hidden = encoder.patch_embed(images) + encoder.pos_embed
         for block in encoder.blocks:
-            keep = not (self.use_checkpointing and self.training)
-            hidden = block(hidden) if keep else torch_checkpoint(block, hidden, use_reentrant=False)
+            saving = self.use_checkpointing and self.training
+            hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
 
     def decode(self, embedding: Tensor, boxes: Tensor | None, tokens: list[int]) -> Tensor:

@@ -1,0 +1,224 @@
+"""A package of somebody else's: used where it is allowed, unknown and unread where it is not, the same at server and sites."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from consilium import __version__
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError, RefusedError
+from consilium.federation.build import assemble_job
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import simulate
+from consilium.flare.simulator import export_job, run_simulator
+from consilium.messages import Hello, Tensors
+from consilium.storage import load_state
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.registry import STRATEGIES
+from tests.conftest import small_config
+from tests.recipes.conftest import write_distribution
+
+EXAMPLE, ROOT = Path(__file__).parent / "example", Path(__file__).parents[2]
+NAME, MODULE = "consilium-fedavgm", "consilium_fedavgm"
+SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder into which pip has installed the example; nothing is downloaded for it."""
+    place = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(EXAMPLE, place / "source")  # setuptools builds in the source's own folder
+    how = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--target", str(place / "installed")]
+    subprocess.run([sys.executable, "-m", "pip", "install", *how, str(source)], check=True)
+    return place / "installed"
+
+
+@pytest.fixture
+def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(packages)
+    return packages
+
+
+def job_file(folder: Path, strategy: str = "fedavgm", rounds: int = 2) -> Path:
+    """Write the small job with a strategy of any name."""
+    raw = small_config("fedit", rounds=rounds, local_steps=1).model_dump(mode="json")
+    raw["data"]["phantoms"] |= {"training": 2, "validation": 0, "test": 0}  # tensors are what counts here
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(raw | {"strategy": {"name": strategy}}))
+    return path
+
+
+def job_of(folder: Path, strategy: str = "fedavgm", rounds: int = 2) -> JobConfig:
+    return load_job(job_file(folder, strategy, rounds), plugins=None)
+
+
+def server(workspace: Path, group: str) -> Tensors:
+    tensors = load_state(workspace / "server/state.safetensors")[0]
+    return {name.removeprefix(f"{group}/"): t for name, t in tensors.items() if name.startswith(f"{group}/")}
+
+
+# where it may be used -------------------------------------------------------------------------------------------------
+
+
+def test_its_first_round_is_fedavg_and_its_second_goes_further(installed: Path, tmp_path: Path) -> None:
+    for name, rounds in (("fedit", 1), ("fedavgm", 1), ("fedavgm", 2)):
+        simulate(assemble_job(job_of(tmp_path, name, rounds)), SITES, tmp_path / f"{name}-{rounds}", lambda event: None)
+    plain, one = server(tmp_path / "fedit-1", "shared"), server(tmp_path / "fedavgm-1", "shared")
+    assert all(torch.equal(plain[name], one[name]) for name in plain)
+    two, first, second = (
+        server(tmp_path / "fedavgm-2", "shared"),
+        *(server(tmp_path / f"fedavgm-{rounds}", "optimizer") for rounds in (1, 2)),
+    )
+    assert first.keys() == plain.keys()
+    assert all(torch.equal(two[n], (one[n].double() + second[n]).float()) for n in two)
+    assert any(not torch.equal(first[n], second[n]) for n in first)
+
+
+def test_two_updates_of_one_half_move_by_hand_worked_steps(installed: Path, tmp_path: Path) -> None:
+    """Momentum 0.9, both means 0.5: v = 0.5, then 0.45 + 0.5 = 0.95, so x = 0.5, then 1.45."""
+    strategy = job_of(tmp_path).strategy
+    state = strategy.init_state({"x": torch.zeros(1, dtype=torch.float64)})
+    moved = []
+    for _ in range(2):
+        state = strategy.merge(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
+        moved.append(state.shared["x"].item())
+    assert moved == pytest.approx([0.5, 1.45], rel=1e-15)
+
+
+def test_a_site_of_a_simulation_that_lists_other_packages_refuses(installed: Path, tmp_path: Path) -> None:
+    job = assemble_job(job_of(tmp_path))
+    with pytest.raises(RefusedError, match="site-2: package 'consilium-fedavgm' is not among `plugins`"):
+        simulate(job, SITES | {"site-2": SiteConfig(plugins=())}, tmp_path / "run", lambda event: None)
+    listed = SiteConfig(plugins=("Consilium_FedAvgM",))  # as pip compares names
+    simulate(job, SITES | {"site-2": listed}, tmp_path / "again", lambda event: None)
+    assert (tmp_path / "again/results.json").is_file()
+
+
+def test_the_server_takes_sites_with_its_own_version_of_the_package_only(installed: Path, tmp_path: Path) -> None:
+    job = assemble_job(job_of(tmp_path))
+    coordinator = Coordinator(job, tmp_path / "run", lambda event: None)
+    hello = Hello("site-1", 8, False, __version__, plugins={NAME: "0.1.0"})
+    coordinator.welcome(hello)
+    for other in ({NAME: "0.2.0"}, {}, {NAME: "0.1.0", "another": "1.0"}):
+        with pytest.raises(RefusedError, match=r"others than the server's \(consilium-fedavgm 0\.1\.0\); install the same"):
+            coordinator.welcome(replace(hello, name="site-2", plugins=other))
+    coordinator.close()
+    assert coordinator.sites.keys() == {"site-1"}
+
+
+@pytest.mark.slow
+def test_flares_processes_use_it_too(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (packages, ROOT / "custom", ROOT))))
+    config = job_of(tmp_path)
+    simulate(assemble_job(config), SITES, tmp_path / "inprocess", lambda event: None)
+    events: list[str] = []
+    run_simulator(export_job(config, tmp_path / "flare"), list(SITES), tmp_path / "flare", lambda e: events.append(e["event"]))
+    assert "refused" not in events
+    for group in ("shared", "optimizer"):
+        ours, theirs = server(tmp_path / "inprocess", group), server(tmp_path / "flare", group)
+        assert ours.keys() == theirs.keys() != set()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# at a hospital --------------------------------------------------------------------------------------------------------
+
+APPROVE = """
+import json, sys
+from consilium.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print(json.dumps({"code": code, "imported": %r in sys.modules}))
+"""
+
+
+def approve(kit: Path, job: Path, packages: Path) -> tuple[dict, str]:
+    """Run `consilium approve` at a kit; return its exit code, whether the package was imported, and what it printed."""
+    path = os.pathsep.join(map(str, (packages, ROOT / "custom")))
+    command = [sys.executable, "-c", APPROVE % MODULE, "approve", str(job), "--kit", str(kit)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=True)
+    *said, last = done.stdout.splitlines()
+    return json.loads(last), "\n".join(said) + done.stderr
+
+
+def kit_of(folder: Path, site: str) -> Path:
+    (folder / "kit/local").mkdir(parents=True)
+    (folder / "kit/local/site.yaml").write_text(site)
+    return folder / "kit"
+
+
+def test_a_hospital_reads_nothing_of_a_package_it_does_not_list(packages: Path, tmp_path: Path) -> None:
+    end, said = approve(kit_of(tmp_path, "{approve: digest}"), job_file(tmp_path), packages)
+    assert end == {"code": 2, "imported": False}
+    assert "strategy.name: 'fedavgm': expected one of fedit" in said
+    assert "under `plugins` of site.yaml" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_hospital_takes_a_package_it_lists(packages: Path, tmp_path: Path) -> None:
+    kit = kit_of(tmp_path, f"{{approve: digest, plugins: [{NAME}]}}")
+    end, said = approve(kit, job_file(tmp_path), packages)
+    assert end == {"code": 0, "imported": True}
+    assert f'packages: {{"{NAME}": "0.1.0"}}' in said
+
+
+# what a package cannot do ---------------------------------------------------------------------------------------------
+
+TWIN = "from consilium.strategies.fedit import FedIT\n\n\nclass Own(FedIT):\n    name = %r\n"
+
+
+def add(folder: Path, package: str, code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distribution(folder / "packages", package, code, "strategies", name, "Own")
+    monkeypatch.syspath_prepend(folder / "packages")
+
+
+def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(tmp_path, "plugin_thief", TWIN % "fedit", "fedit", monkeypatch)
+    config = job_of(tmp_path, "fedit")
+    assert type(config.strategy) is FedIT
+    assert config.packages == {}
+    assert "plugin_thief" not in sys.modules
+    assert STRATEGIES.known(None).count("fedit") == 1
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("plugin_one", "plugin_two"):
+        add(tmp_path, package, TWIN % "twice", "twice", monkeypatch)
+    with pytest.raises(
+        ConfigError, match="strategy 'twice' comes with two packages, plugin_one and plugin_two; list or"
+    ) as one:
+        job_of(tmp_path, "twice")
+    assert "\n" not in str(one.value)
+    assert load_job(job_file(tmp_path, "twice"), plugins=frozenset({"plugin-two"})).packages == {"plugin_two": "1.0"}
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "why"),
+    [
+        ("plugin_broken", "raise OSError('no\\nlicence')", "cannot be loaded (OSError: no licence)"),
+        ("plugin_empty", "", "cannot be loaded (AttributeError"),
+        ("plugin_number", "Own = 7", "cannot be loaded (TypeError: the entry point names neither"),
+        ("plugin_plain", "class Own: pass", "cannot be loaded (TypeError: the entry point names neither"),
+        ("plugin_alias", TWIN % "other", "its class has the name 'other'; give it the entry point's"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_one_line(
+    package: str, code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(tmp_path, package, code, package, monkeypatch)
+    with pytest.raises(ConfigError) as refused:
+        job_of(tmp_path, package)
+    assert why in str(refused.value)
+    assert f"strategy '{package}'" in str(refused.value)
+    assert "\n" not in str(refused.value)
