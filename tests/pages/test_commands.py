@@ -66,7 +66,7 @@ def _put(copy: Path, block: Block) -> None:
         return
     before, opening, after = path.read_text().partition(f"{mapping}: ")
     head, brace, rest = after.partition("    {\n")
-    assert opening and brace, f"{block.page}:{block.line}: no mapping {mapping} in {block.home[0]}"
+    assert brace, f"{block.page}:{block.line}: no mapping {mapping} in {block.home[0]}"
     path.write_text(before + opening + head + brace + block.text.partition("\n")[2] + rest)
 
 
@@ -80,4 +80,5 @@ def _run(block: Block, copy: Path, environment: dict[str, str]) -> None:
         text=True,
         timeout=LONGEST,
     )
-    assert done.returncode == 0, f"{block.page}:{block.line}: exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{block.page}:{block.line}: exit {done.returncode}\n{said}"
