@@ -101,7 +101,7 @@ def _default(value: Any) -> str:
     """Return a default as YAML has it; a section's own defaults are in its own table."""
     if value is None or isinstance(value, BaseModel):
         return "-"
-    plain = json.dumps(value, default=lambda one: dataclasses.asdict(one) if dataclasses.is_dataclass(one) else str(one))
+    plain = json.dumps(value, default=lambda one: vars(one) if dataclasses.is_dataclass(one) else str(one))
     return f"`{value}`" if isinstance(value, str) else "-" if plain in ("{}", "[]") else f"`{plain}`"
 
 
