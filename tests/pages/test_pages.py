@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,16 @@ def test_json_in_a_page_is_json(page: str) -> None:
     for block in blocks(page):
         if block.language == "json":
             json.loads(block.text)
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page) if b.home and b.home[1] is None], ids=lambda b: b.home[0]
+)
+def test_code_of_a_recipe_is_as_clean_as_the_package(block: Any) -> None:
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--stdin-filename", ROOT / block.home[0], "-"]
+        done = subprocess.run(ruff, input=block.text, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", list(reference.PAGES))

@@ -127,7 +127,7 @@ def meaning(owner: type, name: str, info: Any, names: list[str]) -> str:
     """Return what a field means; "" where nothing says it."""
     said = MEANINGS.get(f"{owner.__name__}.{name}") or described(owner, name, names)
     given = {mark.description for mark in _marks(info) if mark.description and mark.description not in said}
-    return ". ".join(filter(None, [said, *sorted(given)]))
+    return "; ".join(filter(None, [said, *sorted(given)]))
 
 
 def described(owner: type, name: str, names: list[str]) -> str:
