@@ -26,8 +26,8 @@ ROWS: dict[str, dict] = {
     "fedit": {"name": "fedit"},
     "ffa_lora": {"name": "ffa_lora"},
     "fedsa_lora": {"name": "fedsa_lora"},
-    **{f"fediat {s}": {"name": "fediat", "split": s, "sor_weight": 0.0} for s in ("M1", "M2", "M3", "M4")},
-    **{f"fediat {s} + SOR": {"name": "fediat", "split": s, "sor_weight": 1e-4} for s in ("M1", "M2", "M3", "M4")},
+    **{f"fediat {s}": {"name": "fediat", "sharing": s, "sor_weight": 0.0} for s in ("M1", "M2", "M3", "M4")},
+    **{f"fediat {s} + SOR": {"name": "fediat", "sharing": s, "sor_weight": 1e-4} for s in ("M1", "M2", "M3", "M4")},
 }
 
 
@@ -79,7 +79,7 @@ def table(results: dict[str, list[dict[str, dict[str, float]]]], stage: str) -> 
     for name, runs in results.items():
         cells = [[run[site].get(f"test/{stage}/dice") for run in runs] for site in sites]
         if any(value is None for cell in cells for value in cell):
-            continue  # a pooled run has no personal models
+            continue  # a pooled run has no personalized models
         cells.append([statistics.mean(values) for values in zip(*cells, strict=True)])
         lines.append(f"| {name} | " + " | ".join(_cell(values) for values in cells) + " |")
     return lines
@@ -120,12 +120,12 @@ def _write(wanted: argparse.Namespace, results: dict[str, list]) -> None:
     base = {"base (not adapted)": next(iter(results.values()))[:1]}
     budget = f"{wanted.rounds} rounds of {wanted.steps} steps of batch 4, Adam {wanted.lr:g}, rank 8, targets `paper`"
     seeds = f"{max(map(len, results.values()))} seed(s): mean ± standard deviation"
-    lines = [f"{budget}; {seeds}; test Dice.", "", "Base:", "", *table(base, "base"), ""]
-    lines += ["The federation's result (aggregate + own local factors):", "", *table(results, "received"), ""]
+    lines = [f"{budget}; {seeds}; test Dice.", "", "Base:", "", *table(base, "pretrained"), ""]
+    lines += ["The federation's result (aggregate + own local factors):", "", *table(results, "global"), ""]
     lines += [
         "Each site's own model as its last training left it:",
         "",
-        *table(results, "personal"),
+        *table(results, "personalized"),
         "",
     ]
     wanted.output.write_text("\n".join(lines))

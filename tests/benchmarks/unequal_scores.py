@@ -23,12 +23,12 @@ LAST = 3
 
 
 def closing(results: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the losses of the closing evaluation, mean over records."""
+    """Return the losses of the closing evaluation, mean over records: of the base, and of what each site received."""
     judged = {name: count for name, count in counts.items() if count and name in results}
-    stages = ("pretrained", "global")
+    stages = {"pretrained": "pretrained", "received": "global"}
     return {
-        stage: sum(results[n][f"validation/{stage}/loss"] * c for n, c in judged.items()) / sum(judged.values())
-        for stage in stages
+        name: sum(results[n][f"validation/{stage}/loss"] * c for n, c in judged.items()) / sum(judged.values())
+        for name, stage in stages.items()
     }
 
 

@@ -1,0 +1,91 @@
+"""Every command of every page, in order, as a user types it at the root of a fresh copy; only marked blocks are left out."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from tests.pages.reading import PAGES, ROOT, Block, blocks
+
+pytestmark = pytest.mark.slow
+LEFT_OUT = (".git", ".venv", "runs", "build", "__pycache__", "*.egg-info", ".*_cache")
+LONGEST = 240
+"""Seconds that one block may take."""
+
+
+def _runs(block: Block) -> bool:
+    return block.why is None and block.language == "bash"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of the repository without what is built in it."""
+    return Path(shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+
+
+@pytest.fixture
+def environment(copy: Path) -> dict[str, str]:
+    """Return an environment whose `consilium` and `python` are this interpreter's, with the copy's package."""
+    bin = copy.parent / "bin"
+    bin.mkdir()
+    module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["consilium"].partition(":")
+    _script(bin / "consilium", f"-c 'from {module} import {function}; {function}()'")
+    _script(bin / "python", "")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("CONSILIUM_", "PYTEST_"))}
+    path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), found["PATH"]])
+    return found | {"PATH": path, "PYTHONPATH": str(copy / "custom")}
+
+
+def _script(path: Path, arguments: str) -> None:
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+    path.chmod(0o755)
+
+
+def _param(page: str) -> ParameterSet:
+    """Return a page; one that starts FLARE's processes goes to the worker that has the others of the kind."""
+    flare = any("--engine flare" in block.text for block in blocks(page) if _runs(block))
+    return pytest.param(page, marks=[pytest.mark.xdist_group("flare")] if flare else [])
+
+
+@pytest.mark.parametrize("page", [_param(page) for page in PAGES if any(_runs(block) for block in blocks(page))])
+def test_commands_of_a_page(page: str, copy: Path, environment: dict[str, str]) -> None:
+    for block in blocks(page):
+        if block.home:
+            _put(copy, block)
+        elif block.language == "yaml" and block.first.startswith("# ages.yaml"):
+            (copy / "ages.yaml").write_text(block.text)
+        elif _runs(block):
+            _run(block, copy, environment)
+
+
+def _put(copy: Path, block: Block) -> None:
+    """Write a Python block where its first line says: a whole file, or lines at the beginning of a mapping in one."""
+    assert block.home
+    path, mapping = copy / block.home[0], block.home[1]
+    if mapping is None:
+        assert not path.exists(), f"{block.page}:{block.line}: {block.home[0]} is there already"
+        path.write_text(block.text)
+        return
+    before, opening, after = path.read_text().partition(f"{mapping}: ")
+    head, brace, rest = after.partition("    {\n")
+    assert brace, f"{block.page}:{block.line}: no mapping {mapping} in {block.home[0]}"
+    path.write_text(before + opening + head + brace + block.text.partition("\n")[2] + rest)
+
+
+def _run(block: Block, copy: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=copy,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+    )
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{block.page}:{block.line}: exit {done.returncode}\n{said}"

@@ -1,0 +1,162 @@
+"""The pages hold together: links, paths, fields, the tables written from the package, and what is not run."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from consilium.adapters.registry import ADAPTERS
+from consilium.config import reference
+from consilium.config.job import JobConfig
+from consilium.config.meanings import MEANINGS
+from consilium.config.site import SiteConfig
+from consilium.models.registry import MODELS
+from consilium.schema import validate
+from consilium.strategies.registry import STRATEGIES
+from consilium.strategies.unequal.ranks import UnequalRanks
+from consilium.tasks.registry import TASKS
+from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_of
+
+NOT_RUN = {
+    "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
+    "jobs/README.md": ["consilium simulate jobs/nuclei_fediat", "consilium allow WORKSPACE", "python -m consilium.models"],
+    "custom/consilium/data/README.md": ["consilium data import fundus"],
+    "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
+    "provisioning/README.md": ["consilium submit", "consilium doctor KIT", "consilium approve --revoke DIGEST"],
+    "tests/README.md": ["pytest tests/strategies"],
+}
+"""How every block begins that no test runs; each has its reason in the page."""
+OTHERS = ("profile.yml", "me.yml", "ages.yaml: a job.yaml")
+"""YAML that is FLARE's own, or a file that the page's commands run."""
+SHELLS = {"sh", "shell", "console", "zsh"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_only_these_blocks_are_not_run_and_each_says_why(page: str) -> None:
+    left_out = [block for block in blocks(page) if block.why is not None]
+    assert all(block.language == "bash" for block in left_out)
+    begins = NOT_RUN.get(page, [])
+    assert len(left_out) == len(begins), [block.first for block in left_out]
+    assert all(block.text.startswith(begin) for block, begin in zip(left_out, begins, strict=True))
+    assert text_of(page).count("<!-- not run") == len(left_out), "a reason stands right before its block"
+    assert not [block.line for block in blocks(page) if block.language in SHELLS], "commands are bash"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(str(target.resolve().relative_to(ROOT.resolve()))), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_in_a_page_are_there(page: str) -> None:
+    begin = re.compile(r"(custom|jobs|provisioning|tests|\.ci)/[\w./-]+")
+    named = [word for word in code(page) if begin.fullmatch(word)]
+    made = {home[0] for block in blocks(page) if (home := block.home)} | {"tests/strategies/test_fedadam.py"}
+    assert [word for word in named if not (ROOT / word).exists() and word not in made] == []
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [word for word in code(page) if re.fullmatch(r"test_\w+\.py", word) and word not in tests] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_dotted_fields_named_in_a_page_exist(page: str) -> None:
+    known = _fields()
+    for word in re.findall(r"\b(" + "|".join(known) + r")\.([a-z]\w+)\b", " ".join([*code(page), *_commands(page)])):
+        assert word[1] in known[word[0]] | {"yaml", "py", "json", "jsonl", "safetensors", "png"}, ".".join(word)
+
+
+def _commands(page: str) -> list[str]:
+    return [block.text for block in blocks(page) if block.language == "bash"]
+
+
+def _fields() -> dict[str, set[str]]:
+    """Return the fields of every section of job.yaml and of site.yaml's privacy, of whatever kind."""
+    sections: dict[str, list[type]] = {
+        "strategy": [*STRATEGIES.values(), UnequalRanks],
+        **{key: [kind.config for kind in kinds.values()] for key, kinds in _kinds().items()},
+    }
+    found = {key: {name for one in many for name in _names(one)} | {"name", "kind"} for key, many in sections.items()}
+    return found | {
+        "training": set(reference.TrainingConfig.model_fields),
+        "federation": set(reference.FederationConfig.model_fields),
+        "privacy": {*reference.SiteLevelDpConfig.model_fields, *reference.HospitalPrivacyPolicy.model_fields},
+    }
+
+
+def _kinds() -> dict[str, Any]:
+    return {"model": MODELS, "adapter": ADAPTERS, "task": TASKS}
+
+
+def _names(section: type) -> set[str]:
+    return {field.name for field in reference.fields_of(section)}
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: f"{b.page}:{b.line}"
+)
+def test_yaml_in_a_page_is_what_the_package_reads(block: Any) -> None:
+    kind = block.first.removeprefix("# ").partition("   ")[0]
+    raw, where = yaml.safe_load(block.text), Path(f"{block.page}:{block.line}")
+    if kind == "site.yaml":
+        validate(SiteConfig, raw, where)
+    elif kind == "job.yaml":
+        rest = yaml.safe_load((ROOT / "jobs/quickstart/app/config/job.yaml").read_text())
+        del rest["data"]  # its generated pictures are for one task only
+        validate(JobConfig, rest | raw, where)
+    else:
+        assert kind in OTHERS, f"the first line of a YAML block says what it is, not {kind!r}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_json_in_a_page_is_json(page: str) -> None:
+    for block in blocks(page):
+        if block.language == "json":
+            json.loads(block.text)
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page) if b.home and b.home[1] is None], ids=lambda b: b.home[0]
+)
+def test_code_of_a_recipe_is_as_clean_as_the_package(block: Any) -> None:
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--stdin-filename", ROOT / block.home[0], "-"]
+        done = subprocess.run(ruff, input=block.text, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", list(reference.PAGES))
+def test_tables_of_fields_are_those_of_the_package(page: str) -> None:
+    wanted = reference.rewritten(text_of(page), reference.PAGES[page]())
+    assert text_of(page) == wanted, "stale; run python -m consilium.config.reference"
+
+
+def test_every_field_has_a_meaning_and_every_meaning_a_field() -> None:
+    written = reference.job_reference() + reference.site_reference()
+    assert [line for line in written.splitlines() if line.endswith("|  |")] == []
+    assert [text for text in MEANINGS.values() if text not in written] == []
+
+
+def test_the_tables_say_what_a_field_takes() -> None:
+    rows = {line.split("|")[1].strip(" `"): line for line in reference.chapter("x", reference.TrainingConfig).splitlines()[6:]}
+    assert rows["momentum"] == "| `momentum` | number, from 0 under 1 | `0.0` | sgd only |"
+    assert "whole number, from 1 to 100,000 | required" in rows["rounds"]
+    assert "`adam`, `adamw`, `sgd` | `adam`" in rows["optimizer"]
+
+
+def test_the_first_page_is_short_and_its_test_command_is_the_one_that_runs() -> None:
+    assert len(text_of("README.md").splitlines()) <= 100
+    commands = [block.text.strip() for block in blocks("README.md") if block.text.startswith("python3 -m venv")]
+    assert commands[1] in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_the_picture_of_the_quickstart_is_light() -> None:
+    assert (ROOT / "jobs/quickstart/predictions.png").stat().st_size < 300_000
