@@ -41,8 +41,8 @@ class Registry(Mapping[str, K], Generic[K]):
     def __init__(self, what: str, built_in: Mapping[str, str], group: str = "") -> None:
         self.what, self.group = what, group
         self._built_in, self._added = dict(built_in), dict[str, K]()
-        self.packages: dict[str, str] = {}
-        """The package and version, as "name version", that each added kind came from."""
+        self.packages: dict[str, tuple[str, str]] = {}
+        """The package, and its version, that each added kind came from."""
 
     def __getitem__(self, name: str) -> K:
         if name in self._added:
@@ -66,7 +66,9 @@ class Registry(Mapping[str, K], Generic[K]):
         point = self._point(name, plugins)
         if name not in self._added:
             self._added[name] = _load(point, f"{self.what} {name!r}")
-            self.packages[name] = f"{_package(point)} {point.dist.version if point.dist else '0'}"
+            self.packages[name] = (_package(point), point.dist.version if point.dist else "")
+        if (other := self.packages[name][0]) != _package(point):  # another job of this process, with another list
+            raise ConfigError(f"{self.what} {name!r}: this process runs that of package {other} already; start another")
         return self._added[name]
 
     def known(self, plugins: Plugins = NO_PLUGINS) -> list[str]:

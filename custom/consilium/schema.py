@@ -69,6 +69,15 @@ class Loader(Fast):
     """YAML 1.1 as PyYAML reads it, and numbers as JSON writes them: a pasted config.json has 1e-05, which would be text."""
 
 
+def _map(loader: Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    """Return a map. Raises YAMLError for a key that is there twice: which one was meant, nobody knows."""
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    if twice := [str(key)[:80] for key in keys if keys.count(key) > 1]:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {twice[0]!r} is there twice; keep one")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+
+Loader.add_constructor("tag:yaml.org,2002:map", _map)
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from consilium.errors import CheckpointError
 
+PATIENCE = 600.0
+"""Seconds to wait for another process' lock: longer than anything that is done under one."""
 PRIVATE, PUBLIC = 0o600, 0o666
 """Modes of new files: for this user alone, which is what all state is; and what the umask leaves, for what a user exports."""
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
@@ -101,9 +103,9 @@ def locked(folder: Path) -> Iterator[None]:
 def file_lock(path: Path, wait: bool = True) -> FileLock:
     """Return a lock between processes, held from `acquire` on (or in a `with` block) and free when its process ends.
 
-    Without `wait`, acquiring one that is held raises filelock.Timeout.
+    Acquiring one that stays held raises filelock.Timeout; without `wait` at once. A file system without locks is an OSError.
     """
-    return FileLock(path, timeout=-1 if wait else 0, mode=PRIVATE)
+    return FileLock(path, PATIENCE if wait else 0, PRIVATE, thread_local=False, fallback_to_soft=False)
 
 
 def file_hash(path: Path) -> str:

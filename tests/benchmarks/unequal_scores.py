@@ -74,7 +74,7 @@ def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], f
         own, best = (moves(SiteResult(one.train(kind, p), 1, p, coordinator.sites[name])) for kind, p in kinds.items())
         drifts.append((*oracle_drift(own, best), 1 - cross_drift([own, best])))
     absolute, relative, cosine = (statistics.mean(values) for values in zip(*drifts, strict=True))
-    return {"global": loss, "absolute": absolute * job.config.adapter.scaling, "relative": relative, "cosine": cosine}
+    return {"global": loss, "absolute": absolute * job.config.adapter.product_scaling, "relative": relative, "cosine": cosine}
 
 
 def full(job: Job, state: ServerState) -> Tensors:

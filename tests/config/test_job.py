@@ -145,8 +145,8 @@ def test_overrides_are_validated_like_the_file() -> None:
 
 
 def test_a_rank_without_alpha_scales_by_one(tmp_path: Path) -> None:
-    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.scaling == 1.0
-    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.scaling == 0.5
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16}).adapter.product_scaling == 1.0
+    assert load_job(JOBS / "quickstart", {"adapter.rank": 16, "adapter.alpha": 8}).adapter.product_scaling == 0.5
 
 
 def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_a_rank_alone_does_not_change_the_scaling_a_file_sets(tmp_path: Path) ->
     message = r"adapter\.rank: 16: the file has alpha 4\.0, and alpha / rank scales the adapter; set adapter\.alpha too"
     with pytest.raises(ConfigError, match=message):
         load_job(path, {"adapter.rank": 16})
-    assert load_job(path, {"adapter.rank": 16, "adapter.alpha": 16}).adapter.scaling == 1.0
-    assert load_job(path, {"adapter.rank": 4}).adapter.scaling == 1.0
-    assert load_job(path, {"adapter": {"rank": 16}}).adapter.scaling == 1.0
+    assert load_job(path, {"adapter.rank": 16, "adapter.alpha": 16}).adapter.product_scaling == 1.0
+    assert load_job(path, {"adapter.rank": 4}).adapter.product_scaling == 1.0
+    assert load_job(path, {"adapter": {"rank": 16}}).adapter.product_scaling == 1.0
 
 
 LLAMA = {"model_type": "llama", "attention_dropout": 0.0}

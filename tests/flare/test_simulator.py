@@ -157,7 +157,7 @@ def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) ->
 
     workspace = flare(config, edited(server=use_fedavg))
     reference = tmp_path / "inprocess"
-    job = replace(assemble_job(config), strategy=AsFlareAdds())
+    job = assemble_job(config.model_copy(update={"strategy": AsFlareAdds()}))
     simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)
     ours, theirs = state_of(workspace / "fedavg.safetensors"), state_of(reference / "server/state.safetensors")
     assert all(torch.equal(t, theirs[f"shared/{n}"]) for n, t in ours.items())

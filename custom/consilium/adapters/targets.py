@@ -18,7 +18,11 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     if target.prepare:
         target.prepare(model)
     pattern = _compiled(target.pattern)
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD and pattern.fullmatch(n)}
+    linear = {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and n.partition(".")[0] != HEAD and pattern.fullmatch(n)
+    }
     if not linear:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"

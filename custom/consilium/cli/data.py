@@ -9,8 +9,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite, load
+from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
+from consilium.registry import NO_PLUGINS
 from consilium.report.clean import line, shown
 
 if TYPE_CHECKING:
@@ -82,10 +83,15 @@ def data_check(
         Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
     ] = None,
     checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
+    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Open every image and label of a data list, or every record of JSONL lists; exit code 1 if there are problems."""
-    report = _check(datalist, load(job, [])[0] if job else None, checkpoints)
+    from consilium.config.job import load_job
+    from consilium.config.site import kit_plugins
+
+    config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
+    report = _check(datalist, config, checkpoints)
     if format is Format.JSON:
         print(json.dumps(report.to_dict(), indent=1))
     else:

@@ -90,10 +90,13 @@ class JobConfig(Section):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all settings but the number of rounds: what makes it the same job, which a resumption may prolong."""
+        """The SHA-256 of all settings but the number of rounds: what makes it the same job, which a resumption may prolong.
+
+        Fields stand in the order in which they are declared; in maps, such as `task.classes`, the order of a job.yaml counts.
+        """
         settings = self.model_dump(mode="json")
         del settings["training"]["rounds"]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     @property
     def packages(self) -> dict[str, str]:
@@ -104,8 +107,8 @@ class JobConfig(Section):
             (TASKS, self.task.name),
             (ADAPTERS, self.adapter.kind),
         )
-        found = [registry.packages[name].split() for registry, name in named if name in registry.packages]
-        return dict(sorted((package, version) for package, version in found))
+        found = [registry.packages[name] for registry, name in named if name in registry.packages]
+        return dict(sorted(found))
 
     @property
     def weighting(self) -> str:

@@ -24,12 +24,25 @@ def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
 
 
+KEYS = {"strategy": "name", "model": "name", "task": "name", "adapter": "kind"}
+"""Sections that a job.yaml may write as the name of their kind alone."""
+
+
+def _opened(raw: dict[str, Any], section: str) -> Any:
+    """Return a section to write into: made where it is missing or empty, a map where it is a kind's name."""
+    if raw.get(section) is None:
+        raw[section] = {}
+    elif section in KEYS and isinstance(raw[section], str):
+        raw[section] = {KEYS[section]: raw[section]}
+    return raw[section]
+
+
 def _override(raw: Any, field: str, value: Any, path: Path) -> None:
     *sections, last = field.split(".")
     for section in sections:
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-        raw = raw.setdefault(section, {})
+        raw = _opened(raw, section)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
     raw[last] = value

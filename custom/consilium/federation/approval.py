@@ -113,7 +113,7 @@ def _contents(app: Path, config: JobConfig) -> Iterator[tuple[str, bytes]]:
     }
     for name in _names(app):
         known = values.get(name)
-        yield name, (app / name).read_bytes() if known is None else json.dumps(known, sort_keys=True).encode()
+        yield name, (app / name).read_bytes() if known is None else json.dumps(known, sort_keys=name == CLIENT).encode()
 
 
 def _json(path: Path) -> Any:

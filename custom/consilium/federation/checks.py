@@ -47,7 +47,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if version != __version__:
         told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"
         raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
-    if not isinstance(hello.plugins, dict) or hello.plugins != packages:
+    if type(hello.plugins) is not dict or not _same(hello.plugins, packages):
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
         raise RefusedError(
             f"{name}: its packages with kinds of this job are others than the server's ({wanted}); install the same"
@@ -62,6 +62,11 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
         raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
+
+
+def _same(told: Mapping[Any, Any], packages: Mapping[str, str]) -> bool:
+    """Tell whether a site's packages are the server's, kinds first: what a site sends may compare as it likes."""
+    return all(type(word) is str for pair in told.items() for word in pair) and told == packages
 
 
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:

@@ -137,7 +137,7 @@ class Site:
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         export_adapter(self.folder / "adapter", final, self.config)
-        write_predictions(self.folder / PREDICTIONS, examples)
+        self._draw(examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -180,6 +180,13 @@ class Site:
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
+
+    def _draw(self, examples: dict[Stage, Examples]) -> None:
+        """Write predictions.png; what goes wrong with a picture never costs the scores."""
+        try:
+            write_predictions(self.folder / PREDICTIONS, examples)
+        except Exception as error:
+            self.observer({"event": "undrawn", "site": self.name, "reason": f"{PREDICTIONS}: {type(error).__name__}: {error}"})
 
     def _closing(self, split: str, stage: Stage, payload: Payload, examples: dict[Stage, Examples]) -> dict[str, float]:
         """Return the closing metrics of the model as it is now; put what it says of a few pictures into `examples`."""

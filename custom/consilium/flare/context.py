@@ -129,8 +129,12 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 def publish(fl_ctx: FLContext, folder: Path) -> None:
     """Copy what an admin may download into FLARE's run folder: all but the server's state, and never a picture of patients."""
     if not simulated():
-        kept = shutil.ignore_patterns("server", ".*.lock", OWNER, PREDICTIONS)
-        shutil.copytree(folder, _published(fl_ctx), ignore=kept, dirs_exist_ok=True)
+        private = shutil.ignore_patterns("*.lock", ".*", OWNER, f"*{PREDICTIONS}*")
+
+        def kept_back(place: str, names: list[str]) -> set[str]:
+            return private(place, names) | ({"server"} if Path(place) == folder else set())  # not tb_events/server
+
+        shutil.copytree(folder, _published(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:

@@ -14,11 +14,11 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.config.job import load_job
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import default_name
 from consilium.report.clean import shown
 from consilium.report.progress import progress
+from consilium.schema import read_yaml
 
 ENDED = "FINISHED"
 UNEXPLAINED = ("FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION")
@@ -73,7 +73,8 @@ class Admin:
             try:
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
-                return load_job(file, plugins=None).experiment
+                raw = read_yaml(file)
+                return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
             except NO_JOB:
                 return None
 

@@ -48,7 +48,7 @@ class Record:
                     os.fsync(file.fileno())
                     self._catch_up(file)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "a line is damaged"
+            why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "a line is damaged"
             what = f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it"
             raise RefusedError(what, Reason.LEDGER) from None
 
@@ -58,7 +58,7 @@ class Record:
             self._size, self._seal, self._known = 0, "", set()
         file.seek(self._size)
         for line in file.read().splitlines():
-            self._known.add(_content(json.loads(line)))
+            self._known.add(_content(_line(line)))
             self._seal = _seal([line])
         self._size = file.tell()
 
@@ -90,7 +90,7 @@ def read(path: Path) -> Line:
     broken, lines = None, []
     for number, text in enumerate(texts):
         try:
-            lines.append(json.loads(text))
+            lines.append(_line(text))
         except ValueError:
             lines.append({})
         if broken is None and lines[-1].get("previous") != _seal(texts[:number]):
@@ -101,6 +101,14 @@ def read(path: Path) -> Line:
             spent[line["round"], line["phase"]] = GaussianEvent(**private["spend"])
             private["epsilon"] = epsilon_of(merge(list(spent.values())), private["delta"])
     return {"file": str(path), "seal": _seal(texts), "broken_line": broken, "messages": [x for x in lines if x]}
+
+
+def _line(text: str) -> Line:
+    """Return a line of the record. Raises ValueError for what is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("no line of the record")
+    return found
 
 
 def _content(line: Mapping[str, Any]) -> str:

@@ -167,7 +167,7 @@ def _write(path: Path, page: Page) -> None:
         ends.append(ends[-1] + row.height)
     notes.add_text(CUTS, json.dumps(ends))
     notes.add_text(SIDE, str(page.side))
-    sheet.save(file, "PNG", pnginfo=notes, dpi=(300, 300), optimize=True)
+    sheet.save(file, "PNG", pnginfo=notes, dpi=(300, 300), compress_level=3)
     write_atomic(path, file.getvalue())
 
 

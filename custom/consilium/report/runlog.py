@@ -165,6 +165,8 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
         lock.acquire()
     except Timeout:
         raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: cannot be locked ({error.strerror}); give a folder on another file system") from None
     file = open_private(path, "a" if resume else "x")
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
         file.write("\n")  # the last line was torn

@@ -1,5 +1,6 @@
 """Tables that fit their screen: narrower layouts first, then names shortened in the middle; nothing is cut off unseen."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
@@ -32,12 +33,15 @@ def shortened(names: Sequence[str], width: int) -> dict[str, str]:
     Where so many names are alike that `width` cannot tell them apart, some are longer than it.
     """
     found: dict[str, str] = {}
+    used: set[str] = set()
+    tried: Counter[str] = Counter()
     for name in sorted(set(names), key=lambda n: (cell_len(n) > width, n)):
-        short, count = _ends(name, width, "…"), 1
-        while short in found.values():
-            count += 1
-            short = _ends(name, width, f"…{count}")
+        first = short = _ends(name, width, "…")
+        while short in used:  # names that begin and end alike count on from one another
+            tried[first] += 1
+            short = _ends(name, width, f"…{tried[first] + 1}")
         found[name] = short
+        used.add(short)
     return found
 
 

@@ -93,6 +93,9 @@ class LiveView:
         self._row(event)["state"] = "refused"
         self._say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
+    def _on_undrawn(self, event: Mapping[str, Any]) -> None:
+        self._say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
+
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
         self.score = self.scores.lead(reported(metrics))

@@ -77,6 +77,6 @@ def test_status_shows_who_counts_for_what(tmp_path: Path) -> None:
     server = run(bounded(None), tmp_path)
     server.conclude()
     console = Console(file=io.StringIO(), width=140)
-    console.print(_table(progress(tmp_path)))
+    console.print(_table(progress(tmp_path), 140))
     assert "1000000 (100%)" in console.file.getvalue()
     assert "24 (0%)" in console.file.getvalue()

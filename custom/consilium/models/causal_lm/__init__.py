@@ -36,7 +36,7 @@ class CausalLmConfig(ModelConfig):
     def _bounded(cls, value: Any) -> Any:
         if value is not None:
             _check(value, "")
-        return value
+        return value if value is None else dict(sorted(value.items()))
 
     @field_validator("checkpoint", "config")
     @classmethod

@@ -81,7 +81,7 @@ class SplitQKV(nn.Module):
 def split_qkv(model: nn.Module) -> None:
     """Replace the fused qkv projection of every image encoder block by SplitQKV, in place."""
     for module in model.modules():
-        if isinstance(module, ImageAttention):
+        if isinstance(module, ImageAttention) and not isinstance(module.qkv, SplitQKV):
             module.qkv = SplitQKV(module.qkv)
 
 
