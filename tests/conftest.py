@@ -22,6 +22,7 @@ from consilium.strategies.strategy import Strategy
 JOBS = Path(__file__).parent.parent / "jobs"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep FLARE's simulations and federations in one worker: two at a time would have more site processes than cores."""
     for item in items:

@@ -45,7 +45,7 @@ def test_reading_a_job_loads_no_torch() -> None:
     assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
 
 
-@pytest.mark.parametrize("job", ["quickstart", "quickstart_cells"])
+@pytest.mark.parametrize("job", ["quickstart", pytest.param("quickstart_cells", marks=pytest.mark.slow)])
 def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Path) -> None:
     unwanted = set(HEAVY) - ({"transformers", "tokenizers"} if job == "quickstart_cells" else set())  # CLIP's tower is theirs
     found = server(job, tmp_path)
@@ -53,5 +53,6 @@ def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Pat
     assert found & unwanted == set()
 
 
+@pytest.mark.slow  # the three differ in what they may load; a process each, of seconds
 def test_a_server_of_texts_builds_no_tokenizer(tmp_path: Path) -> None:
     assert server("quickstart_text", tmp_path) & {"monai", "opacus", "peft", "matplotlib", "tensorboard"} == set()

@@ -1,16 +1,20 @@
 """State files: exact, checksummed, atomic; hashes of checkpoints."""
 
+import errno
 import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import Timeout
 
 from consilium.errors import CheckpointError
-from consilium.storage import file_hash, load_state, save_state, sweep
+from consilium.storage import file_hash, file_lock, load_state, save_state, sweep
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -70,3 +74,21 @@ def test_what_a_process_left_half_written_is_swept_when_it_is_gone(tmp_path: Pat
     os.utime(tmp_path / "run" / names[1], (1, 1))
     assert {p.name for p in sweep(tmp_path)} == set(names[:2])
     assert {p.name for p in (tmp_path / "run").iterdir()} == {names[2], *kept}
+
+
+def test_a_lock_is_released_by_any_thread_and_never_waited_for_by_a_name_alone(tmp_path: Path) -> None:
+    """A file that says who holds it would be believed for ever after a crash; the system's own lock goes with its process."""
+    held, second = file_lock(tmp_path / "x.lock"), file_lock(tmp_path / "x.lock", wait=False)
+    held.acquire()
+    with pytest.raises(Timeout):
+        second.acquire()
+    releasing = threading.Thread(target=held.release)
+    releasing.start()
+    releasing.join()
+    second.acquire()
+    second.release()
+    with (
+        patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "no locks here")),
+        pytest.raises((OSError, NotImplementedError)),
+    ):
+        file_lock(tmp_path / "y.lock").acquire()

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from PIL import Image
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.federation import site as site_module
 from consilium.federation.build import Job, build_site
 from consilium.federation.site import Site
 from consilium.messages import HELD_OUT, Payload, SiteInfo
@@ -137,6 +139,18 @@ def test_the_picture_of_predictions_stays_and_changes_no_number(small_job: MakeJ
     assert found[True] == found[False]
     assert not found[True][0].tensors
     assert not (tmp_path / "False" / "predictions.png").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_score(
+    small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, events = small_job("fedit"), []
+    member = build_site(job, "site-1", SiteConfig(), tmp_path, events.append)
+    monkeypatch.setattr(site_module, "write_predictions", Mock(side_effect=OSError(28, "no space left")))
+    payload = Payload(2, 0, job.initial)
+    assert "test/global/dice" in member.evaluate("r", payload).metrics
+    (event,) = [e for e in events if e["event"] == "undrawn"]
+    assert "no space left" in event["reason"]
 
 
 def test_a_picture_shows_the_models_as_they_are_scored(

@@ -236,10 +236,16 @@ def _classes(section: object) -> list[str]:
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
 
 
-def test_what_a_server_publishes_has_no_picture_of_patients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(context, "_published", lambda fl_ctx: tmp_path / "out")
-    for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png", "server/state"):
+    for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("x")
+    for name in ("server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
     context.publish(FLContext(), tmp_path / "run")
-    assert sorted(p.name for p in (tmp_path / "out").rglob("*") if p.is_file()) == ["collaboration.png", "results.json"]
+    left = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert left == ["collaboration.png", "results.json", "tb_events/server/events"]

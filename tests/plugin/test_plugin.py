@@ -201,6 +201,8 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
         job_of(tmp_path, "twice")
     assert "\n" not in str(one.value)
     assert load_job(job_file(tmp_path, "twice"), plugins=frozenset({"plugin-two"})).packages == {"plugin_two": "1.0"}
+    with pytest.raises(ConfigError, match="this process runs that of package plugin_two already"):  # never one for the other
+        load_job(job_file(tmp_path, "twice"), plugins=frozenset({"plugin-one"}))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,13 @@ def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
         audit.Record(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
 
 
+def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
+    (tmp_path / audit.FILE).write_text("[1]\n")
+    assert audit.read(tmp_path / audit.FILE)["broken_line"] == 1
+    with pytest.raises(RefusedError, match="a line is damaged"):
+        audit.Record(tmp_path / audit.FILE).add({"kind": "hello"})
+
+
 def test_the_command_prints_a_page_and_json_and_tells_a_change(tmp_path: Path) -> None:
     path = run(private(unit="site", clip=0.5, noise_multiplier=3.0), tmp_path)
     site = tmp_path / "local" / "site.yaml"

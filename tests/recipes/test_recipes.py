@@ -203,7 +203,13 @@ def test_the_command_line_shows_its_scores(install: Install, tmp_path: Path, cap
     assert "round 1/1  site-2: loss" in said
     found = progress(tmp_path / "run")
     assert found["scores"]["leading"] == ["mae"]
-    command("data", "check", str(tmp_path / "data/site-1/datalist.json"), "--job", str(job))
+    (tmp_path / "kit/local").mkdir(parents=True)
+    (tmp_path / "kit/local/site.yaml").write_text("plugins: [recipe-regression]\n")
+    listed = str(tmp_path / "data/site-1/datalist.json")
+    with pytest.raises(AssertionError):  # at a hospital no package is looked at that its site.yaml does not list
+        command("data", "check", listed, "--job", str(job))
+    capsys.readouterr()
+    command("data", "check", listed, "--job", str(job), "--kit", str(tmp_path / "kit"))
     said = capsys.readouterr().out
     assert "24 training, 4 validation, 12 test" in said
     assert "only the list was read" in said

@@ -121,3 +121,9 @@ def test_refusals_outside_the_rounds() -> None:
         "a: refused before the first round: \\x1b[31m[/]",
         "a: refused in the closing evaluation: \\x1b[31m[/]",
     ]
+
+
+def test_two_thousand_names_that_begin_and_end_alike_stay_different() -> None:
+    """Each counts on from the last: trying every number again for every name would take hours here."""
+    names = [f"multisite-fundus-lr0.001-{i:04d}-try-b-of-the-run" for i in range(2000)]
+    assert len(set(shortened(names, 18).values())) == 2000
