@@ -22,15 +22,6 @@ from consilium.strategies.strategy import Strategy
 JOBS = Path(__file__).parent.parent / "jobs"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep FLARE's simulations and federations in one worker: two at a time would have more site processes than cores."""
-    for item in items:
-        federations = {"flare", "deployment"} & set(Path(item.fspath).parts) and item.get_closest_marker("slow")
-        if federations or "simulator" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("flare"))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _equal_threads() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start

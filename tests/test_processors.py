@@ -44,7 +44,6 @@ def again(tests: list[str], level: str, threads: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("flare")
 def test_engines_agree_without_vector_units() -> None:
     again(ENGINES, "default", 1)
 

@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.pages.reading import PAGES, ROOT, Block, blocks
 
@@ -46,13 +45,7 @@ def _script(path: Path, arguments: str) -> None:
     path.chmod(0o755)
 
 
-def _param(page: str) -> ParameterSet:
-    """Return a page; one that starts FLARE's processes goes to the worker that has the others of the kind."""
-    flare = any("--engine flare" in block.text for block in blocks(page) if _runs(block))
-    return pytest.param(page, marks=[pytest.mark.xdist_group("flare")] if flare else [])
-
-
-@pytest.mark.parametrize("page", [_param(page) for page in PAGES if any(_runs(block) for block in blocks(page))])
+@pytest.mark.parametrize("page", [page for page in PAGES if any(_runs(block) for block in blocks(page))])
 def test_commands_of_a_page(page: str, copy: Path, environment: dict[str, str]) -> None:
     for block in blocks(page):
         if block.home:
