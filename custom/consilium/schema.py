@@ -5,6 +5,7 @@ It knows no kind of model, task, adapter or strategy.
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
@@ -71,10 +72,12 @@ class Loader(Fast):
 
 def _map(loader: Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     """Return a map. Raises YAMLError for a key that is there twice: which one was meant, nobody knows."""
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-    if twice := [str(key)[:80] for key in keys if keys.count(key) > 1]:
-        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {twice[0]!r} is there twice; keep one")
-    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+    found = yaml.SafeLoader.construct_mapping(loader, node, deep)
+    if len(found) < len(node.value):
+        keys = Counter(loader.construct_object(key, deep=True) for key, _ in node.value)  # type: ignore[no-untyped-call]
+        twice = str(keys.most_common(1)[0][0])[:80]
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {twice!r} is there twice; keep one")
+    return found
 
 
 Loader.add_constructor("tag:yaml.org,2002:map", _map)

@@ -8,6 +8,7 @@ import yaml
 
 from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
+from consilium.schema import read_yaml
 from tests.conftest import JOBS, small_config
 
 
@@ -58,3 +59,13 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ntraining: {rounds: 1, lr: 0.1, rounds: 5}\n")
     with pytest.raises(ConfigError, match=r"line 2: 'rounds' is there twice; keep one"):
         load_job(tmp_path / "job.yaml")
+
+
+def test_a_map_of_very_many_keys_is_read_in_its_length(tmp_path: Path) -> None:
+    """Comparing each key with all others would take a site minutes for a megabyte that a submitter wrote."""
+    lines = "".join(f"  k{i}: 1\n" for i in range(80_000))
+    (tmp_path / "job.yaml").write_text(f"name: a\nx:\n{lines}")
+    assert len(read_yaml(tmp_path / "job.yaml")["x"]) == 80_000
+    (tmp_path / "job.yaml").write_text(f"name: a\nx:\n{lines}  k7: 2\n")
+    with pytest.raises(ConfigError, match="'k7' is there twice"):
+        read_yaml(tmp_path / "job.yaml")

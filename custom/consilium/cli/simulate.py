@@ -27,7 +27,7 @@ from consilium.errors import ConfigError
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
     from consilium.config.site import Given
-from consilium.report.clean import shown
+from consilium.report.clean import line, shown
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 RESERVED = ("server", "centralized")
@@ -106,7 +106,10 @@ def _run(
             from consilium.federation.engine import simulate as run_inprocess
 
             run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume)
-    join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
+    try:
+        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
+    except OSError as error:  # a damaged picture, a full disk: the scores are there all the same
+        Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
     return json.loads((folder / "results.json").read_text()), view.losses
 
 

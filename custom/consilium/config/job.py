@@ -171,7 +171,9 @@ def load_job(path: Path, overrides: Mapping[str, Any] | None = None, plugins: Pl
     """
     path = job_file(path)
     raw = read_yaml(path)
-    override(raw, overrides or {}, path)
+    kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
+    keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
+    override(raw, overrides or {}, path, keys)
     return validate(JobConfig, raw, path, plugins)
 
 

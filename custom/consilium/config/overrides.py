@@ -7,11 +7,14 @@ from typing import Any
 from consilium.errors import ConfigError
 
 
-def override(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Write `overrides`, by dotted field, into `raw`, what the file `path` holds. Raises ConfigError."""
+def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[str, str]) -> None:
+    """Write `overrides`, by dotted field, into `raw`, what the file `path` holds. Raises ConfigError.
+
+    `keys`: sections that may be written as the name of their kind alone, and the key which that name is then meant for.
+    """
     _keep_scaling(raw, overrides, path)
     for field, value in overrides.items():
-        _override(raw, field, value, path)
+        _override(raw, field, value, path, keys)
 
 
 def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
@@ -24,25 +27,21 @@ def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
 
 
-KEYS = {"strategy": "name", "model": "name", "task": "name", "adapter": "kind"}
-"""Sections that a job.yaml may write as the name of their kind alone."""
-
-
-def _opened(raw: dict[str, Any], section: str) -> Any:
+def _opened(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:
     """Return a section to write into: made where it is missing or empty, a map where it is a kind's name."""
     if raw.get(section) is None:
         raw[section] = {}
-    elif section in KEYS and isinstance(raw[section], str):
-        raw[section] = {KEYS[section]: raw[section]}
+    elif section in keys and isinstance(raw[section], str):
+        raw[section] = {keys[section]: raw[section]}
     return raw[section]
 
 
-def _override(raw: Any, field: str, value: Any, path: Path) -> None:
+def _override(raw: Any, field: str, value: Any, path: Path, keys: Mapping[str, str]) -> None:
     *sections, last = field.split(".")
     for section in sections:
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-        raw = _opened(raw, section)
+        raw = _opened(raw, section, keys)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
     raw[last] = value
