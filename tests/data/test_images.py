@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from consilium.data.augment import augment, augmentation
 from consilium.data.datalist import Item
-from consilium.data.images import augment, augmentation, read_image, read_mask, read_sample
+from consilium.data.images import read_image, read_mask, read_sample
 from consilium.errors import DataError
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
@@ -31,13 +32,13 @@ def test_formats_and_modes_read_as_rgb_as_one_sees_them(name: str, mode: str, tm
     (picture if mode == "P" else picture.convert("RGB")).convert(mode).save(tmp_path / name)
     image = read_image(tmp_path / name)
     assert image.shape == (20, 30, 3)
-    assert image.dtype == np.float32
+    assert image.dtype == np.uint8
     assert np.array_equal(image, np.repeat(scene()[..., None], 3, 2))
 
 
 def test_jpeg_is_close(tmp_path: Path) -> None:
     Image.fromarray(scene()).save(tmp_path / "x.jpg", quality=95)
-    assert np.abs(read_image(tmp_path / "x.jpg")[..., 0] - scene()).max() < 25
+    assert np.abs(read_image(tmp_path / "x.jpg")[..., 0].astype(int) - scene()).max() < 25
 
 
 def test_16_bit_maps_its_range_to_0_255(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int
     volume = np.zeros((30, 20, 4), np.float32)
     volume[25 if x_sign > 0 else 4, 17 if y_sign > 0 else 2, 1] = 100
     nibabel.save(nibabel.Nifti1Image(volume, np.diag([x_sign, y_sign, 1, 1])), tmp_path / "v.nii.gz")
-    image = read_image(tmp_path / "v.nii.gz", 1)
+    image = read_image(Item(tmp_path / "v.nii.gz", None, 1))
     assert image.shape == (20, 30, 3)
     row, column = np.unravel_index(image[..., 0].argmax(), (20, 30))
     assert (row, column) == (2, 4)
@@ -65,7 +66,7 @@ def test_nifti_planes_are_anatomical_whatever_their_storage(axes: tuple[int, int
     with pytest.raises(DataError, match='has 4 planes; name one by "slice"'):
         read_image(tmp_path / "v.nii.gz")
     with pytest.raises(DataError, match="slice 9 is outside"):
-        read_image(tmp_path / "v.nii.gz", 9)
+        read_image(Item(tmp_path / "v.nii.gz", None, 9))
 
 
 def save(folder: Path, image: np.ndarray, mask: np.ndarray) -> Item:

@@ -53,7 +53,7 @@ def test_prostate_mask_with_another_header_is_written_in_the_images_order(tmp_pa
     assert [item.slice for item in items] == [0, 3]
     assert items[0].label == dest / "ucl/masks/case00.nii.gz"
     for item in items:
-        assert np.array_equal(read_mask(item.label, item.slice) == 1, read_image(item.image, item.slice)[..., 0] > 128)
+        assert np.array_equal(read_mask(item.label, item.slice) == 1, read_image(item)[..., 0] > 128)
 
 
 def test_prostate_broken(tmp_path: Path) -> None:

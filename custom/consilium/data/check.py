@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
-from consilium.data.images import read_image, read_mask
+from consilium.data.images import read_image, read_labels
+from consilium.data.labels import Value
 from consilium.data.opening import check_file
 from consilium.errors import ConsiliumError, DataError
 from consilium.storage import file_hash
@@ -28,7 +27,7 @@ class Findings:
     path: str
     samples: dict[str, int]
     sizes: Counter[str] = field(default_factory=Counter)
-    label_values: Counter[int] = field(default_factory=Counter)
+    label_values: Counter[Value] = field(default_factory=Counter)
     images_of_class: dict[str, Counter[str]] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)
@@ -74,13 +73,13 @@ def check_datalist(path: Path, classes: Classes = None) -> Findings:
 def _check_item(report: Findings, split: str, item: Item, classes: Classes) -> None:
     name = f"{split}: {item.name}"
     try:
-        image = read_image(item.image, item.slice)
-        mask = read_mask(item.label, item.slice) if isinstance(item.label, Path) else None
+        image = read_image(item)
+        mask = read_labels(item) if isinstance(item.label, Path) else None
     except DataError as error:
         report.problems.setdefault("unreadable", []).append(f"{name}: {error}")
         return
     report.sizes["x".join(map(str, image.shape[:2]))] += 1
-    if np.ptp(image) < 2:
+    if int(image.max()) - int(image.min()) < 2:
         report.warnings.setdefault("constant image", []).append(name)
     if item.label is None:
         missing = "no class" if classes is not None and not isinstance(classes, dict) else "no mask"
@@ -91,8 +90,10 @@ def _check_item(report: Findings, split: str, item: Item, classes: Classes) -> N
         found = f"{name}: mask {mask.shape}, image {image.shape[:2]}"
         report.problems.setdefault("mask of another size", []).append(found)
     else:
-        declared = {0, *(v for values in classes.values() for v in values)} if isinstance(classes, dict) else None
-        _check_values(report, name, set(np.unique(mask).tolist()), declared)
+        declared: set[Value] | None = (
+            {0, *(v for values in classes.values() for v in values)} if isinstance(classes, dict) else None
+        )
+        _check_values(report, name, mask.present(), declared)
 
 
 def _check_class(report: Findings, split: str, name: str, label: Path | str | int, classes: Classes) -> None:
@@ -103,11 +104,11 @@ def _check_class(report: Findings, split: str, name: str, label: Path | str | in
         report.problems.setdefault("undeclared class", []).append(f"{name}: {label}")
 
 
-def _check_values(report: Findings, name: str, values: set[int], declared: set[int] | None) -> None:
+def _check_values(report: Findings, name: str, values: set[Value], declared: set[Value] | None) -> None:
     report.label_values.update(values)
     if values == {0}:
         report.warnings.setdefault("empty mask", []).append(name)
-    if declared is not None and (extra := sorted(values - declared)):
+    if declared is not None and (extra := sorted(values - declared, key=str)):
         report.problems.setdefault("undeclared label value", []).append(f"{name}: {extra}")
 
 

@@ -4,31 +4,55 @@ A label is a mask's path for segmentation, a class (name, or number from 0) for 
 class will do, see folders.py.
 """
 
+import hashlib
 import json
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from consilium.data.folders import read_folders
+from consilium.data.labels import Value
 from consilium.data.opening import check_file, read_text, whole
+from consilium.data.settings import Axis
+from consilium.data.volumes import is_volume
 from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
-ENTRY_KEYS = {"image", "label", "slice", "fold"}
+ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold"}
 MOST_BYTES = 256 * 1024**2
 """A data list of over a million entries is smaller."""
+_KEY = secrets.token_bytes(32)
+
+
+def pseudonym(identifier: str) -> str:
+    """Return what stands for a patient or a study in this process, "" for none: equal for equal ones, and no way back.
+
+    The key is drawn anew by each process and never written.
+    """
+    return hashlib.blake2b(identifier.encode(), key=_KEY, digest_size=12).hexdigest() if identifier else ""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One sample; `label` is a mask's path or a class; `slice` picks a plane of a NIfTI volume along its last axis."""
+    """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
+
+    `slice`: a plane of a volume, counted across `axis`. `patient` and `study`: pseudonyms of what belongs together, "" where
+    nobody knows. `annotated`: the classes that the mask shows, all of the task's without it. `label_map`: classes by the
+    site's own label values, where they differ from the job's.
+    """
 
     image: Path
     label: Path | str | int | None
     slice: int | None = None
+    axis: Axis = "stored"
+    patient: str = ""
+    study: str = ""
+    annotated: tuple[str, ...] | None = None
+    label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
 
     @property
     def name(self) -> str:
@@ -53,18 +77,23 @@ def read_datalist(path: Path, classes: bool | None = False) -> DataList:
     if path.is_dir():
         found = list(read_folders(path))
         return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
-    text = read_text(path, "give the path of a data list", MOST_BYTES)
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error}); fix the place named") from None
-    except RecursionError:
-        raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
+    raw = _json(path)
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
-    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes)) for split in SPLITS})
+    annotated = _annotated(str(path), raw.get("annotated"))
+    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated)) for split in SPLITS})
+
+
+def _json(path: Path) -> Any:
+    text = read_text(path, "give the path of a data list", MOST_BYTES)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error}); fix the place named") from None
+    except RecursionError:
+        raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
 
 
 def pool(lists: Iterable[DataList]) -> DataList:
@@ -73,15 +102,15 @@ def pool(lists: Iterable[DataList]) -> DataList:
     return DataList(lists[0].path, {split: tuple(i for one in lists for i in one.splits[split]) for split in SPLITS})
 
 
-def _items(path: Path, split: str, entries: Any, classes: bool | None) -> Iterable[Item]:
+def _items(path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Iterable[Item]:
     if not isinstance(entries, list):
         raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
     for index, entry in enumerate(entries):
         where = f"{path}: {split}[{index}]"
-        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes)
+        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
 
 
-def _item(path: Path, where: str, entry: Any, classes: bool | None) -> Item:
+def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
@@ -92,7 +121,25 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None) -> Item:
     for file in (image, label):
         if isinstance(file, Path):
             _check_there(where, file)
-    return Item(image, label, _slice(where, entry.get("slice")))
+    axis = entry.get("axis", "stored")
+    if axis not in get_args(Axis):
+        raise DataError(f"{where}: axis {_brief(axis)} is none of {', '.join(get_args(Axis))}")
+    patient, study = (pseudonym(_identifier(where, entry, key)) for key in ("patient", "study"))
+    own = _annotated(where, entry.get("annotated"))
+    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, annotated if own is None else own)
+
+
+def _identifier(where: str, entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key, "")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise DataError(f"{where}: {key} {_brief(value)} is neither text nor a whole number; write what names the {key}")
+    return str(value)
+
+
+def _annotated(where: str, value: Any) -> tuple[str, ...] | None:
+    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise DataError(f'{where}: annotated {_brief(value)} is no list of classes; write "annotated": ["disc"]')
+    return None if value is None else tuple(value)
 
 
 def _check_there(where: str, file: Path) -> None:
@@ -103,7 +150,8 @@ def _check_there(where: str, file: Path) -> None:
     if not there:
         raise DataError(f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder")
     try:
-        check_file(file)
+        if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
+            check_file(file)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 

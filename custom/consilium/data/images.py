@@ -1,152 +1,141 @@
-"""Reading and augmenting 2-D images and label masks by MONAI's dictionary transforms.
+"""From an item of a data list to pixels: pictures, planes of volumes, masks, and samples of a model's size.
 
-Arrays are (row, column) as one sees the picture; NIfTI planes are turned so that the patient's axes read the same way
-(right to left along columns, anterior to posterior along rows, for an axial plane).
+Own code where MONAI's dictionary transforms are slow: its anti-aliased resize took most of a sample's time. PIL's is done in
+whole numbers, so a sample is the same to the bit on every processor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import torch
-from monai.data import MetaTensor
-from monai.transforms import (
-    Compose,
-    RandAdjustContrastd,
-    RandFlipd,
-    RandGaussianNoised,
-    RandRotate90d,
-    RandScaleIntensityd,
-    Resized,
-)
+from PIL import Image
 from torch import Tensor
 
+from consilium.data import pictures, volumes
 from consilium.data.datalist import Item
-from consilium.data.opening import check_volume, open_picture, reading
+from consilium.data.intensity import windowed
+from consilium.data.labels import Labels, Value
+from consilium.data.settings import DEFAULTS, Axis, PictureSettings
 from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 Sample = dict[str, Tensor]
+Classes = Mapping[str, Sequence[Value]]
+"""Label values by class. Classes may share values: a cup lies in its disc."""
 
 
-def read_sample(item: Item, classes: dict[str, list[int]], size: int) -> Sample:
-    """Return image (3, size, size) float32 in 0..255 and label (C, size, size) in {0, 1}, one channel per class.
+def read_sample(item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS) -> Sample:
+    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both float32.
 
-    Raises DataError for a missing mask, a mask of another size than its image, or a label value no class declares.
+    Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
     """
-    image = read_image(item.image, item.slice)
-    if item.label is not None and not isinstance(item.label, Path):
-        raise DataError(f"{item.image}: label {item.label!r} is a class; a segmentation task needs the path of a mask")
-    if item.label is None:
-        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask')
-    values = read_mask(item.label, item.slice)
-    if values.shape != image.shape[:2]:
-        raise DataError(f"{item.label}: mask is {values.shape}, its image {item.image.name} {image.shape[:2]}; make them equal")
-    _check_values(item.label, values, classes)
-    masks = np.stack([np.isin(values, wanted) for wanted in classes.values()]).astype(np.float32)
-    resize = Compose(
-        [
-            Resized("image", (size, size), mode="bilinear", align_corners=False, anti_aliasing=size < min(image.shape[:2])),
-            Resized("label", (size, size), mode="nearest-exact"),
-        ]
-    )
-    sample = resize({"image": torch.from_numpy(image).permute(2, 0, 1), "label": torch.from_numpy(masks)})
-    return {key: _plain(sample[key]) for key in ("image", "label")}
+    image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
+    check_pair(item, image.shape[:2], labels)
+    check_values(item, labels, classes)
+    small = labels.map(lambda values: shrink_labels(values, size, settings))
+    masks = np.stack([small.where(wanted) for wanted in classes.values()])
+    return {"image": _tensor(shrink(image, size, settings)), "label": torch.from_numpy(masks).float()}
 
 
-def read_picture(item: Item, size: int) -> Tensor:
+def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS) -> Tensor:
     """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
-    image = read_image(item.image, item.slice)
-    smooth = size < min(image.shape[:2])
-    resize = Resized("image", (size, size), mode="bilinear", align_corners=False, anti_aliasing=smooth)
-    return _plain(resize({"image": torch.from_numpy(image).permute(2, 0, 1)})["image"])
+    return _tensor(shrink(read_image(item, settings), size, settings))
 
 
-def read_image(path: Path, plane: int | None = None) -> np.ndarray:
-    """Return (H, W, 3) float32 in 0..255. 8-bit values stay; others map their 0.5 to 99.5 percentiles to 0..255."""
-    array = _nifti(path, plane) if _is_nifti(path) else _picture(path, "image")
-    array = array[..., :3] if array.ndim == 3 else array[..., None]
-    if array.dtype == bool or array.dtype != np.uint8:
-        low, high = np.percentile(array, [0.5, 99.5])
-        array = np.clip((array.astype(np.float32) - low) / max(high - low, 1e-6), 0, 1) * 255
-    return np.repeat(array, 3 // array.shape[2], axis=2).astype(np.float32)
-
-
-def read_mask(path: Path, plane: int | None = None) -> np.ndarray:
-    """Return (H, W) integer label values. Raises DataError for a colour picture."""
-    array = _nifti(path, plane) if _is_nifti(path) else _picture(path, "mask")
-    if array.ndim != 2:
-        raise DataError(f"{path}: mask has {array.shape[2]} channels; save it as one channel of label values")
-    return np.rint(array).astype(np.int64)
-
-
-def augmentation(moved: Sequence[str] = ("image", "label")) -> Compose:
-    """Return the training transforms: flips and quarter turns of the keys `moved`, mild changes of the image's intensity."""
-    return Compose(
-        [
-            RandFlipd(moved, prob=0.5, spatial_axis=0),
-            RandFlipd(moved, prob=0.5, spatial_axis=1),
-            RandRotate90d(moved, prob=0.5, max_k=3),
-            RandAdjustContrastd("image", prob=0.3, gamma=(0.8, 1.25)),
-            RandScaleIntensityd("image", factors=0.15, prob=0.3),
-            RandGaussianNoised("image", prob=0.2, std=4.0),
-        ]
+def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.ndarray:
+    """Return (H, W, 3) of 8 bits, windowed as `settings` say. Raises DataError."""
+    item = item if isinstance(item, Item) else Item(item, None)
+    if volumes.is_volume(item.image):
+        header, values = volumes.header(item.image), volumes.voxels(item.image)
+        plane = header.grid.cut(values, item.axis, _plane(item, item.image, header))
+        grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
+    else:
+        plane = pictures.read(item.image)
+        grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
+    return (
+        grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
     )
 
 
-def augment(transforms: Compose, sample: Sample, seed: int, index: int) -> Sample:
-    """Return an augmented copy, within 0..255; the draw depends on (seed, index) alone, whichever order or worker asks."""
-    transforms.set_random_state(seed=seed_for(seed, "augment", index) % 2**32)
-    moved = transforms({key: tensor.clone() for key, tensor in sample.items()})
-    return {key: _plain(moved[key]).clamp(0, 255) for key in sample}
+def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
+    """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
+    label = item.label
+    if label is not None and not isinstance(label, Path):
+        raise DataError(f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask")
+    if label is None:
+        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask')
+    if not volumes.is_volume(label):
+        return pictures.labels(label)
+    image = volumes.header(item.image if volumes.is_volume(item.image) else label)
+    number = _plane(item, label, image)
+    return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor: MONAI's MetaTensor slows every operation of the model down."""
-    return (tensor.as_tensor() if isinstance(tensor, MetaTensor) else tensor).contiguous()
+def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np.ndarray:
+    """Return (H, W) integer label values of a mask's file, without its image. Raises DataError for overlapping regions."""
+    values = read_labels(Item(path, path, plane, axis)).values
+    if values is None:
+        raise DataError(f"{path}: holds regions, not label values; name them in the site's labels")
+    return values.astype(np.int64)
 
 
-def _check_values(path: Path, values: np.ndarray, classes: dict[str, list[int]]) -> None:
-    declared = {0, *(v for wanted in classes.values() for v in wanted)}
-    if unknown := sorted(set(np.unique(values).tolist()) - declared):
-        name = next(iter(classes))
-        remedy = f"declare it under task.classes, as in {{{name}: [{unknown[0]}]}}"
-        raise DataError(f"{path}: label value {unknown[0]} belongs to no class; {remedy}")
+def classes_of(item: Item, classes: Classes) -> Classes:
+    """Return the label values of the job's classes in this item's mask: by the site's own map, if it has one."""
+    if item.label_map is None:
+        return {name: (*values, name) for name, values in classes.items()}  # a region may bear the class's name
+    return {name: [value for value, names in item.label_map if name in names] for name in classes}
 
 
-def _is_nifti(path: Path) -> bool:
-    return path.name.endswith((".nii", ".nii.gz"))
+def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
+    """Raise DataError unless a mask has its image's rows and columns."""
+    if labels.shape and labels.shape != shape:
+        raise DataError(f"{item.label}: mask is {labels.shape}, its image {item.image.name} {shape}; make them equal")
 
 
-def _picture(path: Path, what: str) -> np.ndarray:
-    with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
-        wanted = picture.mode in ("L", "I;16", "I;16B", "I", "F", "RGB", "1") or (what == "mask" and picture.mode == "P")
-        array = np.asarray(picture if wanted else picture.convert("RGB"))
-    return _numbers(path, array.astype(np.uint8) * (255 if what == "image" else 1) if array.dtype == bool else array)
+def check_values(item: Item, labels: Labels, classes: Classes) -> None:
+    """Raise DataError for a label value that no class declares; regions without a class are left out."""
+    declared = {0, *(value for wanted in classes.values() for value in wanted)}
+    if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
+        remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
+        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}")
 
 
-def _nifti(path: Path, plane: int | None) -> np.ndarray:
-    """Return one plane as rows and columns, in the radiological way of looking (patient's right on the left)."""
-    with reading(path, "cannot be read as NIfTI"):
-        volume = nibabel.load(path)
-        check_volume(path, volume)
-        data = np.asarray(nibabel.as_closest_canonical(volume).dataobj)
-    data = data.reshape(data.shape[:3]) if data.ndim > 3 and data.shape[3:] == (1,) * (data.ndim - 3) else data
-    if data.ndim not in (2, 3):
-        raise DataError(f"{path}: has shape {data.shape}; save it as volumes of three dimensions")
-    if data.ndim == 3 and plane is None and data.shape[2] > 1:
-        raise DataError(f'{path}: has {data.shape[2]} planes; name one by "slice" in the data list')
-    if data.ndim == 3 and not 0 <= (plane or 0) < data.shape[2]:
-        raise DataError(f"{path}: slice {plane} is outside 0..{data.shape[2] - 1}; name one that is there")
-    flat = data if data.ndim == 2 else data[:, :, plane or 0]
-    # canonical axes grow to the right, to the front, upwards; the picture starts at the right and at the front
-    return _numbers(path, np.ascontiguousarray(flat[::-1, ::-1].T))
+def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+    """Return the (rows, columns) that a picture (H, W) takes of a sample's square; what is left of it is padding."""
+    if settings.resize == "stretch":
+        return size, size
+    longest = max(shape[:2])
+    return tuple(max(1, int(n * size / longest + 0.5)) for n in shape[:2])  # type: ignore[return-value]
 
 
-def _numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return a plane that has pixels, each a finite real number. Raises DataError for any other."""
-    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
-        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
-        raise DataError(f"{path}: holds {what}; save it as real, finite numbers")
-    return array
+def shrink(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
+    """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with black."""
+    rows, columns = inner(image.shape, size, settings)
+    found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
+    return _padded(found, size)
+
+
+def shrink_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
+    """Return label values (H, W) as (size, size): of each new pixel's middle, padded with 0."""
+    wanted = inner(values.shape, size, settings)
+    rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
+    return _padded(values[rows[:, None], columns], size)
+
+
+def _padded(array: np.ndarray, size: int) -> np.ndarray:
+    missing = [(0, size - n) for n in array.shape[:2]] + [(0, 0)] * (array.ndim - 2)
+    return np.pad(array, missing) if any(after for _, after in missing) else array
+
+
+def _tensor(image: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))).float()
+
+
+def _plane(item: Item, path: Path, header: volumes.Header) -> int:
+    """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
+    count = header.grid.planes(item.axis)
+    if item.slice is None and count > 1:
+        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list')
+    if not 0 <= (item.slice or 0) < count:
+        raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there")
+    return item.slice or 0

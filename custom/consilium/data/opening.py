@@ -6,11 +6,13 @@ list is trusted that far; what is no picture is refused without a word of its co
 
 import math
 import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from consilium.errors import DataError
@@ -19,6 +21,8 @@ FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 """What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
 MOST_BYTES = 2 * 1024**3
 """A file larger than this is not opened."""
+MOST_PIXELS = 100_000_000
+"""Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3
 """Bytes that a NIfTI volume may take in memory."""
 TAKE_OFF = "replace it or take it off the list"
@@ -64,7 +68,18 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF) -> Iterator[None]:
 
 def open_picture(path: Path) -> Image.Image:
     """Return an opened picture of one of FORMATS, not yet decoded. Use within `reading`."""
-    return Image.open(path, formats=FORMATS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels says it, at a limit of our own
+        return Image.open(path, formats=FORMATS)
+
+
+def check_pixels(path: Path, picture: Image.Image) -> None:
+    """Raise DataError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
+    if (pages := getattr(picture, "n_frames", 1)) > 1:
+        raise DataError(f"{path}: has {pages} pages; save each as a picture of its own")
+    if picture.width * picture.height > MOST_PIXELS:
+        found = f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,} are read at once"
+        raise DataError(f'{path}: cannot be read as one picture ({found}); name a part of it by "tile"')
 
 
 def check_volume(path: Path, volume: Any) -> None:
@@ -83,3 +98,20 @@ def whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return an array that holds something, each a finite real number. Raises DataError for any other."""
+    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
+        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
+        raise DataError(f"{path}: holds {what}; save it as real, finite numbers")
+    return array
+
+
+def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return label values as integers. Raises DataError for values between them, or that are no numbers."""
+    if check_numbers(path, array).dtype.kind != "f":
+        return array
+    if not np.array_equal(array, np.rint(array)):
+        raise DataError(f"{path}: mask holds values between whole numbers; save label values as whole numbers")
+    return array.astype(np.int64)

@@ -128,7 +128,7 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> D
     """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     if site.datalist:
-        return task.read(site.datalist)
+        return task.prepare(config.task, task.read(site.datalist))
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
@@ -137,7 +137,7 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> D
     from consilium.data.synthetic.phantoms import make_phantoms
 
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
-    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
+    return task.prepare(config.task, task.read(make_phantoms(folder / "phantoms", site=name, **spec)))
 
 
 def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:

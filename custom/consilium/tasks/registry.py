@@ -59,7 +59,8 @@ class Check(Protocol):
 class TaskKind:
     """What the rest must know of a task. `build(config, model, data, tokenizer)`: the task on one site's data.
 
-    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `file`: what such a list is called;
+    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
+    that this job makes of it, such as a volume's planes; `file`: what such a list is called;
     `models`: names of models made for another task that do this one too, their head having the task's `outputs`.
     """
 
@@ -71,6 +72,7 @@ class TaskKind:
     check: Check | None = None
     file: str = "datalist.json"
     models: frozenset[str] = frozenset()
+    prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
 
 
 TASKS: Registry[TaskKind] = Registry(

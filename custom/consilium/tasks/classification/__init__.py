@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from consilium.data.datalist import DataList, read_datalist
+from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from consilium.tasks.classification.task import ClassificationTask
 
 
-class ClassificationConfig(TaskConfig):
+class ClassificationConfig(PictureSettings, TaskConfig):
     """One class per image. `classes`: their names, in the order of the model's outputs; integer labels count from 0."""
 
     name: Literal["classification"]
@@ -44,10 +45,16 @@ def _read(path: Path) -> DataList:
     return read_datalist(path, True)
 
 
+def _prepare(config: Any, data: DataList) -> DataList:
+    from consilium.data.expand import expand
+
+    return expand(data, config)
+
+
 def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "ClassificationTask":
     from consilium.tasks.classification.task import ClassificationTask
 
-    return ClassificationTask(data, config.classes, model.image_side, config.augment)
+    return ClassificationTask(data, config.classes, model.image_side, config.augment, config)
 
 
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
@@ -57,4 +64,4 @@ def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: in
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
-CLASSIFICATION = TaskKind(ClassificationConfig, lambda config: SCORES, metric_names, _read, _build, _check)
+CLASSIFICATION = TaskKind(ClassificationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare)

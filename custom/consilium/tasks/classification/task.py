@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.data.augment import augment, augmentation
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import augment, augmentation, read_picture
+from consilium.data.images import read_picture
+from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 from consilium.tasks.base import Batch, Classified, evaluating
 
@@ -24,12 +26,19 @@ class ClassificationTask:
     Metrics: see `score`. A class without samples in the evaluated split has no recall and is left out of macro F1.
     """
 
-    def __init__(self, data: DataList, classes: Sequence[str], image_size: int, augment: bool = True) -> None:
+    def __init__(
+        self,
+        data: DataList,
+        classes: Sequence[str],
+        image_size: int,
+        augment: bool = True,
+        settings: PictureSettings = DEFAULTS,
+    ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
         self._transforms = augmentation(moved=["image"])
-        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size)})
+        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size, settings)})
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""

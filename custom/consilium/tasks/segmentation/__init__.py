@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from consilium.data.datalist import DataList, read_datalist
+from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
 
 
-class SegmentationConfig(TaskConfig):
+class SegmentationConfig(PictureSettings, TaskConfig):
     """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
     name: Literal["segmentation"] = "segmentation"
@@ -45,10 +46,16 @@ def _read(path: Path) -> DataList:
     return read_datalist(path, False)
 
 
+def _prepare(config: Any, data: DataList) -> DataList:
+    from consilium.data.expand import expand
+
+    return expand(data, config)
+
+
 def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "SegmentationTask":
     from consilium.tasks.segmentation.task import SegmentationTask
 
-    return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment)
+    return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment, config)
 
 
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
@@ -63,4 +70,4 @@ SCORES = Scores(
     {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "loss": "Loss"},
     ", resized grid; HD95 in pixels of it",
 )
-SEGMENTATION = TaskKind(SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check)
+SEGMENTATION = TaskKind(SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare)

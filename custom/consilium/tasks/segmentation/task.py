@@ -13,9 +13,11 @@ from monai.losses import DiceLoss
 from monai.metrics import DiceMetric, HausdorffDistanceMetric, MeanIoU
 from torch import Tensor, nn
 
+from consilium.data.augment import augment, augmentation
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList
-from consilium.data.images import Sample, augment, augmentation, read_sample
+from consilium.data.images import Sample, read_sample
+from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
 
@@ -32,13 +34,19 @@ class SegmentationTask:
     """
 
     def __init__(
-        self, data: DataList, classes: dict[str, list[int]], image_size: int, prompt: str = "none", augment: bool = True
+        self,
+        data: DataList,
+        classes: dict[str, list[int]],
+        image_size: int,
+        prompt: str = "none",
+        augment: bool = True,
+        settings: PictureSettings = DEFAULTS,
     ) -> None:
         self.data, self.classes, self.size = data, classes, image_size
         self.by_box, self.augment = prompt == "box", augment
         self.num_samples = len(data.splits["training"])
         self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
-        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size))
+        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size, settings))
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""

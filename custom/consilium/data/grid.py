@@ -1,0 +1,118 @@
+"""Where voxels lie, and the planes one sees: cut out of a volume and put back.
+
+A plane is turned as radiologists look at it, however the file stores it: rows run from the front backwards or from the head
+downwards, columns from the patient's right to the left or from the front backwards.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from nibabel.orientations import io_orientation
+
+from consilium.data.settings import Axis
+
+CANONICAL: dict[Axis, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
+TOLERANCE = 0.1
+"""Share of the smallest voxel side by which the corners of two equal grids may lie apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A volume's voxels (i, j, k), `shape` of each axis. `affine` (4, 4) takes indices to millimetres (right, front, up).
+
+    Without an affine nobody knows where the voxels lie: frames of a video, or a plain picture.
+    """
+
+    shape: tuple[int, int, int]
+    affine: np.ndarray | None = None
+
+    @property
+    def voxel(self) -> tuple[float, float, float] | None:
+        """Millimetres between neighbours along i, j and k."""
+        if self.affine is None:
+            return None
+        i, j, k = np.linalg.norm(self.affine[:3, :3], axis=0)
+        return float(i), float(j), float(k)
+
+    def across(self, axis: Axis) -> int:
+        """Return the stored axis, 0 to 2, that `axis` counts along: the one closest to it where the volume lies obliquely."""
+        if axis == "stored" or self.affine is None:
+            return 2
+        return next(stored for stored in range(3) if self._canonical(stored)[0] == CANONICAL[axis])
+
+    def planes(self, axis: Axis) -> int:
+        """Return how many planes there are."""
+        return self.shape[self.across(axis)]
+
+    def index(self, axis: Axis, number: int) -> int:
+        """Return the stored index of a plane: axial ones count upwards, coronal to the front, sagittal to the right."""
+        across = self.across(axis)
+        backwards = axis != "stored" and self.affine is not None and self._canonical(across)[1] < 0
+        return self.shape[across] - 1 - number if backwards else number
+
+    def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
+        """Return plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...)."""
+        return self._turned(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
+
+    def put(self, voxels: np.ndarray, axis: Axis, number: int, picture: np.ndarray) -> None:
+        """Write a picture (rows, columns) back into its plane of `voxels` (i, j, k): the inverse of `cut`."""
+        place: list[slice | int] = [slice(None)] * 3
+        place[self.across(axis)] = self.index(axis, number)
+        self._turned(voxels[tuple(place)], axis)[...] = picture
+
+    def pixel(self, axis: Axis) -> tuple[float, float] | None:
+        """Return millimetres between rows and between columns of a plane."""
+        if self.voxel is None:
+            return None
+        first, second = self._rest(axis)
+        rows, columns = (second, first) if self._upright(axis) else (first, second)
+        return self.voxel[rows], self.voxel[columns]
+
+    def _rest(self, axis: Axis) -> tuple[int, int]:
+        first, second = (stored for stored in range(3) if stored != self.across(axis))
+        return first, second
+
+    def _upright(self, axis: Axis) -> bool:
+        """Tell whether the second stored axis of a plane is its rows."""
+        first, second = self._rest(axis)
+        return self.affine is None or self._canonical(second)[0] > self._canonical(first)[0]
+
+    def _turned(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
+        """Return a view of a stored plane (first, second, ...) as one sees it."""
+        if self.affine is not None:
+            steps = [-1 if self._canonical(stored)[1] > 0 else 1 for stored in self._rest(axis)]
+            plane = plane[:: steps[0], :: steps[1]]
+        return plane.swapaxes(0, 1) if self._upright(axis) else plane
+
+    def _canonical(self, stored: int) -> tuple[int, int]:
+        """Return the patient's axis (0 right, 1 front, 2 up) closest to a stored one, and its direction."""
+        axis, sign = io_orientation(self.affine)[stored]
+        return int(axis), int(sign)
+
+
+def disagreement(one: Grid, other: Grid) -> str:
+    """Return how two grids differ, "" where they agree: equal shapes, corners within a tenth of a voxel of each other."""
+    if one.shape != other.shape:
+        return f"{_by(other.shape)} voxels, not {_by(one.shape)}"
+    if one.affine is None or other.affine is None or np.allclose(one.affine, other.affine):
+        return ""
+    corners = np.stack(np.meshgrid(*([0, n - 1] for n in one.shape), [1], indexing="ij")).reshape(4, -1)
+    apart = float(np.linalg.norm(((one.affine - other.affine) @ corners)[:3], axis=0).max())
+    return f"its corners lie {apart:.1f} mm apart" if apart > TOLERANCE * min(one.voxel or (1.0,)) else ""
+
+
+def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
+    """Return label values (i, j, k) of grid `own` on grid `wanted`, by the nearest voxel; 0 outside. Both have affines."""
+    if own.affine is None or wanted.affine is None:
+        raise ValueError("a grid without an affine lies nowhere")
+    step = np.linalg.inv(own.affine) @ wanted.affine
+    index = np.indices(wanted.shape, dtype=np.float64).reshape(3, -1)
+    near = np.floor(step[:3, :3] @ index + step[:3, 3:] + 0.5).astype(np.int64)
+    inside = ((near >= 0) & (near < np.array(own.shape)[:, None])).all(0)
+    found = np.zeros(inside.shape, values.dtype)
+    found[inside] = values[tuple(near[:, inside])]
+    return found.reshape(wanted.shape)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,43 @@
+"""Labels of a picture or a volume, whatever their file holds: one value a voxel, or regions that may overlap."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+Value = int | str
+"""A label: the value of voxels, or the name of a region."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Either `values`, integers of the grid's shape, or `regions`: boolean masks of it by number or name. They may overlap."""
+
+    values: np.ndarray | None = None
+    regions: dict[Value, np.ndarray] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The grid's shape; () of no regions."""
+        if self.values is not None:
+            return self.values.shape
+        return next((mask.shape for mask in (self.regions or {}).values()), ())
+
+    def present(self) -> set[Value]:
+        """Return the labels that some voxel has; 0 is what has none."""
+        if self.values is not None:
+            return set(np.unique(self.values).tolist())
+        return {name for name, mask in (self.regions or {}).items() if mask.any()}
+
+    def where(self, wanted: Collection[Value]) -> np.ndarray:
+        """Return a mask of the voxels that have one of the labels `wanted`."""
+        if self.values is not None:
+            return np.isin(self.values, [value for value in wanted if isinstance(value, int)])
+        chosen = [mask for name, mask in (self.regions or {}).items() if name in wanted]
+        return np.logical_or.reduce(chosen) if chosen else np.zeros(self.shape, bool)
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Labels":
+        """Return the labels with `change` done to every array: a plane cut, a picture made smaller."""
+        if self.values is not None:
+            return Labels(values=change(self.values))
+        return Labels(regions={name: change(mask) for name, mask in (self.regions or {}).items()})

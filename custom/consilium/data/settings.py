@@ -1,0 +1,47 @@
+"""What a job says about reading pictures: which planes of a volume, which window of values, which shape."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from consilium.schema import Section, Share
+
+Axis = Literal["stored", "axial", "coronal", "sagittal"]
+"""Direction across which a volume is cut. `stored`: the file's own last axis, counted as the file does."""
+
+
+class SlicesConfig(Section):
+    """Planes of a volume that its entry in the data list names none of.
+
+    `every` and `empty` thin out the training split only: a score of a volume needs all its planes.
+    """
+
+    axis: Annotated[Axis, Field(description="the patient's axis, or the file's own (stored)")] = "stored"
+    every: Annotated[int, Field(ge=1, le=10_000, description="train on every so many planes")] = 1
+    empty: Annotated[
+        Literal["keep", "drop"] | Share, Field(description="training planes without any label, or the share kept of them")
+    ] = "keep"
+
+
+class WindowConfig(Section):
+    """Values from `center` - `width` / 2 (black) to `center` + `width` / 2 (white), in the file's unit, such as HU."""
+
+    center: Annotated[float, Field(ge=-1e6, le=1e6)]
+    width: Annotated[float, Field(gt=0, le=1e6)]
+
+
+class PictureSettings(Section):
+    """How a task's pictures are read.
+
+    `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
+    percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
+    `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
+    """
+
+    slices: SlicesConfig = SlicesConfig()
+    window: WindowConfig | None = None
+    resize: Literal["stretch", "pad"] = "stretch"
+    resample_masks: bool = False
+
+
+DEFAULTS = PictureSettings()

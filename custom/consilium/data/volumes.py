@@ -1,0 +1,124 @@
+"""Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from consilium.data.grid import Grid, disagreement, resampled
+from consilium.data.labels import Labels
+from consilium.data.opening import check_numbers
+from consilium.errors import DataError
+
+_KINDS = ("consilium.data.nifti", "consilium.data.dicom")
+"""Each offers is_own(path), header(path), voxels(path) and labels(path, image): see nifti.py."""
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """What is known of a volume before it is read. `window`: the file's own (center, width).
+
+    `patient` and `study` are the file's own identifiers: they stay in this process, see datalist.py.
+    """
+
+    grid: Grid
+    window: tuple[float, float] | None = None
+    patient: str = ""
+    study: str = ""
+
+
+def is_volume(path: Path) -> bool:
+    """Tell whether a path is a volume (NIfTI, DICOM file or series folder) and not a picture."""
+    return _kind(path) is not None
+
+
+def header(path: Path) -> Header:
+    """Return a volume's header. Raises DataError."""
+    return _header(path, _stamp(path))
+
+
+def voxels(path: Path) -> np.ndarray:
+    """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
+    return _voxels(path, _stamp(path))
+
+
+def labels(path: Path, image: Header, resample: bool = False) -> Labels:
+    """Return the labels of a file on the grid of its image (i, j, k); the last are kept.
+
+    Raises DataError where they lie on another grid, unless `resample`.
+    """
+    return _labels(path, _stamp(path), image, resample)
+
+
+def spread(path: Path) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
+    return _spread(path, _stamp(path))
+
+
+def forget() -> None:
+    """Let go of the volumes that are kept."""
+    for kept in (_header, _voxels, _labels, _spread, _kind):
+        kept.cache_clear()
+
+
+MOST_COUNTED = 2**22
+
+
+def percentiles(values: np.ndarray) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles, of every n-th value where there are many."""
+    flat = values.reshape(-1)
+    low, high = np.percentile(flat[:: max(1, flat.size // MOST_COUNTED)], [0.5, 99.5])
+    return float(low), float(high)
+
+
+@lru_cache(maxsize=4096)
+def _header(path: Path, stamp: tuple[int, int]) -> Header:
+    found: Header = _known(path).header(path)
+    return found
+
+
+@lru_cache(maxsize=2)
+def _voxels(path: Path, stamp: tuple[int, int]) -> np.ndarray:
+    return check_numbers(path, _known(path).voxels(path))
+
+
+@lru_cache(maxsize=2)
+def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -> Labels:
+    found: Labels = _known(path).labels(path, image)
+    if found.regions is not None:
+        return found  # drawn on the image's own grid
+    own = header(path).grid
+    if not (wrong := disagreement(image.grid, own)):
+        return found
+    if resample and None not in (own.affine, image.grid.affine):
+        return found.map(lambda values: resampled(values, own, image.grid))
+    raise DataError(f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file")
+
+
+@lru_cache(maxsize=4096)
+def _spread(path: Path, stamp: tuple[int, int]) -> tuple[float, float]:
+    return percentiles(_voxels(path, stamp))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return what changes when a file does."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _known(path: Path) -> ModuleType:
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(f"{path}: is no volume; give NIfTI or DICOM")
+    return kind
+
+
+@lru_cache(maxsize=65536)
+def _kind(path: Path) -> ModuleType | None:
+    return next((module for module in map(import_module, _KINDS) if module.is_own(path)), None)
