@@ -106,12 +106,15 @@ def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     if own.affine is None or wanted.affine is None:
         raise ValueError("a grid without an affine lies nowhere")
     step = np.linalg.inv(own.affine) @ wanted.affine
-    index = np.indices(wanted.shape, dtype=np.float64).reshape(3, -1)
-    near = np.floor(step[:3, :3] @ index + step[:3, 3:] + 0.5).astype(np.int64)
-    inside = ((near >= 0) & (near < np.array(own.shape)[:, None])).all(0)
-    found = np.zeros(inside.shape, values.dtype)
-    found[inside] = values[tuple(near[:, inside])]
-    return found.reshape(wanted.shape)
+    found = np.zeros(wanted.shape, values.dtype)
+    rows = np.indices(wanted.shape[:2], dtype=np.float64).reshape(2, -1)
+    for k in range(wanted.shape[2]):  # a plane at a time, to save memory
+        near = np.floor(step[:3, :2] @ rows + step[:3, 2:3] * k + step[:3, 3:] + 0.5).astype(np.int64)
+        inside = ((near >= 0) & (near < np.array(own.shape)[:, None])).all(0)
+        plane = np.zeros(inside.shape, values.dtype)
+        plane[inside] = values[tuple(near[:, inside])]
+        found[:, :, k] = plane.reshape(wanted.shape[:2])
+    return found
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -139,8 +139,8 @@ def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) ->
 
 
 def _planes(mask: Any) -> list[int]:
-    """Return the planes that hold labels, numbered as a data list's "slice" counts: along the last canonical axis."""
-    values = np.asarray(nibabel.as_closest_canonical(mask).dataobj)
+    """Return the planes that hold labels, numbered as a data list's "slice" counts: along the file's last axis."""
+    values = np.asarray(mask.dataobj)
     return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
 
 
