@@ -25,6 +25,40 @@ def test_of_two_labels_at_one_place_the_longer_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("a hard question; the answer is B", "B"),
+        ("This is a hard one: B", "B"),
+        ("B, though A is close", "B"),
+        ("I first thought the answer is A. No: the answer is (C).", "C"),
+        ("Answer: b", "B"),
+        ("a question about a cat", None),
+        ("the answer is not easy, D", "D"),
+    ],
+)
+def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str | None) -> None:
+    assert first_label(text, ["A", "B", "C", "D"]) == label
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\frac{1}{2}", "1/2"),
+        (r"so x = \dfrac{-6}{4}.", "-3/2"),
+        (r"The answer is $\boxed{\frac{3}{9}}$ of 7", "1/3"),
+        (r"\boxed{12} then 13", "12"),
+        (r"first \boxed{1}, then \boxed{2}", "2"),
+        ("#### 6/4", "3/2"),
+        ("#### 4/2", "2"),
+        ("1/0", "1/0"),
+        (r"\boxed{x + y}", "x + y"),
+    ],
+)
+def test_fractions_and_boxes(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("3 + 4 = 7\n#### 7", "7"),

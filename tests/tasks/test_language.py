@@ -29,7 +29,7 @@ def text(question: str, *outputs: str, **more: object) -> Text:
 
 def make_task(*texts: Text, length: int = 256, **options: object) -> LanguageTask:
     data = DataList(Path("site"), {"training": texts, "validation": texts, "test": texts})
-    return LanguageTask(data, TOKENIZER, length, **options)
+    return LanguageTask(data, TOKENIZER, length, LanguageConfig(name="language", **options))
 
 
 class Uniform(nn.Module):
@@ -60,19 +60,36 @@ def test_only_the_answer_and_the_end_are_learned() -> None:
     assert batch["attention_mask"][0].sum() == len(prompt) + len(answer)
 
 
-def test_a_long_prompt_loses_its_beginning_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_input_loses_its_middle_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    long = Text("training.jsonl:1", "What is it?", "one two three four five six seven eight nine ten " * 12, ("yes",))
     with caplog.at_level(logging.WARNING):
-        task = make_task(text("word " * 100, "yes"), length=20)
+        task = make_task(long, length=120)
     assert task.truncated == 3  # one in every split
-    assert "3 records are longer than model.max_length 20 tokens" in caplog.text
-    batch = task.batch([0], seed=0)
-    whole = Encoder(TOKENIZER, 1000).pair(text("word " * 100, "yes"))[0]
-    assert batch["input_ids"][0].tolist() == whole[-20:]
+    assert "3 records are longer than model.max_length 120 tokens" in caplog.text
+    row = task.batch([0], seed=0)["input_ids"][0].tolist()
+    assert len(row) == 120
+    said, whole = TOKENIZER.decode(row), long.prompt
+    start, end = whole.index(long.input), whole.index(long.input) + len(long.input)
+    assert said.startswith(whole[:start] + "one two")  # the question is whole, and so is what comes behind the input
+    assert whole[end:] in said
+    assert task.evaluate(Uniform(), "test", 1)["truncated"] == 1
     assert make_task(text("word", "yes")).truncated == 0
 
 
+def test_a_prompt_of_instruction_alone_keeps_begin_and_end() -> None:
+    question = text(" ".join(str(n) for n in range(300)), "yes")
+    ids, labels, cut = Encoder(TOKENIZER, 60).pair(question)
+    whole = Encoder(TOKENIZER, 10_000).pair(question)[0]
+    assert cut
+    assert len(ids) == 60
+    learned = sum(label != IGNORED for label in labels)
+    assert ids[:20] == whole[:20]
+    assert ids[-20:] == whole[-20:]
+    assert ids[-learned:] == whole[-learned:]
+
+
 def test_an_answer_longer_than_everything_keeps_one_token_of_the_prompt() -> None:
-    ids, labels = Encoder(TOKENIZER, 10).pair(text("word", "yes " * 100))
+    ids, labels, _ = Encoder(TOKENIZER, 10).pair(text("word", "yes " * 100))
     assert len(ids) == len(labels) == 10
     assert labels[0] == IGNORED
     assert IGNORED not in labels[1:]
@@ -142,7 +159,7 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     written = ["Soon, not urgent", "soon", "d? no, c", "sooner"]
     monkeypatch.setattr(task, "write", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
-    assert metric_names(LanguageConfig(name="language", evaluate="label")) == {"loss", "perplexity", "accuracy"}
+    assert metric_names(LanguageConfig(name="language", evaluate="label")) == {"loss", "perplexity", "truncated", "accuracy"}
 
 
 def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

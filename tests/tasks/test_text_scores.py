@@ -1,6 +1,7 @@
 """Scores of written answers, worked by hand."""
 
 import math
+import random
 
 import pytest
 
@@ -39,11 +40,26 @@ def test_nist_weighs_rare_words_more() -> None:
 def test_cider_by_hand() -> None:
     # single words only: "x" stands in both documents (weight 0), "y" in the first, "z" in the second (log 2)
     assert cider(["x y", "x q"], [["x y"], ["x z"]], longest=1) == pytest.approx(10 * (1 + 0) / 2)
-    # answer (y 1/2, z 1/2), reference (y 1): cosine 1 / sqrt 2; the second answer misses
-    assert cider(["y z", "q"], [["y"], ["z"]], longest=1) == pytest.approx(10 * (1 / math.sqrt(2)) / 2)
+    # answer (y, z), reference (y): cosine 1 / sqrt 2, one pair of words more than the reference; the second answer misses
+    longer = math.exp(-1 / 72)
+    assert cider(["y z", "q"], [["y"], ["z"]], longest=1) == pytest.approx(10 * (longer / math.sqrt(2)) / 2)
+    # a word said twice counts as often as the reference says it: (y 2) clipped to (y 1) against a length of 2
+    assert cider(["y y", "q"], [["y"], ["z"]], longest=1) == pytest.approx(10 * (longer / 2) / 2)
     # references are averaged, not the best taken
     assert cider(["y", "z"], [["y", "v"], ["z"]], longest=1) == pytest.approx(10 * (0.5 + 1) / 2)
     assert cider(["x"], [["x"]]) == 0
+
+
+def test_cider_is_the_coco_caption_evaluations() -> None:
+    """All are spelt as `words` splits them: that evaluation's own tokenizer is in Java."""
+    reference = pytest.importorskip("pycocoevalcap.cider.cider").Cider()
+    draw, vocabulary = random.Random(0), ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", ",", "."]
+    texts = [" ".join(draw.choices(vocabulary, k=draw.randint(1, 14))) for _ in range(60)]
+    references = [[texts[i], *texts[i + 20 : i + 20 + draw.randint(0, 3)]] for i in range(0, 30)]
+    written = [texts[i] if i % 3 else texts[59 - i] for i in range(30)]
+    truth, _ = reference.compute_score(dict(enumerate(references)), {i: [one] for i, one in enumerate(written)})
+    assert 1 < truth < 9
+    assert cider(written, references) == pytest.approx(float(truth), rel=1e-6)
 
 
 def test_empty_answers_score_nothing() -> None:

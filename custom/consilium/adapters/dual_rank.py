@@ -89,8 +89,13 @@ class DualRank(layers.AdapterModule):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         weights = torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
-        dropped, parts = self.dropout(x).to(dtype), (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
-        return y + Products.apply(dropped, self.lora_A, self.lora_B, *parts).to(y.dtype)
+        parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
+        if not (self.dropout.p and self.training and self._tail):
+            return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *parts).to(y.dtype)
+        rank, (down, up, weights) = len(self.lora_A), parts  # the tail is frozen like the base: nothing of it is dropped
+        y = y + ((x.to(dtype) @ down[rank:].T * weights[rank:]) @ up[rank:]).to(y.dtype)
+        own = (down[:rank], up[:rank], weights[:rank])
+        return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *own).to(y.dtype)
 
     @property
     def _tail(self) -> int:

@@ -22,7 +22,7 @@ class CausalLmConfig(ModelConfig):
 
     `config` is the contents of the folder's config.json (JSON is valid YAML: paste it), because the server has no weights and
     lays the model out from it. `checkpoint` may start with ${SITE}, the site's checkpoint folder. `max_length`: tokens of
-    prompt and answer together; longer prompts lose their beginning.
+    prompt and answer together; longer prompts lose their middle.
     """
 
     name: Literal["causal_lm"]

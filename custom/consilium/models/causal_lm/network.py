@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -52,6 +53,7 @@ def build_causal_lm(
     model = _fill(folder, shape) if weights else AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    model.generation_config = GenerationConfig()  # what a folder's own says would change greedy answers in silence
     return model.eval()
 
 

@@ -15,20 +15,34 @@ if TYPE_CHECKING:
     from consilium.data.check import Findings
     from consilium.tasks.language.task import LanguageTask
 
-WRITTEN: dict[str, tuple[str, ...]] = {"loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES}
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES, "teacher_forced": (*NAMES, "token_accuracy"),
+}  # fmt: skip
 """Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
 
 
 class LanguageConfig(TaskConfig):
     """Answers to instructions. `evaluate`: loss; label, exact or generation add what their greedily written answers score.
 
-    `labels`: the answers to choose from, in any order, for records that name none of their own.
+    `teacher_forced` scores each position's likeliest token with the true ones before it given, as FedHera's public code does:
+    no answers, and much higher. `labels`: the answers to choose from, in any order, for records that name none of their own.
+    `prompt`: alpaca (our words), alpaca-paper (the published ones), chat (the tokenizer's template), or a template with
+    {instruction} and {input}. `learn`: answers, or prompts with them.
     """
 
     name: Literal["language"]
-    evaluate: Literal["loss", "label", "exact", "generation"] = "loss"
+    evaluate: Literal["loss", "label", "exact", "generation", "teacher_forced"] = "loss"
+    prompt: Annotated[str, Field(min_length=1, description="alpaca, alpaca-paper, chat, or a template")] = "alpaca"
+    learn: Literal["answer", "sequence"] = "answer"
     labels: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MOST_CLASSES)] = ()
     max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="of a written answer")] = 128
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks(cls, value: str) -> str:
+        if value not in ("alpaca", "alpaca-paper", "chat") and ("{instruction}" not in value or value.count("{input}") > 1):
+            raise ValueError("alpaca, alpaca-paper, chat, or a template with {instruction}, and {input} at most once")
+        return value
 
     @field_validator("labels")
     @classmethod
@@ -38,13 +52,13 @@ class LanguageConfig(TaskConfig):
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
-    return frozenset({"loss", "perplexity", *WRITTEN[config.evaluate]})
+    return frozenset({"loss", "perplexity", CUT, *WRITTEN[config.evaluate]})
 
 
 def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> "LanguageTask":
     from consilium.tasks.language.task import LanguageTask
 
-    return LanguageTask(data, tokenizer, model.max_length, config.evaluate, config.labels, config.max_new_tokens)
+    return LanguageTask(data, tokenizer, model.max_length, config)
 
 
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
@@ -55,14 +69,18 @@ def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: in
 
 HEADINGS = {
     "accuracy": "Accuracy", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
-    "bleu": "BLEU", "meteor": "METEOR", "nist": "NIST", "cider": "CIDEr",
+    "bleu": "BLEU", "meteor": "METEOR (stems)", "nist": "NIST", "cider": "CIDEr-D", "token_accuracy": "Token accuracy",
+    "truncated": "Cut",
 }  # fmt: skip
+CUT = "truncated"
 
 
 def scores(config: LanguageConfig) -> Scores:
     """Return how the scores of this kind of evaluation are shown."""
     written = WRITTEN[config.evaluate]
-    return Scores((*written[:1], "loss"), (*written[1:], "loss") if written else ("perplexity",), HEADINGS)
+    remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
+    beside = (*written[1:], "loss") if written else ("perplexity",)
+    return Scores((*written[:1], "loss"), (*beside, CUT), HEADINGS, remark)
 
 
 LANGUAGE = TaskKind(LanguageConfig, scores, metric_names, read_texts, _build, _check, "training.jsonl")

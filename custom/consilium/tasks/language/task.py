@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
-from consilium.tasks.base import Batch
-from consilium.tasks.language import text_scores
+from consilium.tasks.base import Batch, evaluating
+from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
@@ -24,33 +24,27 @@ class LanguageTask:
 
     Metrics: "loss", the mean over samples of each sample's mean loss per answer token, so that every sample has a gradient of
     its own and weighs the same; "perplexity", exp of the mean over all answer tokens of the split. By `evaluate`: "label" adds
-    "accuracy", how often the first valid label of the greedily written answer is that of the reference (no label is wrong);
-    "exact" adds "exact", how often final answers agree; "generation" adds text_scores.NAMES. The last two, slow to write,
-    come in the closing evaluation only.
+    "accuracy", how often the label of the greedily written answer is that of the reference (no label is wrong); "exact" adds
+    "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
+    see _forced. All but labels come in the closing evaluation only. "truncated" is the share of records that were cut.
     """
 
-    def __init__(
-        self,
-        data: DataList,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        evaluate: str = "loss",
-        labels: Sequence[str] = (),
-        max_new_tokens: int = 128,
-    ) -> None:
-        self.data, self.labels, self.max_new_tokens, self.kind = data, tuple(labels), max_new_tokens, evaluate
+    def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
+        self.data, self.config, self.kind = data, config, config.evaluate
         self.num_samples = len(data.splits["training"])
-        self._encoder = Encoder(tokenizer, max_length)
-        self._pairs = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
+        self._encoder = Encoder(tokenizer, max_length, config.prompt, config.learn == "sequence")
+        written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
+        self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
+        self._cut = {split: sum(pair[2] for pair in pairs) for split, pairs in written.items()}
         self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}
         if self.truncated:
-            advice = f"{self.truncated} records are longer than model.max_length {max_length} tokens and lost their beginning"
+            advice = f"{self.truncated} records are longer than model.max_length {max_length} tokens and lost their middle"
             logging.getLogger(__name__).warning(f"{data.path}: {advice}; raise it to keep them whole")
 
     @property
     def truncated(self) -> int:
         """How many records did not fit into `max_length` tokens."""
-        return self._encoder.truncated
+        return sum(self._cut.values())
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -73,29 +67,51 @@ class LanguageTask:
         """
         if not self.has(split):
             return {}
-        was_training = model.training
-        model.eval()
-        found = self._likelihood(model, split, batch_size)
-        if self.kind == "label" or (self.kind != "loss" and distances):
-            found |= self._judge(split, self.write(model, split, batch_size))
-        model.train(was_training)
+        with evaluating(model):
+            found = self._likelihood(model, split, batch_size) | {CUT: self._cut[split] / len(self._pairs[split])}
+            if self.kind == "teacher_forced" and distances:
+                found |= self._forced(model, split, batch_size)
+            elif self.kind == "label" or (self.kind in ("exact", "generation") and distances):
+                found |= self._judge(split, self.write(model, split, batch_size))
         return found
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int) -> list[str]:
-        """Return the model's greedy answer to every prompt of a split, at most `max_new_tokens` tokens each."""
-        rows = [self._encoder.prompt(text, self.max_new_tokens) for text in self.data.splits[split]]
-        device, answers = next(model.parameters()).device, []
-        end = self._encoder.tokenizer.eos_token_id
-        how = GenerationConfig(
-            do_sample=False, max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=self._encoder.pad
-        )
-        generate: Any = model.generate
+        """Return the model's greedy answer to every prompt of a split, at most `max_new_tokens` tokens each.
+
+        Answers come behind the `max_length` tokens of the longest prompt, as far as the model has positions. Nothing of the
+        checkpoint's generation_config.json counts: a penalty for repetition is no greedy answer.
+        """
+        most = min(self._encoder.max_length, _positions(model) - self.config.max_new_tokens)
+        texts, answers = self.data.splits[split], []
+        rows = [self._encoder.prompt(text, max(most, 1))[0] for text in texts]
+        device, generate = next(model.parameters()).device, cast(Any, model).generate
+        how = self._greedy(texts[0])
         for part in _parts(rows, batch_size):
             batch = {key: tensor.to(device) for key, tensor in self._encoder.collate_prompts(part).items()}
             written = generate(**batch, generation_config=how)[:, batch["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
+
+    def _greedy(self, text: Text) -> GenerationConfig:
+        most, ends = self.config.max_new_tokens, self._encoder.ends(text)
+        return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=self._encoder.pad)
+
+    def _forced(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
+        """Return scores of each position's likeliest token, the true ones before it being given: no answer is written.
+
+        Prompt and answer count, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
+        """
+        device, said, true, hits, count = next(model.parameters()).device, [], [], 0, 0
+        for part in _parts(self._pairs[split], batch_size):
+            batch = self._encoder.collate(part)
+            ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
+            likely = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].argmax(-1).cpu()
+            for guess, row, here in zip(likely, batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:].bool(), strict=True):
+                hits, count = hits + int((guess == row)[here].sum()), count + int(here.sum())
+                said.append(self._encoder.decode(guess[here].tolist()))
+                true.append([self._encoder.decode(row[here].tolist())])
+        return text_scores.score(said, true) | {"token_accuracy": hits / count}
 
     def examples(self, model: nn.Module, split: str) -> None:
         """Return None: there is no picture to show."""
@@ -114,14 +130,14 @@ class LanguageTask:
             return text_scores.score(written, [text.outputs for text in texts])
         if self.kind == "exact":
             return {"exact": _share([final_answer(one) == true for one, true in zip(written, truth, strict=True)])}
-        said = [first_label(one, text.labels or self.labels) for one, text in zip(written, texts, strict=True)]
+        said = [first_label(one, text.labels or self.config.labels) for one, text in zip(written, texts, strict=True)]
         return {"accuracy": _share([one == true for one, true in zip(said, truth, strict=True)])}
 
     def _true(self, text: Text) -> str | None:
         """Return a record's right label or final answer, None where none is asked for. Raises DataError if it has none."""
         given = text.final_answer or text.outputs[0]
         if self.kind == "label":
-            known = text.labels or self.labels
+            known = text.labels or self.config.labels
             if (found := first_label(given, known)) is None:
                 names = ", ".join(known) or "none given"
                 raise DataError(f"{self.data.path}: {text.name}: output has none of the labels ({names}); set task.labels")
@@ -148,3 +164,9 @@ def _parts(rows: list, size: int) -> Iterator[list]:
 
 def _share(hits: list[bool]) -> float:
     return sum(hits) / len(hits)
+
+
+def _positions(model: nn.Module) -> int:
+    """Return how many tokens a model can read; a great many where its config does not say."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) else 2**30

@@ -1,8 +1,9 @@
-"""Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr.
+"""Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
 
 ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR and NIST by nltk. METEOR matches exact
 words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values.
-CIDEr is our own. METEOR, NIST and CIDEr split lower-case text at words and punctuation.
+CIDEr-D is our own, equal to the COCO caption evaluation's on equal words. METEOR, NIST and CIDEr-D split lower-case text at
+words and punctuation.
 """
 
 import math
@@ -70,20 +71,27 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
-    """Return CIDEr (Vedantam et al., CVPR 2015), 0..10: no stemming, and no length penalty (that is CIDEr-D).
+    """Return CIDEr-D (Vedantam et al., CVPR 2015) as the COCO caption evaluation computes it, 0..10, of words not stemmed.
 
-    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram shares times log(N / documents with the n-gram), a
-    document being all references of one answer; their cosine is averaged over references, n and answers, times 10. With one
-    answer alone every weight is log 1 = 0, and so is the score.
+    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram counts times log(N / documents with the n-gram), a
+    document being all references of one answer. Their cosine, with an answer's entries clipped to the reference's, falls with
+    the difference of lengths (counted in pairs of words, as there) and is averaged over references, n and answers, times 10.
+    With one answer alone every weight is log 1 = 0, and so is the score.
     """
     total = 0.0
     for n in range(1, longest + 1):
         counted = [[_grams(words(ref), n) for ref in refs] for refs in references]
         documents = Counter(gram for refs in counted for gram in set().union(*refs))
-        for one, refs in zip(written, counted, strict=True):
+        for one, texts, refs in zip(written, references, counted, strict=True):
             vector = _weigh(_grams(words(one), n), documents, len(written))
-            total += sum(_cosine(vector, _weigh(ref, documents, len(written))) for ref in refs) / len(refs)
+            close = [_clipped_cosine(vector, _weigh(ref, documents, len(written))) for ref in refs]
+            total += sum(c * _penalty(one, text) for c, text in zip(close, texts, strict=True)) / len(refs)
     return 10 * total / longest / len(written)
+
+
+def _penalty(one: str, other: str) -> float:
+    pairs = [max(len(words(text)) - 1, 0) for text in (one, other)]
+    return math.exp(-((pairs[0] - pairs[1]) ** 2) / (2 * 6.0**2))
 
 
 def words(text: str) -> list[str]:
@@ -96,10 +104,9 @@ def _grams(tokens: Sequence[str], n: int) -> Grams:
 
 
 def _weigh(grams: Grams, documents: Counter[tuple[str, ...]], count: int) -> dict[tuple[str, ...], float]:
-    total = sum(grams.values())
-    return {g: c / total * math.log(count / max(1, documents[g])) for g, c in grams.items()}
+    return {g: c * math.log(count / max(1, documents[g])) for g, c in grams.items()}
 
 
-def _cosine(a: dict[tuple[str, ...], float], b: dict[tuple[str, ...], float]) -> float:
-    norms = math.hypot(*a.values()) * math.hypot(*b.values())
-    return sum(value * b.get(gram, 0.0) for gram, value in a.items()) / norms if norms else 0.0
+def _clipped_cosine(own: dict[tuple[str, ...], float], true: dict[tuple[str, ...], float]) -> float:
+    norms = math.hypot(*own.values()) * math.hypot(*true.values())
+    return sum(min(value, true[gram]) * true[gram] for gram, value in own.items() if gram in true) / norms if norms else 0.0

@@ -1,0 +1,92 @@
+"""What a model reads before it answers: the job's prompt around a record's instruction and input."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
+from consilium.errors import ConfigError
+
+PAPER_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+PAPER_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+"""Quoted to the letter, because a model answers to the letter: Taori et al., "Stanford Alpaca", 2023, its data release."""
+FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
+
+
+class Parts(NamedTuple):
+    """A prompt cut where its input begins and ends, because a long input is what loses its middle."""
+
+    before: str
+    input: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One way to ask: a name of FORMS, "chat" (the tokenizer's own template), or a template with {instruction} and {input}."""
+
+    form: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def __post_init__(self) -> None:
+        if self.form == "chat" and not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                "task.prompt: 'chat': the model's tokenizer has no chat template; use alpaca, or write a template"
+            )
+
+    def parts(self, text: Text) -> Parts:
+        """Return the prompt of a record; an input without an instruction is the instruction."""
+        question, context = (text.instruction, text.input) if text.instruction else (text.input, "")
+        if self.form == "chat":
+            return _around(self._chat(_message(question, context)), context)
+        return filled(_template(self.form, bool(context)), question, context)
+
+    def ending(self, text: Text, answer: str) -> tuple[str, str]:
+        """Return an answer as it follows the prompt, and what ends it ("" where the tokenizer's end token does)."""
+        if self.form != "chat":
+            return answer, ""
+        parts = self.parts(text)
+        message = _message(*((text.instruction, text.input) if text.instruction else (text.input, "")))
+        said = self._chat(message, answer)
+        start = "".join(parts)
+        _, found, rest = said.removeprefix(start).partition(answer.strip())
+        if not (said.startswith(start) and found and rest):
+            raise ConfigError(
+                "task.prompt: 'chat': the tokenizer's template asks otherwise than it writes answers down; write a template"
+            )
+        return answer.strip(), rest
+
+    def _chat(self, message: str, answer: str | None = None) -> str:
+        turns = [{"role": "user", "content": message}]
+        turns += [] if answer is None else [{"role": "assistant", "content": answer.strip()}]
+        said = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer is None)
+        return str(said)
+
+
+def filled(template: str, instruction: str, context: str) -> Parts:
+    """Return a template with both fields put in; braces of a record are text, not fields."""
+    before, field, after = template.partition("{input}")
+    before, after = (part.replace("{instruction}", instruction) for part in (before, after))
+    return Parts(before, context, after) if field else Parts(before, "", "")
+
+
+def _template(form: str, has_input: bool) -> str:
+    with_input, without = FORMS.get(form, (form, form))
+    return with_input if has_input else without
+
+
+def _message(question: str, context: str) -> str:
+    return f"{question}\n\n{context}" if context else question
+
+
+def _around(said: str, context: str) -> Parts:
+    before, found, after = said.rpartition(context) if context and context in said else (said, "", "")
+    return Parts(before, found, after)

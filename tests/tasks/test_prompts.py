@@ -1,0 +1,170 @@
+"""Prompts: published and own forms, chat templates, what is learned and what is given."""
+
+import copy
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import dual_rank
+from consilium.data.datalist import DataList
+from consilium.data.text import Text
+from consilium.errors import ConfigError
+from consilium.models.causal_lm import CAUSAL_LM
+from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
+from consilium.schema import validate
+from consilium.tasks.language import LanguageConfig
+from consilium.tasks.language.prompts import Prompt
+from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.tokens import IGNORED, Encoder, without_middle
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+RECORD = Text("training.jsonl:1", "Name the organ.", "It beats {input}.", ("the heart",))
+
+
+def chatting(template: str = CHATML):  # noqa: ANN201 - the library's own type
+    tokenizer = copy.deepcopy(load_tokenizer("tiny", None))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_of(form: str, record: Text = RECORD) -> str:
+    return "".join(Prompt(form, chatting()).parts(record))
+
+
+def test_each_form_asks_in_its_words() -> None:
+    assert text_of("Q: {instruction} ({input})\nA:") == "Q: Name the organ. (It beats {input}.)\nA:"
+    assert text_of("{instruction} ->") == "Name the organ. ->"
+    assert text_of("alpaca") == RECORD.prompt
+    paper = text_of("alpaca-paper")
+    assert paper.startswith("Below is an instruction that describes a task, paired with an input")
+    assert paper.endswith("### Instruction:\nName the organ.\n\n### Input:\nIt beats {input}.\n\n### Response:\n")
+    alone = text_of("alpaca-paper", Text("x:1", "", "What beats?", ("a",)))
+    assert alone.endswith("completes the request.\n\n### Instruction:\nWhat beats?\n\n### Response:\n")
+    asked = "<|im_start|>user\nName the organ.\n\nIt beats {input}.<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of("chat") == asked
+
+
+def test_a_chat_answer_is_learned_with_what_ends_it() -> None:
+    tokenizer = chatting()
+    ids, labels, cut = Encoder(tokenizer, 1000, "chat").pair(RECORD)
+    learned = [label for label in labels if label != IGNORED]
+    assert not cut
+    assert tokenizer.decode(learned) == "the heart<|im_end|>\n"
+    begun = tokenizer.decode(ids)
+    assert begun.count("<|im_start|>assistant\nthe heart<|im_end|>") == 1
+    first = tokenizer("<|im_end|>\n", add_special_tokens=False).input_ids[0]
+    assert Encoder(tokenizer, 1000, "chat").ends(RECORD) == sorted({tokenizer.eos_token_id, first})
+
+
+def test_templates_that_cannot_be_followed_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the model's tokenizer has no chat template; use alpaca, or write a template"):
+        Prompt("chat", load_tokenizer("tiny", None))
+    thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
+    with pytest.raises(ConfigError, match="asks otherwise than it writes answers down"):
+        Encoder(chatting(thinking), 1000, "chat").pair(RECORD)
+    with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):
+        validate(LanguageConfig, {"name": "language", "prompt": "aplaca"}, "job.yaml")
+
+
+def test_the_whole_sequence_is_learned_if_the_job_says_so() -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    ids, labels, _ = Encoder(tokenizer, 1000, "alpaca", whole_sequence=True).pair(RECORD)
+    assert ids == labels
+
+
+@pytest.mark.parametrize(("most", "left"), [(0, []), (1, [9]), (2, [0, 9]), (5, [0, 1, 7, 8, 9]), (10, list(range(10)))])
+def test_the_middle_goes(most: int, left: list[int]) -> None:
+    assert without_middle(list(range(10)), most) == left
+
+
+class Shifted(nn.Module):
+    """Finds the token likeliest that stands there already: wrong about the next one unless it is the same."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scale, self.count = nn.Parameter(torch.ones(())), count
+
+    def forward(self, input_ids: Tensor, **_: object) -> object:
+        return type("Output", (), {"logits": nn.functional.one_hot(input_ids, self.count) * self.scale})
+
+
+def test_teacher_forced_scores_count_prompt_and_answer() -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    record = Text("t:1", "a a a a", "", ("a a a",))
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+    config = LanguageConfig(name="language", evaluate="teacher_forced", prompt="{instruction}")
+    task = LanguageTask(data, tokenizer, 200, config)
+    ids = Encoder(tokenizer, 200, "{instruction}").pair(record)[0]
+    expected = sum(one == two for one, two in itertools.pairwise(ids)) / (len(ids) - 1)
+    model = Shifted(len(tokenizer))
+    assert "token_accuracy" not in task.evaluate(model, "test", 1)
+    found = task.evaluate(model, "test", 1, distances=True)
+    assert found["token_accuracy"] == pytest.approx(expected)
+    assert 0 < expected < 1
+
+
+def test_a_checkpoints_generation_settings_do_not_touch_greedy_answers(tmp_path: Path) -> None:
+    folder = tmp_path / "lm"
+    shutil.copytree(TINY_FOLDER, folder)
+    settings = {
+        "repetition_penalty": 5.0,
+        "no_repeat_ngram_size": 1,
+        "min_new_tokens": 12,
+        "do_sample": True,
+        "temperature": 9.0,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    record = Text("t:1", "Say it again and again.", "", ("x",))
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+    task = LanguageTask(data, load_tokenizer("tiny", None), 200, LanguageConfig(name="language", max_new_tokens=16))
+    plain, odd = build_causal_lm("tiny", None), build_causal_lm("folder", folder, config)
+    assert task.write(plain, "test", 1) == task.write(odd, "test", 1)
+    batch = task._encoder.collate_prompts([task._encoder.prompt(record, 200)[0]])
+    tokens = batch["input_ids"]
+    for _ in range(16):  # the likeliest token, one after the other
+        tokens = torch.cat([tokens, plain(tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        if tokens[0, -1] == task._encoder.tokenizer.eos_token_id:
+            break
+    assert task.write(odd, "test", 1) == [task._encoder.decode(tokens[0, batch["input_ids"].shape[1] :].tolist())]
+
+
+def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    record = Text("t:1", "Say yes.", "", ("yes",))
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+    seen = []
+
+    class Writing(Shifted):
+        def generate(self, input_ids: Tensor, **_: object) -> Tensor:
+            seen.append(input_ids)
+            return input_ids
+
+    task = LanguageTask(data, tokenizer, 128, LanguageConfig(name="language", max_new_tokens=512))
+    task.write(Writing(len(tokenizer)), "test", 1)
+    assert seen[0][0].tolist() == Encoder(tokenizer, 128).prompt(record, 128)[0]
+
+
+def test_dropout_drops_nothing_of_a_frozen_tail() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(6, 5, bias=False))
+    dual_rank.inject(base, 4, 2.0, CAUSAL_LM.target("0"), dropout=0.5)
+    layer = base[0]
+    values = {"lora_A": torch.zeros(1, 6), "lora_B": torch.zeros(5, 1)}
+    values |= {"tail_A": torch.randn(2, 6), "tail_B": torch.randn(5, 2), "gate": torch.ones(1)}
+    layer.fit(values)
+    for name, value in (dict(layer.named_parameters()) | layer.frozen()).items():
+        if name in values:
+            value.data.copy_(values[name])
+    x = torch.randn(3, 6)
+    expected = layer.base(x) + 2.0 * x @ values["tail_A"].T @ values["tail_B"].T
+    torch.testing.assert_close(base.train()(x), expected)
+    torch.testing.assert_close(base.eval()(x), expected)
