@@ -60,7 +60,7 @@ def test_language_shows_what_its_task_reports() -> None:
     found = {f"test/global/{name}": 0.5 for name in ("rouge_l", "bleu", "cider", "loss")}
     text = shown(result_table({"a": found}, "job", language("generation")))
     assert "ROUGE-L pretrained" in text
-    assert "CIDEr global" in text
+    assert "CIDEr-D global" in text
     assert "Macro F1" not in shown(
         result_table({"a": {"test/pretrained/accuracy": 0.5, "test/pretrained/loss": 1.0}}, "job", language("label"))
     )
