@@ -8,7 +8,8 @@ import pytest
 
 from consilium.data.datalist import SPLITS
 from consilium.data.images import read_mask
-from consilium.data.importers import pictures, registry
+from consilium.data.importers import polyps as polyp_sets
+from consilium.data.importers import registry
 from consilium.data.importers.base import Found, Options, Reading, mask_png
 from consilium.data.importers.classes import KVASIR_CLASSES, OCT_CLASSES
 from consilium.data.importers.registry import IMPORTERS, import_set
@@ -207,7 +208,7 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/notes.txt").write_text("mine")
     bad = [Found("a", "1", polyps / "x.png", mask_png("ok", filled, OUTER)), Found("b", "1", polyps, mask_png("no", _fail))]
-    monkeypatch.setitem(pictures.SETS, "polyp", registry.Importer("", lambda source, options: Reading(bad, {"a": [1]})))
+    monkeypatch.setitem(polyp_sets.SETS, "polyp", registry.Importer("", lambda source, options: Reading(bad, {"a": [1]})))
     with pytest.raises(DataError, match="broken"):
         import_set("polyp", polyps, tmp_path / "kept")
     assert list(tree(tmp_path / "kept")) == ["notes.txt"]

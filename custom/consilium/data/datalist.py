@@ -17,18 +17,22 @@ from consilium.errors import DataError
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
-ENTRY_KEYS = {"image", "label", "slice", "fold"}
+ENTRY_KEYS = {"image", "label", "slice", "fold", "patient"}
 MOST_BYTES = 256 * 1024**2
 """A data list of over a million entries is smaller."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One sample; `label` is a mask's path or a class; `slice` picks a plane of a NIfTI volume along its last axis."""
+    """One sample; `label` is a mask's path or a class; `slice` picks a plane of a NIfTI volume along its last axis.
+
+    `patient` names the patient, slide or video it belongs to.
+    """
 
     image: Path
     label: Path | str | int | None
     slice: int | None = None
+    patient: str | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +96,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None) -> Item:
     for file in (image, label):
         if isinstance(file, Path):
             _check_there(where, file)
-    return Item(image, label, _slice(where, entry.get("slice")))
+    return Item(image, label, _slice(where, entry.get("slice")), _patient(where, entry.get("patient")))
 
 
 def _check_there(where: str, file: Path) -> None:
@@ -111,6 +115,12 @@ def _check_there(where: str, file: Path) -> None:
 def _slice(where: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DataError(f'{where}: slice {_brief(value)} is no whole number from 0; write "slice": 4')
+    return value
+
+
+def _patient(where: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise DataError(f'{where}: patient {_brief(value)} is no text; write "patient": "a name"')
     return value
 
 
