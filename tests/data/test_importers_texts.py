@@ -200,6 +200,9 @@ def test_e2e_references_of_one_input_become_outputs_of_the_test_split(tmp_path: 
     sheet(tmp_path / "devset.csv", [("a", "b")], ("MR", "text"))
     with pytest.raises(DataError, match=r"devset\.csv: expected the columns mr and ref; found MR, text"):
         import_set("e2e", tmp_path, tmp_path / "bad")
+    (tmp_path / "devset.csv").write_text("mr,ref\n" + "a" * 200_000 + ",b\n")
+    with pytest.raises(DataError, match=r"devset\.csv:\d+: expected rows of CSV; found otherwise"):
+        import_set("e2e", tmp_path, tmp_path / "bad")
 
 
 def test_boolq_is_true_or_false_about_a_passage(tmp_path: Path) -> None:

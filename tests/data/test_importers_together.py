@@ -82,7 +82,7 @@ def test_what_cannot_be_added_is_refused_in_one_line(tnbc: Path, monusac: Path, 
         import_set("monusac", monusac, dest, Options(rename={"tcga-a2": "../a"}), add=True)
     assert tree(dest) == before
     (dest / "import.json").unlink()
-    with pytest.raises(DataError, match=r"--add: expected the import\.json of an import; found none"):
+    with pytest.raises(DataError, match=r"--add: expected an import\.json with its imports; found none"):
         import_set("monusac", monusac, dest, add=True)
 
 

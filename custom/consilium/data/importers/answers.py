@@ -89,7 +89,7 @@ def _medquad(path: Path) -> Iterator[dict[str, Any]]:
     check_file(path, REMEDY)
     try:
         root = ElementTree.parse(path).getroot()
-    except (OSError, ElementTree.ParseError) as error:
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an encoding nobody knows
         raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {REMEDY}") from None
     focus = _words(root.find("Focus"))
     for pair in root.iter("QAPair"):
@@ -128,9 +128,13 @@ def read_e2e(source: Path, options: Options) -> Reading:
 def _e2e_rows(path: Path) -> list[tuple[str, str]]:
     """Return (mr, ref) of every row. Raises DataError."""
     reader = csv.DictReader(io.StringIO(read_text(path, REMEDY), newline=""))
-    if not {"mr", "ref"} <= set(reader.fieldnames or []):
-        raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(reader.fieldnames or []) or 'none'}")
-    return [(row["mr"], row["ref"]) for row in reader if row["mr"] and row["ref"]]
+    try:
+        heads, rows = reader.fieldnames or [], list(reader)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {REMEDY}") from None
+    if not {"mr", "ref"} <= set(heads):
+        raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
+    return [(row["mr"], row["ref"]) for row in rows if row["mr"] and row["ref"]]
 
 
 def _e2e(rows: list[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:

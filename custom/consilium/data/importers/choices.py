@@ -74,7 +74,7 @@ def read_winogrande(source: Path, options: Options) -> Reading:
 
 def _choice(path: Path, task: str, text: str, options: Sequence[Any], label: str, first: int) -> dict[str, Any]:
     """Return a record whose answer is a letter; `label` counts the options from `first`. Raises DataError."""
-    letters = list("ABCDEFGH"[: len(options)])
+    letters = [chr(ord("A") + index) for index in range(len(options))]
     if label not in map(str, range(first, first + len(letters))):
         last = first + len(letters) - 1
         raise DataError(f"{path}: {text[:60]!r}: expected a label from {first} to {last}; found {label[:20]!r}; {REMEDY}")

@@ -114,8 +114,9 @@ def _read_refuge(folder: Path, site: str) -> list[Found]:
 
 def _refuge_mask(mask: Path) -> np.ndarray:
     values = grey(mask)
-    if unknown := set(np.flatnonzero(np.bincount(values.ravel())).tolist()) - {0, 128, 255}:
-        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {min(unknown)}")
+    unknown = (values != 0) & (values != 128) & (values != 255)
+    if unknown.any():
+        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {values[unknown].min()}")
     return cup_from_dark(values)
 
 

@@ -70,7 +70,7 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
     try:
         return list(json.loads((dest / "import.json").read_text())["imports"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{dest}: --add: expected the import.json of an import; found none; give another folder") from None
+        raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
 
 
 def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
