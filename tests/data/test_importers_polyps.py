@@ -33,6 +33,7 @@ def etis(images: Path, masks: Path, count: int = 20) -> None:
 def test_etis_as_published_and_as_passed_on(images: str, masks: str, source: str, tmp_path: Path) -> None:
     root = tmp_path / "set"
     etis(root / images, root / masks)
+    (root / ".ETIS-LaribPolypDB").mkdir()
     found = run_import("polyp", root / source, tmp_path / "out")
     assert found["sites"] == {"etis-laribpolypdb": {"training": 14, "validation": 2, "test": 4}}
     for item in items_of(tmp_path / "out", "etis-laribpolypdb"):

@@ -122,8 +122,8 @@ def test_a_published_test_split_is_pooled_by_patient(tmp_path: Path) -> None:
             picture(folder / f"{name}.tif")
             aperio((folder if i > 5 else source / "Annotations") / f"{name}.xml", [("", 1, 1, 4, 4)])
     for seed in range(4):
-        found = run_import("monuseg", source, tmp_path / str(seed), resplit=True, test=0.25, validation=0, seed=seed)
-        assert found["sites"]["monuseg"] == {"training": 12, "validation": 0, "test": 4}
+        found = run_import("monuseg", source, tmp_path / str(seed), resplit=True, test=0.5, validation=0, seed=seed)
+        assert found["sites"]["monuseg"] == {"training": 8, "validation": 0, "test": 8}
         assert groups_apart(splits_of(tmp_path / str(seed), "monuseg"), lambda item: item.image.name[:12])
         assert {item.patient for item in items_of(tmp_path / str(seed), "monuseg")} == {f"TCGA-18-{i:04}" for i in range(8)}
 

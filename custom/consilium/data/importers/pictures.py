@@ -70,7 +70,7 @@ def _named(source: Path, start: str, scattered: bool) -> list[Path]:
     """
 
     def fits(folder: Path) -> bool:
-        return re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(start)
+        return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(start)
 
     found = [p for p in sorted(source.iterdir()) if p.is_dir() and fits(p)]
     if fits(source.resolve()):
