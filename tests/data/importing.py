@@ -39,15 +39,27 @@ OUTER, INNER = (slice(2, 10), slice(2, 10)), (slice(4, 7), slice(4, 7))
 """Two rectangles, of 64 and 9 pixels."""
 
 
-def run_import(name: str, source: Path, dest: Path, **options: Any) -> dict[str, Any]:
+def aperio(path: Path, boxes: list[tuple[str, int, int, int, int]]) -> None:
+    """Write polygons as Aperio does: an Annotation per class, corners in x and y."""
+    parts = []
+    for name, left, top, right, bottom in boxes:
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+        vertices = "".join(f'<Vertex X="{x}.0" Y="{y}.0" Z="0"/>' for x, y in corners)
+        attribute = f'<Attributes><Attribute Name="{name}" Id="0" Value=""/></Attributes>'
+        parts.append(f"<Annotation>{attribute}<Regions><Region><Vertices>{vertices}</Vertices></Region></Regions></Annotation>")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"<Annotations>{''.join(parts)}</Annotations>")
+
+
+def run_import(name: str, source: Path, dest: Path, add: bool = False, **options: Any) -> dict[str, Any]:
     """Import, then open every sample of every site and find no problem."""
-    summary = import_set(name, source, dest, Options(**options))
+    summary = import_set(name, source, dest, Options(**options), add)
     classes = summary["classes"]
     for site, counts in summary["sites"].items():
         report = check_datalist(dest / site / "datalist.json", classes)
         assert report.problems == {}
         assert report.samples == counts
-    assert json.loads((dest / "import.json").read_text()) == summary
+    assert json.loads((dest / "import.json").read_text())["imports"][-1] == summary
     assert not [p for p in dest.rglob("*") if p.name.startswith(".")]
     return summary
 

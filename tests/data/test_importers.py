@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from consilium.data.datalist import SPLITS
-from consilium.data.images import read_mask
-from consilium.data.importers import pictures, registry
+from consilium.data.images import read_image, read_mask
+from consilium.data.importers import polyps as polyp_sets
+from consilium.data.importers import registry
 from consilium.data.importers.base import Found, Options, Reading, mask_png
 from consilium.data.importers.classes import KVASIR_CLASSES, OCT_CLASSES
 from consilium.data.importers.registry import IMPORTERS, import_set
@@ -82,6 +83,18 @@ def test_a_damaged_mask_is_named(polyps: Path, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:60])
     with pytest.raises(DataError, match=r"7\.png: cannot be read as a picture"):
         import_set("polyp", polyps, tmp_path / "out")
+
+
+def test_pictures_are_not_decoded(polyps: Path, fundus: Path, tmp_path: Path) -> None:
+    """Of a picture the header is enough: an import of thousands takes as long as their masks do."""
+    for source, folders in ((polyps, {"images", "Original"}), (fundus, {"Images", "Images_Square", "GLAUCOMA", "Training400"})):
+        for path in source.rglob("*.*"):
+            if folders & set(path.parts) and path.suffix in (".jpg", ".png", ".tif"):
+                path.write_bytes(path.read_bytes()[:-30])
+                with pytest.raises(DataError):
+                    read_image(path)
+    assert sum(sum(n.values()) for n in import_set("polyp", polyps, tmp_path / "a")["sites"].values()) == 50
+    assert sum(sum(n.values()) for n in import_set("fundus", fundus, tmp_path / "b")["sites"].values()) == 34
 
 
 def test_polyp_set_alone_and_broken(polyps: Path, tmp_path: Path) -> None:
@@ -207,7 +220,7 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/notes.txt").write_text("mine")
     bad = [Found("a", "1", polyps / "x.png", mask_png("ok", filled, OUTER)), Found("b", "1", polyps, mask_png("no", _fail))]
-    monkeypatch.setitem(pictures.SETS, "polyp", registry.Importer("", lambda source, options: Reading(bad, {"a": [1]})))
+    monkeypatch.setitem(polyp_sets.SETS, "polyp", registry.Importer("", lambda source, options: Reading(bad, {"a": [1]})))
     with pytest.raises(DataError, match="broken"):
         import_set("polyp", polyps, tmp_path / "kept")
     assert list(tree(tmp_path / "kept")) == ["notes.txt"]

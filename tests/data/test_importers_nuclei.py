@@ -8,27 +8,19 @@ import pytest
 from consilium.data.images import read_image, read_mask
 from consilium.data.importers.registry import import_set
 from consilium.errors import DataError
-from tests.data.importing import INNER, OUTER, RNG, SIZE, filled, groups_apart, items_of, mask, picture, run_import, splits_of
-
-
-@pytest.fixture
-def pannuke(tmp_path: Path) -> Path:
-    source = tmp_path / "pannuke"
-    for fold in (1, 2, 3):
-        images = RNG.integers(0, 255, (6, *SIZE, 3)).astype(np.float64)
-        masks = np.zeros((6, *SIZE, 6))
-        masks[:, *OUTER, 0], masks[:, *INNER, 0], masks[:, *INNER, 4] = 17, 0, 3
-        masks[..., 5] = masks.max(axis=3) == 0
-        for kind, arrays in (("images", {"images": images, "types": _tissues()}), ("masks", {"masks": masks})):
-            folder = source / f"Fold {fold}/{kind}/fold{fold}"
-            folder.mkdir(parents=True)
-            for name, array in arrays.items():
-                np.save(folder / f"{name}.npy", array)
-    return source
-
-
-def _tissues() -> np.ndarray:
-    return np.array(["Breast"] * 3 + ["Bile-duct"] * 2 + ["Adrenal_gland"])
+from tests.data.importing import (
+    INNER,
+    OUTER,
+    SIZE,
+    aperio,
+    filled,
+    groups_apart,
+    items_of,
+    mask,
+    picture,
+    run_import,
+    splits_of,
+)
 
 
 def test_pannuke_arrays_become_pictures_per_tissue(pannuke: Path, tmp_path: Path) -> None:
@@ -64,18 +56,6 @@ def test_pannuke_broken(pannuke: Path, tmp_path: Path) -> None:
     np.save(pannuke / "Fold 2/masks/fold2/masks.npy", np.zeros((5, *SIZE, 6)))
     with pytest.raises(DataError, match=r"expected N images .*found \(6, 12, 16, 3\), \(5, 12, 16, 6\), \(6,\)"):
         import_set("pannuke", pannuke, tmp_path / "out")
-
-
-def aperio(path: Path, boxes: list[tuple[str, int, int, int, int]]) -> None:
-    """Write polygons as Aperio does: an Annotation per class, corners in x and y."""
-    parts = []
-    for name, left, top, right, bottom in boxes:
-        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
-        vertices = "".join(f'<Vertex X="{x}.0" Y="{y}.0" Z="0"/>' for x, y in corners)
-        attribute = f'<Attributes><Attribute Name="{name}" Id="0" Value=""/></Attributes>'
-        parts.append(f"<Annotation>{attribute}<Regions><Region><Vertices>{vertices}</Vertices></Region></Regions></Annotation>")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"<Annotations>{''.join(parts)}</Annotations>")
 
 
 def test_monuseg_polygons_patients_and_number_of_sites(tmp_path: Path) -> None:

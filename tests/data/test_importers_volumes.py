@@ -6,6 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 
+from consilium.data.datalist import pseudonym
 from consilium.data.images import read_image, read_mask
 from consilium.data.importers.registry import import_set
 from consilium.errors import DataError
@@ -41,6 +42,31 @@ def test_prostate_lists_planes_with_prostate_by_case(tmp_path: Path) -> None:
         assert {item.slice for item in items_of(dest, site)} == {1, 2, 3}
         assert all(read_mask(item.label, item.slice).any() for item in items_of(dest, site))
     assert not (dest / "hk/masks").exists()
+
+
+def test_prostate_under_the_names_of_fedfms(tmp_path: Path) -> None:
+    source, dest = tmp_path / "Prostate", tmp_path / "out"
+    for site in ("ISBI", "ISBI_1.5"):
+        for i in range(5):
+            volume(source / f"{site}/Case{i:02}.nii.gz", RNG.integers(0, 900, (*SIZE, 5)).astype(np.int16))
+            volume(source / f"{site}/Case{i:02}_segmentation.nii.gz", prostate({1: 1, 2: 1}))
+        (source / site / "._Case00.nii.gz").write_bytes(b"\0")
+    for i in range(5):
+        volume(source / f"ucl/images/Case{i:02}.nii.gz", RNG.integers(0, 900, (*SIZE, 5)).astype(np.int16))
+        volume(source / f"ucl/labels/Case{i:02}.nii.gz", prostate({4: 1}))
+    found = run_import("prostate", source, dest)
+    assert found["sites"]["runmc"] == found["sites"]["bmc"] == {"training": 6, "validation": 2, "test": 2}
+    assert found["sites"]["ucl"] == {"training": 3, "validation": 1, "test": 1}
+    assert found["notes"] == ["ISBI is RUNMC", "ISBI_1.5 is BMC", "not there: I2CVB, BIDMC, HK"]
+    assert {item.image.parent.name for item in items_of(dest, "bmc")} == {"ISBI_1.5"}
+    assert {(item.image.parent.name, item.label.parent.name) for item in items_of(dest, "ucl")} == {("images", "labels")}
+    assert {item.patient for item in items_of(dest, "ucl")} == {pseudonym(f"case0{i}") for i in range(5)}
+    (source / "ucl/labels/Case03.nii.gz").unlink()
+    with pytest.raises(DataError, match=r"images/Case03\.nii\.gz: expected Case03\.nii\.gz in .*ucl/labels; found none"):
+        import_set("prostate", source, tmp_path / "bad")
+    volume(source / "RUNMC/Case00.nii.gz", RNG.integers(0, 900, (*SIZE, 5)).astype(np.int16))
+    with pytest.raises(DataError, match=r"ISBI: is RUNMC by another name; found .*RUNMC too; keep one of the two"):
+        import_set("prostate", source, tmp_path / "bad")
 
 
 def test_prostate_mask_with_another_header_is_written_in_the_images_order(tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
 """Text lists for tests."""
 
 import json
+import os
 from pathlib import Path
+
+REAL_TEXTS = os.environ.get("CONSILIUM_TEST_TEXTS", "")
+"""A folder of real texts as JSONL, with e2e/ and medquad/SOURCE/, where a developer has one."""
+NO_TEXTS = "CONSILIUM_TEST_TEXTS names no folder of real texts"
 
 
 def write(folder: Path, name: str, *records: object) -> Path:

@@ -34,6 +34,11 @@ def data_import(
     ] = 0,
     minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
     types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
+    resplit: Annotated[bool, typer.Option("--resplit", help="pool the publisher's splits and cut anew by patient")] = False,
+    size: Annotated[str, typer.Option(help="which of several training sets (winogrande: xl, l, m, s, xs, debiased)")] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="take this site; may be repeated")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="name a site otherwise; may be repeated")] = None,
+    add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -47,7 +52,17 @@ def data_import(
     elif source is None or dest is None:
         raise ConfigError(f"SOURCE and DEST: missing; write consilium data import {name} SOURCE DEST")
     else:
-        _print_sites(import_set(name, source, dest, Options(validation, test, seed, sites, minimum, types)), dest, format)
+        taken, names = tuple(only or ()), _names(rename or [])
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names)
+        _print_sites(import_set(name, source, dest, options, add), dest, format)
+
+
+def _names(pairs: list[str]) -> dict[str, str]:
+    """Return the names by the ones they replace. Raises ConfigError."""
+    for pair in pairs:
+        if not all(pair.partition("=")):
+            raise ConfigError(f"--rename: {pair!r}: expected OLD=NEW")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _print_layouts(layouts: dict[str, str], format: str) -> None:
@@ -70,8 +85,10 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
     Console().print(table)
     for note in summary["notes"]:
         typer.echo(f"note: {shown(note, 1000)}")
-    typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
-    typer.echo(f"{dest}: a folder with datalist.json per site, and import.json")
+    if summary["classes"] is not None:
+        typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
+    files = "JSONL files" if summary["classes"] is None else "datalist.json"
+    typer.echo(f"{dest}: a folder with {files} per site, and import.json")
 
 
 @app.command("check")
@@ -155,7 +172,9 @@ def data_phantoms(
 
 @app.command("partition")
 def data_partition(
-    source: Annotated[Path, typer.Argument(help="a folder per class, with or without train/ and test/, or a datalist.json")],
+    source: Annotated[
+        Path, typer.Argument(help="a folder per class, with or without train/ and test/, a datalist.json, or JSONL")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder per site, partition.json, partition.png")],
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 12,
     beta: Annotated[
@@ -163,21 +182,31 @@ def data_partition(
     ] = 0.1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     minimum: Annotated[int, typer.Option(min=1, help="training samples every site gets at least")] = 8,
+    iid: Annotated[bool, typer.Option("--iid", help="give all sites even shares; --beta is not used")] = False,
+    by: Annotated[str, typer.Option(metavar="KEY", help="texts: the key of the records that sites are uneven by")] = "",
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Share a classification set out among sites with uneven labels; pictures stay where they are, all sites test alike."""
+    """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
     from consilium.data.partition import partition
+    from consilium.data.partition_text import partition_texts
+    from consilium.data.text import has_texts
 
     check_finite(beta=beta)
-    found = partition(source, folder, sites, beta, seed, minimum, exclude or [])
+    shares, left_out = None if iid else beta, exclude or []
+    if has_texts(source) or source.suffix == ".jsonl":
+        found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out)
+    elif by:
+        raise ConfigError(f"--by {by}: is for texts; pictures are uneven by their class; leave it out")
+    else:
+        found = partition(source, folder, sites, shares, seed, minimum, left_out)
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
-    typer.echo(f"{folder}: a data list per site, partition.json and partition.png")
+    typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
 
 
 def _print_report(report: dict[str, Any]) -> None:

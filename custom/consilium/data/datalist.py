@@ -96,6 +96,13 @@ def _json(path: Path) -> Any:
         raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
 
 
+def own_names(path: Path) -> dict[str, str]:
+    """Return the patients that a data list itself names, by pseudonym: to copy them into another list. Raises DataError."""
+    raw = {} if path.is_dir() else _json(path)
+    entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
+    return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
+
+
 def pool(lists: Iterable[DataList]) -> DataList:
     """Return all samples of several sites as one list, for a centralized reference run."""
     lists = list(lists)

@@ -4,63 +4,96 @@ The rule. For every class, shares over the sites are drawn from Dirichlet(beta, 
 these shares. Training and validation samples are cut at the same shares; so a site's validation looks like its training.
 Then, while a site has fewer than `minimum` training samples, it takes a random one from the site that has most. The test split
 is not cut: every site gets all of it, so that all are judged by one measure. Same set, numbers and seed, same partition.
+Without a beta all shares are equal. Texts are shared out by the same rule, see partition_text.py.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.random import Generator
 
-from consilium.data.datalist import SPLITS, Item, read_datalist
+from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
-Sites = dict[str, dict[str, list[Item]]]
+SHARED_OUT = "test"
+"""The split that every site gets all of."""
+MOST_COLORS = 20
+"""Classes with a colour of their own; further ones are drawn as one."""
+
+
+class Labelled(Protocol):
+    """A sample that can be shared out by its class."""
+
+    @property
+    def label(self) -> Any:
+        """Its class."""
+
+
+S = TypeVar("S", bound=Labelled)
+Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
 
 
 def partition(
-    source: Path, folder: Path, sites: int, beta: float, seed: int, minimum: int, exclude: Sequence[str] = ()
+    source: Path, folder: Path, sites: int, beta: float | None, seed: int, minimum: int, exclude: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Write `folder`/site-K/datalist.json (absolute paths, nothing is copied), partition.json and partition.png.
 
-    Returns partition.json's content: the arguments, the classes, and counts by split, site and class. Raises DataError for a
-    source without classes, an unknown class to leave out, too few samples, or a folder that has sites already.
+    `beta` None: even shares. Returns partition.json's content: the arguments, the classes, and counts by split, site and class.
+    Raises DataError for a source without classes, an unknown class to leave out, too few samples, or a folder that has sites
+    already.
     """
+    splits, classes = _read(source, exclude)
+    names = check_asked(source, folder, len(splits["training"]), sites, minimum)
+    found = share_out(splits, classes, names, beta, seed, minimum)
+    patients = own_names(source)
+    for name in names:
+        _write_list(folder / name / "datalist.json", name, classes, found[name], patients)
+    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude)}
+    return write_summary(source, folder, asked, classes, found)
+
+
+def check_asked(source: Path, folder: Path, training: int, sites: int, minimum: int) -> list[str]:
+    """Return the sites' names. Raises DataError for too few training samples, or a folder that has sites already."""
     if (folder / "partition.json").exists() or any(folder.glob("site-*")):
         raise DataError(f"{folder}: holds sites already; give another folder")
-    splits, classes = _read(source, exclude)
-    names = [f"site-{i}" for i in range(1, sites + 1)]
-    if len(splits["training"]) < sites * minimum:
-        count = len(splits["training"])
-        raise DataError(f"{source}: {count} training samples are too few for {sites} sites of {minimum}; ask for less")
-    found = share_out(splits, classes, names, beta, seed, minimum)
-    for name in names:
-        _write_list(folder / name / "datalist.json", name, classes, found[name])
-    summary = {"source": str(source.resolve()), "sites": sites, "beta": beta, "seed": seed, "minimum": minimum}
-    summary |= {"excluded": list(exclude), "classes": classes}
-    summary |= {split: {name: _counts(found[name][split], classes) for name in names} for split in SPLITS}
+    if training < sites * minimum:
+        raise DataError(f"{source}: {training} training samples are too few for {sites} sites of {minimum}; ask for less")
+    return [f"site-{i}" for i in range(1, sites + 1)]
+
+
+def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
+    """Write partition.json and partition.png; returns what the first says: counts by split, site and class."""
+    summary = {"source": str(source.resolve()), **asked, "classes": classes}
+    summary |= {split: {name: _counts(mine[split], classes) for name, mine in found.items()} for split in SPLITS}
     (folder / "partition.json").write_text(json.dumps(summary, indent=1))
     plot(summary).savefig(folder / "partition.png", dpi=120)
     return summary
 
 
 def share_out(
-    splits: dict[str, list[Item]], classes: Sequence[str], names: Sequence[str], beta: float, seed: int, minimum: int
-) -> Sites:
+    splits: Mapping[str, Sequence[S]],
+    classes: Sequence[str],
+    names: Sequence[str],
+    beta: float | None,
+    seed: int,
+    minimum: int,
+) -> Sites[S]:
     """Return who gets which samples by the rule above; needs at least `minimum` training samples per site."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
-    found: Sites = {name: {"training": [], "validation": [], "test": list(splits["test"])} for name in names}
+    found: Sites[S] = {name: {"training": [], "validation": [], SHARED_OUT: list(splits[SHARED_OUT])} for name in names}
+    of_class = {split: _by_class(splits[split]) for split in ("training", "validation")}
     for label in classes:
-        shares = rng.dirichlet([beta] * len(names))
-        for split in ("training", "validation"):
-            mine = [item for item in splits[split] if str(item.label) == label]
+        shares = np.full(len(names), 1 / len(names)) if beta is None else rng.dirichlet([beta] * len(names))
+        for split in of_class:
+            mine = of_class[split].get(label, [])
             cuts = np.rint(np.cumsum(shares)[:-1] * len(mine)).astype(int)
             for name, part in zip(names, np.split(rng.permutation(len(mine)), cuts), strict=True):
                 found[name][split] += [mine[i] for i in part]
@@ -68,7 +101,14 @@ def share_out(
     return found
 
 
-def _top_up(training: list[list[Item]], minimum: int, rng: Generator) -> None:
+def _by_class(samples: Sequence[S]) -> dict[str, list[S]]:
+    found: dict[str, list[S]] = {}
+    for sample in samples:
+        found.setdefault(str(sample.label), []).append(sample)
+    return found
+
+
+def _top_up(training: list[list[S]], minimum: int, rng: Generator) -> None:
     """Move samples, in place, from the largest sites to those under the minimum."""
     while len(poor := min(training, key=len)) < minimum:
         rich = max(training, key=len)
@@ -77,22 +117,38 @@ def _top_up(training: list[list[Item]], minimum: int, rng: Generator) -> None:
 
 def plot(summary: dict[str, Any]) -> Figure:
     """Return the training samples of every site as stacked bars, a colour per class."""
-    classes, training = summary["classes"], summary["training"]
-    figure = Figure(figsize=(9, 1.6 + 0.32 * len(training)), layout="constrained")
-    axes, left = figure.subplots(), np.zeros(len(training))
-    colors = colormaps["tab10" if len(classes) <= 10 else "tab20"]
-    for index, label in enumerate(classes):
-        widths = np.array([counts[label] for counts in training.values()])
-        axes.barh(list(training), widths, left=left, label=label, color=colors(index % colors.N), edgecolor="white", lw=0.5)
+    bars, sites = _bars(summary), list(summary["training"])
+    figure = Figure(figsize=(9, 1.6 + 0.32 * len(sites)), layout="constrained")
+    axes, left = figure.subplots(), np.zeros(len(sites))
+    colors = colormaps["tab10" if len(bars) <= 10 else "tab20"]
+    for index, (label, widths) in enumerate(bars.items()):
+        axes.barh(sites, widths, left=left, label=label, color=colors(index % colors.N), edgecolor="white", lw=0.5)
         left = left + widths
     axes.invert_yaxis()
     axes.set_xlabel("training samples")
-    axes.set_title(
-        f"Dirichlet({summary['beta']:g}) of {len(classes)} classes over {len(training)} sites, seed {summary['seed']}"
-    )
+    axes.set_title(_title(summary))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False)
     return figure
+
+
+def _bars(summary: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return each class' samples by site; the rarest as one where there are more classes than colours."""
+    training = summary["training"].values()
+    bars = {label: np.array([counts[label] for counts in training]) for label in summary["classes"]}
+    if len(bars) <= MOST_COLORS:
+        return bars
+    often = sorted(bars, key=lambda label: -int(bars[label].sum()))
+    kept, others = often[: MOST_COLORS - 1], often[MOST_COLORS - 1 :]
+    rest = np.sum([bars[label] for label in others], axis=0)
+    return {label: bars[label] for label in bars if label in kept} | {f"{len(others)} others": rest}
+
+
+def _title(summary: dict[str, Any]) -> str:
+    shares = "Even shares" if summary["beta"] is None else f"Dirichlet({summary['beta']:g})"
+    what = f"values of {summary['by']}" if summary.get("by") else "classes"
+    count = len(summary["classes"])
+    return f"{shares} of {count} {what} over {len(summary['training'])} sites, seed {summary['seed']}"
 
 
 def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
@@ -108,17 +164,18 @@ def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], 
     return kept, [name for name in known if name not in exclude]
 
 
-def _write_list(path: Path, name: str, classes: list[str], splits: dict[str, list[Item]]) -> None:
+def _write_list(path: Path, name: str, classes: list[str], splits: dict[str, list[Item]], patients: dict[str, str]) -> None:
     path.parent.mkdir(parents=True)
-    entries = {split: [_entry(item) for item in items] for split, items in splits.items()}
+    entries = {split: [_entry(item, patients) for item in items] for split, items in splits.items()}
     path.write_text(json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1))
 
 
-def _entry(item: Item) -> dict[str, Any]:
-    plane = {} if item.slice is None else {"slice": item.slice}
-    return {"image": str(item.image.resolve()), "label": item.label} | plane
+def _entry(item: Item, patients: dict[str, str]) -> dict[str, Any]:
+    patient = patients.get(item.patient)  # the list's own word; what a file says stays in the file
+    found = {"image": str(item.image.resolve()), "label": item.label, "slice": item.slice, "patient": patient}
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def _counts(items: list[Item], classes: list[str]) -> dict[str, int]:
+def _counts(items: Sequence[Labelled], classes: list[str]) -> dict[str, int]:
     found = Counter(str(item.label) for item in items)
     return {label: found[label] for label in classes}

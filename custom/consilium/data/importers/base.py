@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from consilium.errors import DataError
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 UNREADABLE = ("cannot be read as a picture", "replace it")
+RUN_LENGTHS = 3
+"""zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -25,6 +27,8 @@ class Options:
 
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
+    `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
+    `rename`: their new names.
     """
 
     validation: float = 0.1
@@ -33,6 +37,10 @@ class Options:
     sites: int = 0
     minimum: int = 1
     types: bool = False
+    resplit: bool = False
+    size: str = ""
+    only: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Found:
-    """One sample of the source. `group` (patient, slide, video) is never cut by a split; `split` is the publisher's, if any."""
+    """One sample of the source. `group` is never cut by a split; `split` is the publisher's, if any.
+
+    `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so.
+    """
 
     site: str
     group: str
@@ -54,24 +65,42 @@ class Found:
     label: Path | Made | str
     slice: int | None = None
     split: str | None = None
+    is_patient: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One record of a text set, as a JSONL file holds it; `group` and `split` as for Found."""
+
+    site: str
+    group: str
+    record: dict[str, Any]
+    split: str | None = None
+
+
+Sample = Found | Line
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All that an importer found; `classes` is what a job's task.classes should say, `notes` is what a user should know."""
+    """All that an importer found; `classes` is what a job's task.classes should say, None for texts.
 
-    samples: list[Found]
-    classes: dict[str, list[int]] | list[str]
+    `notes` is what a user should know.
+    """
+
+    samples: Sequence[Sample]
+    classes: dict[str, list[int]] | list[str] | None
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: how its folders look, in a line, and what reads them."""
+    """A data set: how its folders look, in a line, and what reads them; `sizes` of its training set, the default first."""
 
     layout: str
     read: Callable[[Path, Options], Reading]
     has_types: bool = False
+    sizes: tuple[str, ...] = ()
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
@@ -102,7 +131,7 @@ def files(root: Path, endings: Sequence[str]) -> list[Path]:
 
 def child(folder: Path, name: str) -> Path | None:
     """Return the subfolder of that name in any case, or None."""
-    return next((p for p in sorted(folder.iterdir()) if p.is_dir() and p.name.lower() == name.lower()), None)
+    return next((p for p in sorted(folder.iterdir()) if p.name.lower() == name.lower() and p.is_dir()), None)
 
 
 def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
@@ -116,10 +145,13 @@ def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
-    """Return the file of that stem. Raises DataError naming the image that has none."""
-    if stem not in among:
+    """Return the file of that stem, else the one of that stem in another case. Raises DataError naming what has none."""
+    if stem in among:
+        return among[stem]
+    alike = [path for name, path in among.items() if name.lower() == stem.lower()]
+    if len(alike) != 1:
         raise DataError(f"{image}: expected a {what} named {stem}; found none among {len(among)}; complete the set")
-    return among[stem]
+    return alike[0]
 
 
 def numeric(path: Path) -> tuple[int, str]:
@@ -151,16 +183,16 @@ def usable(path: Path, allowed: Sequence[int]) -> bool:
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
     with reading(path, *UNREADABLE), open_picture(path) as picture:
-        return picture.mode in ("L", "P") and set(np.unique(np.asarray(picture)).tolist()) <= set(allowed)
+        return picture.mode in ("L", "P") and not any(n for v, n in enumerate(picture.histogram()) if v not in allowed)
 
 
-def png(array: np.ndarray) -> bytes:
-    """Return a PNG of (H, W) or (H, W, 3) values in 0..255."""
+def png(array: np.ndarray, **how: int) -> bytes:
+    """Return a PNG of (H, W) or (H, W, 3) values in 0..255, compressed as PIL is told."""
     buffer = io.BytesIO()
-    Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG")
+    Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> Made:
     """Return a label picture to write: what `make(*arguments)` returns, as masks/NAME.png."""
-    return Made("masks", f"{name}.png", lambda: png(make(*arguments)))
+    return Made("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))

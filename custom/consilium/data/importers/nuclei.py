@@ -57,7 +57,7 @@ def read_pannuke(source: Path, options: Options) -> Reading:
     numbers = {_fold_number(source, path) for path in arrays}
     if not arrays:
         raise wrong_layout(source, PANNUKE_LAYOUT)
-    published = numbers == set(FOLDS) and len(arrays) == len(FOLDS)
+    published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
     found = [one for path in arrays for one in _read_fold(source, path, published, options.types)]
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     note = rotation if published else f"pannuke: {NO_PATIENTS}"
@@ -166,7 +166,7 @@ def read_monusac(source: Path, options: Options) -> Reading:
 def _polygons(site: str, image: Path, xml: Path, types: tuple[list[str], bool] | None, split: str | None) -> Found:
     """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields."""
     patient = "-".join(image.stem.split("-")[:3])
-    return Found(site, patient, image, mask_png(image.stem, _draw, image, xml, types), split=split)
+    return Found(site, patient, image, mask_png(image.stem, _draw, image, xml, types), split=split, is_patient=True)
 
 
 def _draw(image: Path, xml: Path, types: tuple[list[str], bool] | None) -> np.ndarray:
@@ -213,7 +213,7 @@ def read_tnbc(source: Path, options: Options) -> Reading:
             mask = partner(image.stem, masks, image, "mask")
             check_sizes(image, mask)
             label = mask if usable(mask, (0, 1)) else mask_png(image.stem, lambda path: grey(path) > 0, mask)
-            found.append(Found("tnbc", slide.name, image, label))
+            found.append(Found("tnbc", slide.name, image, label, is_patient=True))
     if not found:
         raise wrong_layout(source, TNBC_LAYOUT)
     return Reading(found, NUCLEUS)

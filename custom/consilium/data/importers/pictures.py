@@ -1,9 +1,7 @@
-"""Pictures with a mask each: polyps of four endoscopy sets, disc and cup of four fundus sets. Every set is a site."""
+"""Pictures with a mask each, every set a site; and disc and cup of five fundus sets."""
 
-import csv
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from consilium.data.importers.base import (
     PICTURE_ENDINGS,
     Found,
     Importer,
-    Made,
     Options,
     Reading,
     by_stem,
@@ -23,7 +20,6 @@ from consilium.data.importers.base import (
     folders,
     grey,
     mask_png,
-    numeric,
     partner,
     usable,
     wrong_layout,
@@ -33,61 +29,53 @@ from consilium.errors import DataError
 Reader = Callable[[Path, str], list[Found]]
 """Reads one set's folder as the site named."""
 
-POLYP_LAYOUT = (
-    "folders Kvasir-SEG (images/, masks/), CVC-ClinicDB (Original/, Ground Truth/), CVC-ColonDB (images/, masks/), "
-    "ETIS-LaribPolypDB (images/, masks/), or some of them"
-)
 FUNDUS_LAYOUT = (
     "folders REFUGE (*.jpg, Disc_Cup_Masks/*.bmp), ORIGA and G1020 (Images/, Masks/), "
-    "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png), or some of them"
+    "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png), RIM-ONE_DL_images (partitioned_randomly/ or "
+    "partitioned_by_hospital/ with training_set/ and test_set/) with RIM-ONE_DL_reference_segmentations "
+    "(*-N-Disc-T.png, *-N-Cup-T.png), or some of them"
 )
-RUNS = 10
-
-
-def read_polyp(source: Path, options: Options) -> Reading:
-    """Read the polyp sets there; masks of 0 and 255 stay, others (JPEG above all) are cut at 128.
-
-    None of the sets has a published split. Kvasir-SEG names no patients: pictures are split. The others are frames of videos,
-    neighbours in number: frames go by video where CVC-ClinicDB's metadata.csv (frame_id, sequence_id) is there, else by
-    ten runs of consecutive frames, so that at most the ends of a run share a video with another split.
-    """
-    found = _read_sets(source, POLYPS, POLYP_LAYOUT)
-    sites = sorted({one.site for one in found if one.group.startswith("run-")})
-    notes = [f"{site}: names no videos, so runs of consecutive frames are kept together" for site in sites]
-    return Reading(found, {"polyp": [255]}, notes + _unnamed(found, {"kvasir-seg"}))
+FEDDG_LAYOUT = "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask"
+DISC_AND_CUP = {"disc": [1, 2], "cup": [2]}
 
 
 def read_fundus(source: Path, options: Options) -> Reading:
     """Read the fundus sets there as label pictures of 1 (rim) and 2 (cup); see the function of each for its own encoding.
 
-    REFUGE's and Drishti-GS1's published splits stay. No set names its patients, so pictures are split elsewhere.
+    The published splits of REFUGE, Drishti-GS1 and RIM-ONE DL stay. No set names its patients, so pictures are split elsewhere.
     """
-    found = _read_sets(source, FUNDUS, FUNDUS_LAYOUT)
-    return Reading(found, {"disc": [1, 2], "cup": [2]}, _unnamed(found, {"origa", "g1020"}))
+    found = read_sets(source, FUNDUS, FUNDUS_LAYOUT)
+    resplit = {"refuge", "drishti-gs1", "rim-one-dl"} if options.resplit else set()
+    return Reading(found, DISC_AND_CUP, unnamed(found, {"origa", "g1020", *resplit}))
 
 
-def _unnamed(found: list[Found], sites: set[str]) -> list[str]:
+def unnamed(found: list[Found], sites: set[str]) -> list[str]:
     """Return a note for each of the sites that is there."""
     return [f"{site}: {NO_PATIENTS}" for site in sorted(sites & {one.site for one in found})]
 
 
-def _read_sets(source: Path, sets: dict[str, tuple[str, Reader]], expected: str) -> list[Found]:
+def read_sets(source: Path, sets: dict[str, tuple[str, Reader]], expected: str) -> list[Found]:
     """Read every known set below the folder, or the folder itself if it is one."""
-    named = {site: _named(source, start) for site, (start, _) in sets.items()}
+    named = {site: _named(source, start, site in SCATTERED) for site, (start, _) in sets.items()}
     found = [one for site, (_, read) in sets.items() for folder in named[site] for one in read(folder, site)]
     if not found:
         raise wrong_layout(source, expected)
     return found
 
 
-def _named(source: Path, start: str) -> list[Path]:
-    """Return the one folder whose name starts so, spelled with or without hyphens; a list of none or one."""
+def _named(source: Path, start: str, scattered: bool) -> list[Path]:
+    """Return the one folder whose name starts so, spelled with or without hyphens; a list of none or one.
+
+    A set that comes in several folders, `scattered`, is looked for in the source if they are there.
+    """
 
     def fits(folder: Path) -> bool:
-        return re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(start)
+        return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(start)
 
     found = [p for p in sorted(source.iterdir()) if p.is_dir() and fits(p)]
     if fits(source.resolve()):
+        return [source]
+    if len(found) > 1 and scattered:
         return [source]
     if len(found) > 1:
         names = ", ".join(p.name for p in found)
@@ -95,46 +83,13 @@ def _named(source: Path, start: str) -> list[Path]:
     return found
 
 
-def _pair(folder: Path, pairs: list[tuple[str, str]]) -> tuple[Path, Path]:
+def folder_pair(folder: Path, pairs: list[tuple[str, str]]) -> tuple[Path, Path]:
     """Return the folders of images and masks, at any depth; those of PNG before others. Raises DataError."""
     found = [(child(one, a), child(one, b)) for one in folders(folder) for a, b in pairs]
     both = [(images, masks) for images, masks in found if images and masks]
     if not both:
         raise wrong_layout(folder, " or ".join(f"{a}/ beside {b}/" for a, b in pairs))
     return min(both, key=lambda pair: not files(pair[0], [".png"]))
-
-
-def _read_polyps(frames: bool, pairs: list[tuple[str, str]], folder: Path, site: str) -> list[Found]:
-    images_folder, masks_folder = _pair(folder, pairs)
-    images = sorted(files(images_folder, PICTURE_ENDINGS), key=numeric)
-    if not images:
-        raise wrong_layout(images_folder, "pictures")
-    masks = by_stem(files(masks_folder, PICTURE_ENDINGS))
-    sequences = _sequences(folder) if frames else {}
-    found = []
-    for index, image in enumerate(images):
-        group = sequences.get(str(numeric(image)[0]), f"run-{index * RUNS // len(images)}") if frames else image.stem
-        found.append(Found(site, group, image, _polyp_mask(image, partner(image.stem, masks, image, "mask"))))
-    return found
-
-
-def _sequences(folder: Path) -> dict[str, str]:
-    """Return the video of every frame from a metadata.csv, empty without one."""
-    for path in files(folder, ["metadata.csv"]):
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-        if rows and {"frame_id", "sequence_id"} <= rows[0].keys():
-            return {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
-    return {}
-
-
-def _polyp_mask(image: Path, mask: Path) -> Path | Made:
-    check_sizes(image, mask)
-    return mask if usable(mask, (0, 255)) else mask_png(mask.stem, _threshold, mask)
-
-
-def _threshold(mask: Path) -> np.ndarray:
-    return np.where(grey(mask) >= 128, 255, 0)
 
 
 def _read_refuge(folder: Path, site: str) -> list[Found]:
@@ -159,9 +114,15 @@ def _read_refuge(folder: Path, site: str) -> list[Found]:
 
 def _refuge_mask(mask: Path) -> np.ndarray:
     values = grey(mask)
-    if unknown := set(np.unique(values).tolist()) - {0, 128, 255}:
-        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {min(unknown)}")
-    return np.select([values == 0, values == 128], [2, 1], 0)
+    unknown = (values != 0) & (values != 128) & (values != 255)
+    if unknown.any():
+        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {values[unknown].min()}")
+    return cup_from_dark(values)
+
+
+def cup_from_dark(values: np.ndarray) -> np.ndarray:
+    """Return labels (H, W) of grey values where the cup is dark and the background bright, cut at 50 and 200."""
+    return (values <= 50).astype(np.uint8) + (values <= 200)
 
 
 def _read_drishti(folder: Path, site: str) -> list[Found]:
@@ -191,6 +152,38 @@ def _soft_mask(disc: Path, cup: Path) -> np.ndarray:
     return np.select([grey(cup) >= 128, grey(disc) >= 128], [2, 1], 0)
 
 
+def _read_rim_one(folder: Path, site: str) -> list[Found]:
+    """RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup apart from them.
+
+    Both partitions hold the same pictures; the random one is taken where it is there, else that by hospital. Of several
+    drawings of a picture (-1-, -2-) the first is taken.
+    """
+    parts = {one.name.lower(): one for one in folders(folder) if child(one, "training_set") and child(one, "test_set")}
+    part = next((parts[name] for name in ("partitioned_randomly", "partitioned_by_hospital") if name in parts), None)
+    if part is None:
+        raise wrong_layout(folder, "partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/")
+    found = []
+    drawings = _rim_one_drawings(folder)
+    cups = by_stem(files(folder, ["-cup-t.png"]))
+    for image in by_stem(files(part, [".png"])).values():
+        disc = partner(image.stem, drawings, image, "drawing (*-1-Disc-T.png)")
+        cup = partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
+        check_sizes(image, disc)
+        check_sizes(image, cup)
+        test = image.relative_to(part).parts[0].lower() == "test_set"
+        label = mask_png(image.stem, _soft_mask, disc, cup)
+        found.append(Found(site, image.stem, image, label, split="test" if test else None))
+    return found
+
+
+def _rim_one_drawings(folder: Path) -> dict[str, Path]:
+    """Return the first drawing of the disc by its picture's name. Raises DataError if there are contours (*.txt) only."""
+    discs = files(folder, ["-disc-t.png"])
+    if not discs and files(folder, ["-disc-t.txt"]):
+        raise DataError(f"{folder}: expected *-Disc-T.png; found contours (*.txt) only; draw them with the publisher's script")
+    return {re.sub(r"-\d+-disc-t$", "", disc.stem, flags=re.IGNORECASE): disc for disc in reversed(discs)}
+
+
 def _read_labelled(folder: Path, site: str) -> list[Found]:
     """ORIGA and G1020 in their Kaggle layout: Images/ with Masks/ (or both with _Square), pixels 1 rim and 2 cup.
 
@@ -198,7 +191,7 @@ def _read_labelled(folder: Path, site: str) -> list[Found]:
     """
     if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
         raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
-    images_folder, masks_folder = _pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")])
+    images_folder, masks_folder = folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")])
     masks = by_stem(files(masks_folder, [".png", ".bmp", ".tif"]))
     found = []
     for image in files(images_folder, PICTURE_ENDINGS):
@@ -212,19 +205,66 @@ def _read_labelled(folder: Path, site: str) -> list[Found]:
     return found
 
 
-PLAIN = [("images", "masks")]
-POLYPS: dict[str, tuple[str, Reader]] = {
-    "kvasir-seg": ("kvasirseg", partial(_read_polyps, False, PLAIN)),
-    "cvc-clinicdb": ("cvcclinic", partial(_read_polyps, True, [("Original", "Ground Truth")])),
-    "cvc-colondb": ("cvccolon", partial(_read_polyps, True, PLAIN)),
-    "etis-laribpolypdb": ("etis", partial(_read_polyps, True, PLAIN)),
+DOMAINS = {
+    "domain1": "Drishti-GS",
+    "domain2": "RIM-ONE r3",
+    "domain3": "REFUGE's training set",
+    "domain4": "REFUGE's validation set",
 }
-"""Sites, how their folders' names start, and what reads them."""
+
+
+def read_feddg(source: Path, options: Options) -> Reading:
+    """Read the fundus benchmark of DoFE and FedDG (Wang et al., Liu et al.): a site per domain, cut to the disc, in its split.
+
+    Masks are dark in the cup and bright in the background, cut at 50 and 200 as the publishers' loader does, since their edges
+    are smoothed. The two eyes of RIM-ONE's patients, named -L and -R, are kept together.
+    Raises DataError for another layout, or a mask with a dark corner.
+    """
+    found = []
+    for name in DOMAINS:
+        domain = next((one for one in folders(source) if one.resolve().name.lower() == name), None)
+        for split in ("train", "test"):
+            found += _read_rois(domain, name, split) if domain else []
+    if not found:
+        raise wrong_layout(source, FEDDG_LAYOUT)
+    there = sorted({one.site for one in found})
+    notes = [f"{name}: {DOMAINS[name]}" for name in there]
+    return Reading(found, DISC_AND_CUP, [", ".join(notes), f"{', '.join(there)}: {NO_PATIENTS}"])
+
+
+def _read_rois(domain: Path, site: str, split: str) -> list[Found]:
+    """Return the pictures of one split of a domain. Raises DataError."""
+    part = child(domain, split)
+    rois = child(part, "ROIs") if part else None
+    if rois is None:
+        raise wrong_layout(part or domain, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
+    images_folder, masks_folder = folder_pair(rois, [("image", "mask")])
+    masks = by_stem(files(masks_folder, PICTURE_ENDINGS))
+    found = []
+    for image in files(images_folder, PICTURE_ENDINGS):
+        mask = partner(image.stem, masks, image, "mask")
+        check_sizes(image, mask)
+        label = mask_png(f"{split}-{image.stem}", _feddg_mask, mask)
+        group = re.sub(r"-[LR]$", "", image.stem)
+        found.append(Found(site, group, image, label, split="test" if split == "test" else None))
+    return found
+
+
+def _feddg_mask(mask: Path) -> np.ndarray:
+    values = grey(mask)
+    if values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
+        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
+    return cup_from_dark(values)
+
+
 FUNDUS: dict[str, tuple[str, Reader]] = {
     "refuge": ("refuge", _read_refuge),
     "origa": ("origa", _read_labelled),
     "g1020": ("g1020", _read_labelled),
     "drishti-gs1": ("drishti", _read_drishti),
+    "rim-one-dl": ("rimone", _read_rim_one),
 }
-"""Like POLYPS."""
-SETS = {"polyp": Importer(POLYP_LAYOUT, read_polyp), "fundus": Importer(FUNDUS_LAYOUT, read_fundus)}
+"""Sites, how their folders' names start, and what reads them."""
+SCATTERED = {"rim-one-dl"}
+"""Sets that come as several folders side by side."""
+SETS = {"fundus": Importer(FUNDUS_LAYOUT, read_fundus), "fundus-feddg": Importer(FEDDG_LAYOUT, read_feddg)}

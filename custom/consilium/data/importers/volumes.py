@@ -13,8 +13,12 @@ from consilium.data.importers.base import Found, Importer, Made, Options, Readin
 from consilium.data.opening import check_volume, reading
 from consilium.errors import DataError
 
-HOSPITALS = ("RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK")
-PROSTATE_LAYOUT = f"folders {', '.join(HOSPITALS)}, or some of them, with CaseXX.nii.gz and CaseXX_segmentation.nii.gz"
+HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
+"""Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""
+PROSTATE_LAYOUT = (
+    f"folders {', '.join(HOSPITALS)}, or some of them (RUNMC and BMC also as ISBI and ISBI_1.5), with CaseXX.nii.gz and "
+    "CaseXX_segmentation.nii.gz, or images/CaseXX.nii.gz and labels/CaseXX.nii.gz"
+)
 MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName' or 'Vendor', 'ED' and 'ES', and CODE_sa.nii.gz with CODE_sa_gt.nii.gz"
 ENDINGS = (".nii", ".nii.gz")
 
@@ -28,7 +32,7 @@ def read_prostate(source: Path, options: Options) -> Reading:
     for the publisher's own loader, and the segmentation is written anew with the image's header.
     Raises DataError for another layout.
     """
-    named = {name: next((f for one in folders(source) if (f := child(one, name))), None) for name in HOSPITALS}
+    named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items()}
     found: list[Found] = []
     for name, folder in named.items():
         if folder is not None:
@@ -36,22 +40,45 @@ def read_prostate(source: Path, options: Options) -> Reading:
     if not found:
         raise wrong_layout(source, PROSTATE_LAYOUT)
     missing = ", ".join(name for name, folder in named.items() if folder is None)
-    return Reading(found, {"prostate": [1, 2]}, [f"not there: {missing}"] if missing else [])
+    renamed = [f"{folder.name} is {name}" for name, folder in named.items() if folder and folder.name.lower() != name.lower()]
+    return Reading(found, {"prostate": [1, 2]}, renamed + ([f"not there: {missing}"] if missing else []))
+
+
+def _hospital(source: Path, name: str, other: str) -> Path | None:
+    """Return a hospital's folder under either of its names, None without one. Raises DataError if it has both."""
+    found = [next((f for one in folders(source) if (f := child(one, n))), None) for n in (name, other) if n]
+    there = [folder for folder in found if folder is not None]
+    if len(there) > 1:
+        raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
+    return there[0] if there else None
 
 
 def _read_hospital(folder: Path, site: str) -> list[Found]:
-    volumes = {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
-    cases = {stem: path for stem, path in volumes.items() if not stem.endswith("_segmentation")}
-    if not cases:
-        raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
     found = []
-    for stem, path in sorted(cases.items()):
-        if (mask_path := volumes.get(f"{stem}_segmentation")) is None:
-            raise DataError(f"{path}: expected {path.name.split('.')[0]}_segmentation.nii.gz beside it; found none")
+    for stem, path, mask_path in _cases(folder):
         mask, is_turned = _labels(path, mask_path, 3)
         label = Made("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3)) if is_turned else mask_path
-        found += [Found(site, stem, path, label, slice=plane) for plane in _planes(mask)]
+        found += [Found(site, stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
     return found
+
+
+def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
+    """Return a hospital's cases: name, image, segmentation beside it or under labels/. Raises DataError."""
+    images, labels = child(folder, "images"), child(folder, "labels")
+    apart = images is not None and labels is not None
+    volumes = _by_case(images if images and apart else folder)
+    masks = {f"{stem}_segmentation": path for stem, path in _by_case(labels).items()} if labels and apart else volumes
+    cases = {stem: path for stem, path in sorted(volumes.items()) if not stem.endswith("_segmentation")}
+    if not cases:
+        raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
+    if bare := [path for stem, path in cases.items() if f"{stem}_segmentation" not in masks]:
+        wanted = f"{bare[0].name} in {labels}" if apart else f"{bare[0].name.split('.')[0]}_segmentation.nii.gz beside it"
+        raise DataError(f"{bare[0]}: expected {wanted}; found none")
+    return [(stem, path, masks[f"{stem}_segmentation"]) for stem, path in cases.items()]
+
+
+def _by_case(folder: Path) -> dict[str, Path]:
+    return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
 
 
 def read_mnms(source: Path, options: Options) -> Reading:
@@ -103,7 +130,7 @@ def _read_case(path: Path, code: str, row: dict[str, str]) -> list[Found]:
         mask, _ = _labels(path, mask_path, 4, frame)
         image = Made("images", name, partial(_pack_frame, path, frame))
         label = Made("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
-        found += [Found(vendor, code, image, label, slice=plane) for plane in _planes(mask)]
+        found += [Found(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
     return found
 
 

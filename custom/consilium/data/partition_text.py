@@ -1,0 +1,99 @@
+"""Share instruction data out among sites: evenly, in uneven sizes, or unevenly by a key of the records.
+
+The rule is that of partition.py, with the values of the key for classes; without a key all records are one class, so that
+sites differ in size alone. Records are copied as they stand. The test split is one file that all sites have.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from consilium.data.datalist import SPLITS
+from consilium.data.opening import read_text
+from consilium.data.partition import SHARED_OUT, check_asked, share_out, write_summary
+from consilium.data.text import FILES, read_texts
+from consilium.errors import DataError
+from consilium.storage import PUBLIC, write_atomic
+
+ALL = "records"
+"""The class of every record where no key is named."""
+MOST_VALUES = 1000
+"""Of a key: more are names rather than kinds, and make no picture."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of a JSONL file, and the value of the key that sites are made uneven by."""
+
+    line: str
+    label: str
+
+
+def partition_texts(
+    source: Path,
+    folder: Path,
+    sites: int,
+    beta: float | None,
+    seed: int,
+    minimum: int,
+    by: str = "",
+    exclude: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write `folder`/site-K/{training,validation,test}.jsonl, partition.json and partition.png.
+
+    `beta` None: even shares. Returns partition.json's content. Raises DataError for records without the key, an unknown value
+    to leave out, too few records, or a folder that has sites already.
+    """
+    splits, values = _read(source, by, exclude)
+    names = check_asked(source, folder, len(splits["training"]), sites, minimum)
+    found = share_out(splits, values, names, beta, seed, minimum)
+    for name in names:
+        for split in SPLITS:
+            _write(folder, name, split, [record.line for record in found[name][split]])
+    asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by, "excluded": list(exclude)}
+    return write_summary(source, folder, asked, values, found)
+
+
+def _write(folder: Path, name: str, split: str, lines: list[str]) -> None:
+    """Write one split of a site; of equal files, which the test splits are, there is one on the disk where it can link."""
+    path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
+    if split == SHARED_OUT and first.is_file():
+        try:
+            os.link(first, path)
+        except OSError:  # a file system without links
+            shutil.copyfile(first, path)
+    elif lines:
+        write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
+
+
+def _read(source: Path, by: str, exclude: Sequence[str]) -> tuple[dict[str, list[Record]], list[str]]:
+    """Return the records by split and the values of the key, sorted. Raises DataError."""
+    folder = read_texts(source).path  # whatever is wrong with a record is said now
+    paths = {split: next((f for name in FILES[split] if (f := folder / name).is_file()), None) for split in SPLITS}
+    splits = {split: _records(path, by) if path else [] for split, path in paths.items()}
+    values = sorted({record.label for records in splits.values() for record in records})
+    if len(values) > MOST_VALUES:
+        raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
+    if unknown := [value for value in exclude if value not in values]:
+        raise DataError(f"{source}: --exclude: no value {unknown[0]!r}; there are {', '.join(values)[:300]}")
+    kept = {split: [record for record in records if record.label not in exclude] for split, records in splits.items()}
+    return kept, [value for value in values if value not in exclude]
+
+
+def _records(path: Path, by: str) -> list[Record]:
+    lines = enumerate(read_text(path, "give a JSONL file in UTF-8").split("\n"), start=1)
+    return [Record(line, _value(f"{path}:{number}", line, by)) for number, line in lines if line.strip()]
+
+
+def _value(where: str, line: str, by: str) -> str:
+    if not by:
+        return ALL
+    record = json.loads(line)
+    value = record.get(by)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{where}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}")
+    return str(value)

@@ -1,0 +1,135 @@
+"""Sharing texts out: every record once, even or uneven as asked, the test split for all, the same every time."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from consilium.data.check_text import check_texts
+from consilium.data.partition_text import partition_texts
+from consilium.data.text import read_texts
+from consilium.errors import DataError
+from tests.conftest import run
+from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
+
+KINDS = ["causes", "symptoms", "treatment"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """1,200 records of three kinds for training, 300 for validation, 7 of one kind for test."""
+    for name, count in (("training", 1200), ("validation", 300)):
+        kinds = ({"instruction": f"{name} {i}", "output": "é\u2028", "type": KINDS[i % 3]} for i in range(count))
+        write(tmp_path / "set", f"{name}.jsonl", *kinds, "")
+    write(
+        tmp_path / "set", "test.jsonl", *({"instruction": f"t{i}", "outputs": ["a", "b"], "type": "causes"} for i in range(7))
+    )
+    return tmp_path / "set"
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def sizes(summary: dict[str, Any]) -> list[int]:
+    return [sum(counts.values()) for counts in summary["training"].values()]
+
+
+def test_a_hundred_even_sites_share_all_records_and_test_alike(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    summary = partition_texts(source, out, 100, None, 0, 8)
+    assert json.loads((out / "partition.json").read_text()) == summary
+    assert set(sizes(summary)) == {12}
+    for split, count in (("training", 1200), ("validation", 300)):
+        given = [line for i in range(1, 101) for line in lines(out / f"site-{i}/{split}.jsonl")]
+        assert Counter(given) == Counter(line for line in lines(source / f"{split}.jsonl") if line)
+        assert len(given) == count
+    assert {(out / f"site-{i}/test.jsonl").read_bytes() for i in range(1, 101)} == {
+        ((source / "test.jsonl").read_text(encoding="utf-8") + "\n").encode()
+    }
+    assert len({(out / f"site-{i}/test.jsonl").stat().st_ino for i in range(1, 101)}) == 1
+    assert check_texts(out / "site-100").problems == {}
+    with Image.open(out / "partition.png") as picture:
+        assert picture.size[1] > 3000
+
+
+def test_an_even_share_differs_by_one_record_at_most(source: Path, tmp_path: Path) -> None:
+    assert set(sizes(partition_texts(source, tmp_path / "out", 7, None, 0, 8))) == {171, 172}
+
+
+def test_without_a_key_beta_is_the_unevenness_of_sizes(source: Path, tmp_path: Path) -> None:
+    uneven = sizes(partition_texts(source, tmp_path / "a", 10, 0.3, 0, 4))
+    nearly = sizes(partition_texts(source, tmp_path / "b", 10, 1000.0, 0, 4))
+    assert sum(uneven) == sum(nearly) == 1200
+    assert min(uneven) >= 4
+    assert max(uneven) > 300
+    assert max(nearly) < 140
+
+
+def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> None:
+    summary = partition_texts(source, tmp_path / "out", 10, 0.1, 0, 8, "type")
+    assert summary["classes"] == KINDS
+    for name, counts in summary["training"].items():
+        held = Counter(json.loads(line)["type"] for line in lines(tmp_path / "out" / name / "training.jsonl"))
+        assert {kind: held[kind] for kind in KINDS} == counts
+    shares = [max(counts.values()) / sum(counts.values()) for counts in summary["training"].values()]
+    assert np.mean(shares) > 0.7
+    left = partition_texts(source, tmp_path / "left", 10, 0.1, 0, 8, "type", ["causes"])
+    assert left["classes"] == ["symptoms", "treatment"]
+    assert sum(sizes(left)) == 800
+
+
+def test_the_seed_decides(source: Path, tmp_path: Path) -> None:
+    found = {}
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        partition_texts(source, tmp_path / folder, 5, 0.5, seed, 8, "type")
+        found[folder] = {p.relative_to(tmp_path / folder): p.read_bytes() for p in (tmp_path / folder).rglob("*.jsonl")}
+    assert found["a"] == found["b"]
+    assert found["a"] != found["c"]
+
+
+def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
+    def refused(message: str, *arguments: Any) -> None:
+        with pytest.raises(DataError, match=message):
+            partition_texts(source, tmp_path / "out", *arguments)
+        assert not (tmp_path / "out").exists()
+
+    refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
+    refused(r"training\.jsonl:1: --by kind: expected a text or a number there; found the keys ins.*", 5, 0.5, 0, 8, "kind")
+    refused(r"--by instruction: 1,507 values, at most 1,000 are kinds", 5, 0.5, 0, 8, "instruction")
+    refused(r"--exclude: no value 'x'; there are causes, symptoms, treatment", 5, 0.5, 0, 8, "type", ["x"])
+    write(source, "training.jsonl", {"instruction": "a", "output": "b"}, "{")
+    refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)
+
+
+def test_the_command_takes_a_folder_or_its_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--sites", 3, "--by", "type", "--beta", 100, "--format", "json")
+    assert run(monkeypatch, "data", "partition", source, tmp_path / "a", *words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert run(monkeypatch, "data", "partition", source / "training.jsonl", tmp_path / "b", *words) == 0
+    assert json.loads(capsys.readouterr().out)["training"] == first["training"]
+    assert run(monkeypatch, "data", "partition", source, tmp_path / "c", "--sites", 4, "--iid") == 0
+    assert "site-4: 300 training samples: 300 records" in capsys.readouterr().out
+    assert run(monkeypatch, "data", "partition", source, tmp_path / "c", "--sites", 4, "--iid") == 2
+    assert "holds sites already" in capsys.readouterr().err
+    (tmp_path / "pictures/a").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "pictures/a/1.png")
+    assert run(monkeypatch, "data", "partition", tmp_path / "pictures", tmp_path / "d", "--by", "type") == 2
+    assert "--by type: is for texts" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not REAL_TEXTS, reason=NO_TEXTS)
+def test_real_questions_are_shared_out_by_their_type(tmp_path: Path) -> None:
+    source = Path(REAL_TEXTS) / "medquad/gard"
+    summary = partition_texts(source, tmp_path / "out", 20, 0.3, 0, 8, "type")
+    real = [json.loads(line) for line in lines(source / "train.jsonl")]
+    assert sum(sizes(summary)) == len(real)
+    assert summary["classes"] == sorted({one["type"] for one in real})
+    found = [text.instruction for i in range(1, 21) for text in read_texts(tmp_path / f"out/site-{i}").splits["training"]]
+    assert Counter(found) == Counter(one["instruction"] for one in real)
