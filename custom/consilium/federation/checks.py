@@ -190,15 +190,15 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
         raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
     if (merged.round, merged.phase) <= (state.round, state.phase):
         raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
-    if lost := state.shared.keys() - merged.shared.keys():
-        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
-    if strategy.needs == "sums":
+    if strategy.needs == "sums":  # one that sees single sites may send each another set of tensors
         _keep_shapes(who, state.shared, merged.shared)
 
 
 def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
+    if lost := before.keys() - after.keys():
+        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
     if wrong := [name for name, tensor in before.items() if after[name].shape != tensor.shape]:
         name = wrong[0]
         shapes = f"shape {tuple(after[name].shape)}, expected {tuple(before[name].shape)}"
