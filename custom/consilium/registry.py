@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -35,11 +35,11 @@ class Registry(Mapping[str, K], Generic[K]):
     """The kinds of one sort by name; as a mapping it is those of this package.
 
     `built_in`: where each is, as "module:attribute" (a dict there is asked for the name); `group`: the entry points by which
-    other packages add theirs.
+    other packages add theirs; `sort`: the class, as "module:class", that an added kind derives from or is of.
     """
 
-    def __init__(self, what: str, built_in: Mapping[str, str], group: str = "") -> None:
-        self.what, self.group = what, group
+    def __init__(self, what: str, built_in: Mapping[str, str], group: str = "", sort: str = "builtins:object") -> None:
+        self.what, self.group, self.sort = what, group, sort
         self._built_in, self._added = dict(built_in), dict[str, K]()
         self.packages: dict[str, tuple[str, str]] = {}
         """The package, and its version, that each added kind came from."""
@@ -47,8 +47,7 @@ class Registry(Mapping[str, K], Generic[K]):
     def __getitem__(self, name: str) -> K:
         if name in self._added:
             return self._added[name]
-        module, _, attribute = self._built_in[name].partition(":")
-        found = getattr(importlib.import_module(module), attribute)
+        found = _named(self._built_in[name], f"{self.what} {name!r}")
         return found[name] if isinstance(found, dict) else found
 
     def __iter__(self) -> Iterator[str]:
@@ -65,7 +64,7 @@ class Registry(Mapping[str, K], Generic[K]):
             return self[name]
         point = self._point(name, plugins)
         if name not in self._added:
-            self._added[name] = _load(point, f"{self.what} {name!r}")
+            self._added[name] = _load(point, f"{self.what} {name!r}", self.sort)
             self.packages[name] = (_package(point), point.dist.version if point.dist else "")
         if (other := self.packages[name][0]) != _package(point):  # another job of this process, with another list
             raise ConfigError(f"{self.what} {name!r}: this process runs that of package {other} already; start another")
@@ -91,17 +90,37 @@ class Registry(Mapping[str, K], Generic[K]):
         return found[0]
 
 
-def _load(point: EntryPoint, what: str) -> Any:
+def _named(place: str, what: str) -> Any:
+    """Return what a registry's line, "module:attribute", names. Raises ConfigError for a line that names nothing."""
+    module, _, attribute = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{what}: {place!r} in the registry cannot be loaded ({_why(error)}); correct line or file") from None
+
+
+def _load(point: EntryPoint, what: str, sort: str) -> Any:
     """Return what an entry point names. Raises ConfigError whatever goes wrong: it is somebody else's code."""
     try:
         kind = point.load()
+        _check_sort(kind, sort)
         _fields(_section(kind))
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{what}: package {_package(point)} cannot be loaded ({type(error).__name__}: {why}); fix it"
-        ) from None
+        where = f"package {_package(point)}, entry point {point.value!r}"
+        raise ConfigError(f"{what}: {where}: cannot be loaded ({_why(error)}); correct entry point or file") from None
     return kind
+
+
+def _check_sort(kind: Any, sort: str) -> None:
+    """Raise TypeError for what neither derives from the class that `sort` names nor is of it."""
+    base = _named(sort, "registry")
+    if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
+        found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+        raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _package(point: EntryPoint) -> str:
@@ -146,12 +165,17 @@ class KindField:
             section = _section(self.registry.find(name, plugins))
         except KeyError:
             raise self._unknown(name, plugins) from None
+        if wrong := [own for own in _literal(section, self.key) if own != name][:1]:
+            raise self._misnamed(name, wrong[0])
         rest = {key: part for key, part in value.items() if key != self.key}
         made: Any = TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written by the one and read by the other
-            what = f"its class has the {self.key} {own!r}; give it the entry point's"
-            raise ConfigError(f"{self.registry.what} {name!r}: {what}")
+            raise self._misnamed(name, own)
         return made
+
+    def _misnamed(self, name: object, own: object) -> ConfigError:
+        what = f"its class has the {self.key} {own!r}; write {name!r} there"
+        return ConfigError(f"{self.registry.what} {name!r}: {what}")
 
     def _made(self, value: Any) -> Any:
         """Return a section that is one already."""
@@ -178,6 +202,12 @@ def _section(kind: Any) -> type:
     if not isinstance(section, type) or not (issubclass(section, BaseModel) or is_dataclass(section)):
         raise TypeError("the entry point names neither a frozen dataclass nor a kind with a config class")
     return section
+
+
+def _literal(section: type, key: str) -> tuple[Any, ...]:
+    """Return the names that a section's class allows for itself, as in `name: Literal["clip"]`; none if it does not say."""
+    known = section.model_fields if issubclass(section, BaseModel) else {}
+    return get_args(known[key].annotation) if key in known else ()
 
 
 def _fields(section: type) -> list[str]:

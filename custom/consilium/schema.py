@@ -208,6 +208,8 @@ def nearest(word: str | None, known: Any) -> str:
     """Return " (did you mean ...?)" for the closest known word, or an empty string."""
     short, known = str(word)[:64], list(known)
     meant = [name for name in SYNONYMS.get(short.lower(), "").split() if name in known]
+    if short in known:  # known elsewhere: a field of another kind
+        return ""
     match = meant or difflib.get_close_matches(short, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 

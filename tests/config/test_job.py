@@ -104,7 +104,7 @@ def test_errors_name_file_field_value_and_remedy(changes: dict, message: str, tm
         ({"name": "fediat", "sharing": "M5"}, r"strategy\.sharing: 'M5': expected 'M1', 'M2', 'M3' or 'M4'"),
         ({"name": "fediat", "sor_wight": 1}, r"strategy\.sor_wight: unknown field; remove it \(did you mean 'sor_weight'\?\)"),
         ({"name": "fediat", "ema": 1.0}, r"strategy\.ema: 1\.0: expected less than 1"),
-        ({"name": "fedit", "sharing": "M1"}, r"strategy\.sharing: unknown field"),
+        ({"name": "fedit", "sharing": "M1"}, r"strategy\.sharing: unknown field; remove it$"),
     ],
 )
 def test_strategy_errors(strategy: object, message: str, tmp_path: Path) -> None:

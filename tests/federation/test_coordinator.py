@@ -13,11 +13,13 @@ from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, assemble_job
+from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import Hello, Payload
 from consilium.privacy.mechanism import system_normal
 from consilium.report.runlog import read_lines
-from consilium.strategies.strategy import Role
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
 
 MakeJob = Callable[..., Job]
@@ -232,3 +234,32 @@ def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "privacy.json").read_text())
     assert report["releases"] == 40
     assert "trust central" in report["claim"]
+
+
+WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
+    "returned NoneType; return the next ServerState": lambda state: None,
+    r"stays in round 0; build on super\(\)\.merge": lambda state: replace(state, round=0),
+    "lost tensor 'a'": lambda state: replace(state, shared={}),
+    r"returned 'a' with shape \(6,\), expected \(2, 3\)": lambda state: replace(state, shared={"a": torch.zeros(6)}),
+    "put 'steps' into optimizer, which is no tensor": lambda state: replace(state, optimizer={"steps": 3}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_MERGES)
+def test_a_merge_that_returns_no_next_state_is_one_line(message: str) -> None:
+    before = ServerState(0, 0, {"a": torch.zeros(2, 3)}, {})
+    after = replace(before, round=1)
+    check_next(FedIT(), before, after)
+    with pytest.raises(ConsiliumError, match=rf"strategy 'fedit': merge\(\) {message}"):
+        check_next(FedIT(), before, WRONG_MERGES[message](after))
+
+
+def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job("fedit")
+    server = coordinator(job, tmp_path)
+    server.start()
+    for site in range(3):
+        server.accept(f"site-{site}", update(job, 1.0))
+    monkeypatch.setattr(FedIT, "merge", lambda self, state, results: torch.zeros(2) + torch.zeros(3))
+    with pytest.raises(ConsiliumError, match=r"cannot be merged \(RuntimeError: The size of tensor a \(2\) must match"):
+        server.conclude()

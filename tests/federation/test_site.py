@@ -87,6 +87,14 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     assert all(torch.equal(seen[n], kept[f"params/{n}"]) for n in private)
 
 
+def test_a_metric_that_is_no_number_is_named(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job()
+    site = make_site(job, tmp_path)
+    site.task.evaluate = lambda *given: {"loss": 1, "dice": torch.tensor(0.5)}
+    with pytest.raises(ConsiliumError, match=r"the task's evaluate\(\) returned 'dice' as no number; return float"):
+        site.evaluate("run", payload(job))
+
+
 def test_a_new_run_never_meets_an_old_runs_tensors(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     site = make_site(job, tmp_path)

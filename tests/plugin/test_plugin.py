@@ -21,6 +21,8 @@ from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import simulate
 from consilium.flare.simulator import export_job, run_simulator
 from consilium.messages import Hello, Tensors
+from consilium.registry import Registry
+from consilium.schema import validate
 from consilium.storage import load_state
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.registry import STRATEGIES
@@ -210,9 +212,13 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
     [
         ("plugin_broken", "raise OSError('no\\nlicence')", "cannot be loaded (OSError: no licence)"),
         ("plugin_empty", "", "cannot be loaded (AttributeError"),
-        ("plugin_number", "Own = 7", "cannot be loaded (TypeError: the entry point names neither"),
-        ("plugin_plain", "class Own: pass", "cannot be loaded (TypeError: the entry point names neither"),
-        ("plugin_alias", TWIN % "other", "its class has the name 'other'; give it the entry point's"),
+        ("plugin_number", "Own = 7", "cannot be loaded (TypeError: it names a int, and what is wanted is a Strategy)"),
+        (
+            "plugin_plain",
+            "class Own: pass",
+            "entry point 'plugin_plain:Own': cannot be loaded (TypeError: it names the class Own",
+        ),
+        ("plugin_alias", TWIN % "other", "its class has the name 'other'; write 'plugin_alias' there"),
     ],
 )
 def test_a_package_that_does_not_fit_is_one_line(
@@ -224,3 +230,25 @@ def test_a_package_that_does_not_fit_is_one_line(
     assert why in str(refused.value)
     assert f"strategy '{package}'" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("consilium.strategies.nowhere:FedIT", "ModuleNotFoundError: No module named 'consilium.strategies.nowhere'"),
+        ("consilium.strategies.fedit:Fedit", "AttributeError: module 'consilium.strategies.fedit' has no attribute 'Fedit'"),
+    ],
+)
+def test_a_line_of_a_registry_that_names_nothing_is_one_line(line: str, why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Registry("strategy", {"mine": line}).find("mine")
+    assert str(refused.value) == f"strategy 'mine': {line!r} in the registry cannot be loaded ({why}); correct line or file"
+
+
+def test_a_kind_whose_literal_is_another_name_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from consilium.models.clip import CLIP as Own"
+    write_distribution(tmp_path, "plugin_model", code, "models", "mine", "Own")
+    monkeypatch.syspath_prepend(tmp_path)
+    raw = small_config("fedit").model_dump(mode="json") | {"model": {"name": "mine", "variant": "tiny"}}
+    with pytest.raises(ConfigError, match="model 'mine': its class has the name 'clip'; write 'mine' there"):
+        validate(JobConfig, raw, tmp_path, None)

@@ -36,8 +36,14 @@ def test_a_proper_update_passes() -> None:
     [
         (Payload(0, 0, {LOCAL: torch.zeros(2)}), "is local, only shared tensors may leave"),
         (Payload(0, 0, {SHARED: torch.tensor([float("nan")])}), "NaN or Inf"),
-        (Payload(0, 0, {}, {"patients": 3.0}), "scalar 'patients' is not declared"),
-        (Payload(0, 0, {}, {}, {"validation/global/names": 3.0}), "metric 'validation/global/names' is not declared"),
+        (
+            Payload(0, 0, {}, {"patients": 3.0}),
+            "scalar 'patients' is not declared.*the strategy's upload_scalars",
+        ),
+        (
+            Payload(0, 0, {}, {}, {"validation/global/names": 3.0}),
+            "names' is not declared.*the task's metric_names",
+        ),
     ],
 )
 def test_anything_else_is_refused(payload: Payload, reason: str) -> None:

@@ -111,6 +111,16 @@ def test_a_loss_that_is_not_finite_stops_with_one_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "what"),
+    [(torch.ones(4), r"of shape \(4,\)"), (1.0, "a float"), (None, "a NoneType")],
+)
+def test_a_loss_that_is_no_single_number_stops_with_one_line(loss: object, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LineTask, "loss", lambda self, model, batch: loss)
+    with pytest.raises(ConsiliumError, match=rf"the task's loss\(\) is {what}; return a tensor with one number"):
+        run(Line(), {"a"})
+
+
+@pytest.mark.parametrize(
     ("samples", "options", "steps"),
     [(8, {}, 4), (9, {}, 5), (9, {"accumulate": 2}, 3), (8, {"local_epochs": 3}, 12), (8, {"local_steps": 7}, 7)],
 )

@@ -64,4 +64,5 @@ ADAPTERS: Registry[AdapterKind] = Registry(
         "bottleneck": "consilium.adapters.bottleneck:BOTTLENECK",
     },
     "consilium.adapters",
+    "consilium.adapters.registry:AdapterKind",
 )

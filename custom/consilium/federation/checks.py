@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
-from consilium.errors import RefusedError
+from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
 from consilium.report.clean import shown
-from consilium.strategies.strategy import Role
+from consilium.strategies.strategy import Role, ServerState, Strategy
 
 LARGEST = float(torch.finfo(torch.float32).max)
 """The largest number a site may report: TensorBoard keeps single precision."""
@@ -181,3 +181,25 @@ def _is_hash(value: Any) -> bool:
 def _first(names: Iterable[Any]) -> str:
     """Return one of the names, the same every time, as it may be quoted."""
     return min(shown(name, 80) for name in names)
+
+
+def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
+    """Raise ConsiliumError where merge returned no next state: the sites would refuse it oddly, or the run would never end."""
+    who = f"strategy {strategy.name!r}: merge()"
+    if not isinstance(merged, ServerState):
+        raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
+    if (merged.round, merged.phase) <= (state.round, state.phase):
+        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
+    if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
+        raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
+    if strategy.needs == "sums":  # one that sees single sites may send each another set of tensors
+        _keep_shapes(who, state.shared, merged.shared)
+
+
+def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
+    if lost := before.keys() - after.keys():
+        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
+    if wrong := [name for name, tensor in before.items() if after[name].shape != tensor.shape]:
+        name = wrong[0]
+        shapes = f"shape {tuple(after[name].shape)}, expected {tuple(before[name].shape)}"
+        raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")

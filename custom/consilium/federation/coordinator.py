@@ -13,7 +13,7 @@ import torch
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
-from consilium.federation.checks import check_evaluation, check_hello, check_update
+from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, privatize, system_normal
@@ -271,7 +271,9 @@ def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     try:
         merged = job.strategy.merge(state, mean)
     except RuntimeError as error:  # a decomposition that does not converge
-        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__})") from None
+        why = " ".join(str(error).split())[:200]
+        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None
+    check_next(job.strategy, state, merged)
     kept = [merged.shared, merged.matrices, merged.optimizer, *merged.sites.values()]
     if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
         raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")

@@ -15,7 +15,7 @@ from consilium.adapters import layers
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError, RefusedError
+from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.federation import probe
 from consilium.messages import (
     HELD_OUT,
@@ -146,7 +146,8 @@ class Site:
         start = self.strategy.receive(own, payload)
         parameters = {name for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
         if missing := sorted(parameters - start.keys()):
-            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: the site's state is lost; restart the run")
+            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: {why}")
         layers.load(self.model, start)
         self._scale(self.strategy.scaling(payload))
         return start
@@ -179,6 +180,9 @@ class Site:
         device = next(self.model.parameters()).device
         with torch.no_grad(), autocast(device, self.config.training.precision):
             metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
+        if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
+            what = f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)"
+            raise ConsiliumError(what, Reason.TRAINING)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def _draw(self, examples: dict[Stage, Examples]) -> None:

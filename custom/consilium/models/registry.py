@@ -79,4 +79,5 @@ MODELS: Registry[ModelKind] = Registry(
         "causal_lm": "consilium.models.causal_lm:CAUSAL_LM",
     },
     "consilium.models",
+    "consilium.models.registry:ModelKind",
 )

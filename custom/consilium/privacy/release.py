@@ -21,14 +21,15 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             raise RefusedError(f"release: tensor {name!r} is {what}, only shared tensors may leave; nothing was sent")
         if not torch.isfinite(tensor).all():
             raise RefusedError(f"release: tensor {name!r} has NaN or Inf; nothing was sent; lower training.lr")
-    for kind, given, known in (
-        ("scalar", payload.scalars, strategy.upload_scalars),
-        ("metric", payload.metrics, metrics),
+    for kind, given, known, where in (
+        ("scalar", payload.scalars, strategy.upload_scalars, "the strategy's upload_scalars"),
+        ("metric", payload.metrics, metrics, "the task's metric_names"),
     ):
         if extra := sorted(given.keys() - known):
-            raise RefusedError(f"release: {kind} {extra[0]!r} is not declared, so it may not leave; nothing was sent")
+            what = f"{kind} {extra[0]!r} is not declared, so it may not leave"
+            raise RefusedError(f"release: {what}; nothing was sent; declare it in {where}")
         if wrong := sorted(name for name, value in given.items() if type(value) is not float):
-            raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent")
+            raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent; write float(...)")
 
 
 def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:

@@ -30,4 +30,5 @@ STRATEGIES: "Registry[type[Strategy]]" = Registry(
         "fedhello": "consilium.strategies.fedhello:FedHeLLo",
     },
     "consilium.strategies",
+    "consilium.strategies.strategy:Strategy",
 )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict
 from torch import Tensor
 
+from consilium.errors import ConfigError
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import STRICT
 
@@ -124,7 +125,7 @@ class Strategy:
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
-        raise NotImplementedError
+        raise ConfigError(f"strategy {self.name!r}: it has no role(); return SHARED, LOCAL or FROZEN for each tensor")
 
     def phases(self, round: int) -> int:
         """Return how many exchanges this round has."""

@@ -41,7 +41,7 @@ Examples = Segmented | Classified
 
 
 class Task(Protocol):
-    """What the loop needs of a task; see tasks/segmentation.py."""
+    """What the loop needs of a task; see tasks/segmentation/task.py."""
 
     num_samples: int
 

@@ -83,4 +83,5 @@ TASKS: Registry[TaskKind] = Registry(
         "language": "consilium.tasks.language:LANGUAGE",
     },
     "consilium.tasks",
+    "consilium.tasks.registry:TaskKind",
 )

@@ -149,13 +149,21 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
 def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
     """Add the gradients of one batch's loss times `share`; return that loss."""
     with autocast(next(model.parameters()).device, config.precision):
-        loss = task.loss(model, batch) * share
+        loss = _scalar(task.loss(model, batch)) * share
     if not torch.isfinite(loss):
         raise ConsiliumError(
             f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
         )
     loss.backward()
     return loss.item()
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a task's loss. Raises ConsiliumError for anything but one number as a tensor."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConsiliumError(f"the task's loss() is {what}; return a tensor with one number, the batch's mean", Reason.TRAINING)
+    return loss
 
 
 def _stream(task: Task, config: TrainingConfig, seed: int) -> Iterator[Batch]:
