@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
-from consilium.tasks.base import Batch
+from consilium.tasks.base import Batch, evaluating
 from consilium.tasks.language import text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
 from consilium.tasks.language.tokens import IGNORED, Encoder
@@ -73,12 +73,10 @@ class LanguageTask:
         """
         if not self.has(split):
             return {}
-        was_training = model.training
-        model.eval()
-        found = self._likelihood(model, split, batch_size)
-        if self.kind == "label" or (self.kind != "loss" and distances):
-            found |= self._judge(split, self.write(model, split, batch_size))
-        model.train(was_training)
+        with evaluating(model):
+            found = self._likelihood(model, split, batch_size)
+            if self.kind == "label" or (self.kind != "loss" and distances):
+                found |= self._judge(split, self.write(model, split, batch_size))
         return found
 
     @torch.no_grad()
