@@ -28,7 +28,7 @@ from consilium.report.progress import progress
 from consilium.schema import validate
 from consilium.storage import load_state
 from consilium.strategies.strategy import ServerState
-from tests.conftest import small_cells
+from tests.conftest import Snapshot, small_cells
 from tests.recipes.conftest import Install
 from tests.recipes.fedadam import FedAdam
 
@@ -115,22 +115,18 @@ def test_fedadam_learns_and_a_broken_run_goes_on_with_its_moments(install: Insta
     install("fedadam.py", "strategies", "fedadam", "FedAdam")
     sections, sites = toy
     config = job_of(sections | {"strategy": {"name": "fedadam", "lr": 0.2}})
-    results = run(config, tmp_path / "whole", sites)
+    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "step" and event["round"] == 1)
+    results = run(config, tmp_path / "run", sites, observer=snapshot)
     assert mean(results, "test/global/loss") < 0.95 * mean(results, "test/pretrained/loss")
-
-    def crash(event: Mapping[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "broken", sites, observer=crash)
-    assert run(config, tmp_path / "broken", sites, resume=True) == results
-    whole, broken = server(tmp_path / "whole"), server(tmp_path / "broken")
+    finished, events = snapshot.restore(), []
+    assert run(config, tmp_path / "run", sites, observer=events.append, resume=True) == results
+    assert {event["round"] for event in events if event["event"] == "step"} == {1}
+    whole, broken = server(finished), server(tmp_path / "run")
     assert whole["optimizer/m/head.weight"].any()
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    assert (tmp_path / "whole/adapter/adapter_model.safetensors").is_file()
-    versions = json.loads((tmp_path / "whole/versions.json").read_text())
+    assert (finished / "adapter/adapter_model.safetensors").is_file()
+    versions = json.loads((finished / "versions.json").read_text())
     assert versions["recipe_fedadam"] == "1.0"
 
 
