@@ -20,7 +20,7 @@ from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from consilium.storage import load_state
 from consilium.strategies.registry import STRATEGIES
-from tests.conftest import small_cells, small_config
+from tests.conftest import small_cells, small_config, training_only
 
 MakeJob = Callable[..., Job]
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
@@ -98,7 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path:
     assert results[0] == results[1]
 
 
-def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob, tmp_path: Path) -> None:
+def test_a_failing_site_is_left_out_and_too_many_stop_the_run(tmp_path: Path) -> None:
     events: list[Mapping[str, Any]] = []
 
     def fail(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], None]:
@@ -109,7 +109,7 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob
 
         return observe
 
-    job = small_job(rounds=1)
+    job = assemble_job(training_only(small_config(rounds=1)))
     simulate(job, SITES, tmp_path / "one", fail(("site-3",)))
     assert [e["reason"] for e in events if e["event"] == "refused"] == ["no disk left"]
     with pytest.raises(ConsiliumError, match="1 of 3 results"):

@@ -17,7 +17,7 @@ from consilium.federation.engine import simulate
 from consilium.messages import Tensors
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
-from tests.conftest import small_config
+from tests.conftest import small_config, training_only
 from tests.flare.running import SITES, Runner, add_filter, edited, in_simulator, listen, state_of
 
 DAMAGED, BROKEN = "site-4", "site-5"
@@ -148,7 +148,7 @@ class AsFlareAdds(FedIT):
 
 def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) -> None:
     """To the bit: a reference that adds in another order drifts from it by as much as Adam makes of a last bit."""
-    config = small_config("fedit")
+    config = training_only(small_config("fedit"))
 
     def use_fedavg(server: dict[str, Any]) -> None:
         aggregator = {"path": "consilium.flare.aggregator.StrategyAggregator", "args": {}}

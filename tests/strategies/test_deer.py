@@ -18,7 +18,7 @@ from consilium.storage import load_state
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
-from tests.conftest import Snapshot, small_cells, small_config, strategy_of
+from tests.conftest import Snapshot, small_cells, small_config, strategy_of, training_only
 
 A, B = "layer.lora_A", "layer.lora_B"
 
@@ -104,7 +104,7 @@ def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
 
 
 def private(strategy: dict, **privacy: object) -> JobConfig:
-    raw = small_config(strategy, optimizer="sgd", lr=0.1).model_dump()
+    raw = training_only(small_config(strategy, optimizer="sgd", lr=0.1)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "noise_multiplier": 0.001, "clip": 0.3} | privacy})
 
 
@@ -157,7 +157,7 @@ def test_the_head_rides_along_in_both_phases() -> None:
 
 @pytest.mark.parametrize("strategy", [{"name": "deer", "rebalance": True}, "dp_dylora", "ffa_lora", "fedit"])
 def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: str | dict, tmp_path: Path) -> None:
-    raw = small_cells(strategy, local_steps=2).model_dump()
+    raw = training_only(small_cells(strategy, local_steps=2)).model_dump()
     raw["privacy"] = {"unit": "site", "noise_multiplier": 1e-4, "clip": 1.0}
     shared, events = run(JobConfig.model_validate(raw), tmp_path)
     assert shared["head.weight"].abs().max() > 0

@@ -19,7 +19,7 @@ from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedsca import MATRIX, FedSCA, similarities
 from consilium.strategies.strategy import LocalStep, Role, ServerState
-from tests.conftest import Snapshot, small_config, strategy_of
+from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
 
@@ -194,7 +194,7 @@ def test_groups_of_sites_find_each_other_and_beat_the_plain_mean(groups: dict[st
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    config = small_config({"name": "fedsca", "low": 2})
+    config = training_only(small_config({"name": "fedsca", "low": 2}))
     sites, folder = {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path / "run"
     snapshot = Snapshot(folder, lambda event: event["event"] == "round" and event["round"] == 1)
     whole, finished = simulate(assemble_job(config), sites, folder, snapshot), snapshot.restore()
