@@ -57,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         main()
-    return stopped.value.code or 0
+    return int(stopped.value.code or 0)
 
 
 class Snapshot:
