@@ -41,8 +41,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def run(strategy: str) -> Path:
         options = {"lora_fair": {"name": "lora_fair", "loss": "frobenius"}}  # its search for the cosine takes ten seconds
-        job = assemble_job(small_config(options.get(strategy, strategy), rounds=2, lr=1e-2, local_steps=3))
-        folder = tmp_path_factory.mktemp(strategy)
+        config = small_config(options.get(strategy, strategy), rounds=2, lr=1e-2, local_steps=3)
+        job, folder = assemble_job(training_only(config, test=2)), tmp_path_factory.mktemp(strategy)
         simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, folder, quiet)
         return folder
 
@@ -81,8 +81,8 @@ def test_the_servers_adapter_is_the_sites_where_all_is_shared(
         peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "adapter"))
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job(rounds=3)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    job = assemble_job(training_only(small_config(rounds=3), test=1))
     simulate(job, SITES, tmp_path / "whole", quiet)
 
     def crash(event: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(tmp_path: Path) ->
 
 
 def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: Path) -> None:
-    job = assemble_job(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3))
+    job = assemble_job(training_only(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3), test=10))
     simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["test/pretrained/accuracy"] for r in results.values()] == [0.2, 0.2]
