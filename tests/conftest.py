@@ -1,8 +1,9 @@
 """Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +57,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["consilium", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         main()
-    return stopped.value.code or 0
+    return int(stopped.value.code or 0)
+
+
+class Snapshot:
+    """An observer that copies a run's folder at an event, before anything more is written: what a sudden end would leave."""
+
+    def __init__(self, folder: Path, when: Callable[[Mapping[str, Any]], bool]) -> None:
+        self.folder, self.when, self.kept = folder, when, folder.with_name(f"{folder.name}-broken")
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Copy the folder the first time that `when` holds."""
+        if not self.kept.exists() and self.when(event):
+            shutil.copytree(self.folder, self.kept)
+
+    def restore(self) -> Path:
+        """Put the copy in the finished run's place, to be resumed there; return where the finished run is now."""
+        whole = self.folder.rename(self.folder.with_name(f"{self.folder.name}-whole"))
+        self.kept.rename(self.folder)
+        return whole
 
 
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
@@ -97,6 +116,13 @@ def small_text(strategy: str | dict[str, Any] = "fedit", **training: Any) -> Job
     raw["model"] = {"name": "causal_lm", "variant": "tiny", "max_length": 128}
     raw["task"] = {"name": "language", "evaluate": "label", "labels": ["urgent", "soon", "later"], "max_new_tokens": 8}
     raw["data"] = {"phantoms": {"kind": "sentences", "training": 32, "validation": 3, "test": 6}}
+    return JobConfig.model_validate(raw)
+
+
+def training_only(config: JobConfig, test: int = 0) -> JobConfig:
+    """Return a small job without validation and with so much to test on: evaluation is more than half of what one costs."""
+    raw = config.model_dump()
+    raw["data"]["phantoms"] |= {"validation": 0, "test": test}
     return JobConfig.model_validate(raw)
 
 

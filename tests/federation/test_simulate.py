@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from consilium.storage import load_state
 from consilium.strategies.registry import STRATEGIES
-from tests.conftest import small_cells
+from tests.conftest import small_cells, small_config, training_only
 
 MakeJob = Callable[..., Job]
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
@@ -33,43 +34,55 @@ def server(workspace: Path) -> dict[str, torch.Tensor]:
     return load_state(workspace / "server/state.safetensors")[0]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what runs a strategy at two sites, once for all tests, and returns the run's folder."""
+
+    @cache
+    def run(strategy: str) -> Path:
+        options = {"lora_fair": {"name": "lora_fair", "loss": "frobenius"}}  # its search for the cosine takes ten seconds
+        config = small_config(options.get(strategy, strategy), rounds=2, lr=1e-2, local_steps=3)
+        job, folder = assemble_job(training_only(config, test=2)), tmp_path_factory.mktemp(strategy)
+        simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, folder, quiet)
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-def test_every_strategy_runs_and_learns(strategy: str, small_job: MakeJob, tmp_path: Path) -> None:
-    sites = {name: SITES[name] for name in ("site-1", "site-2")}
-    simulate(small_job(strategy, rounds=2, lr=1e-2, local_steps=3), sites, tmp_path, quiet)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results.keys() == sites.keys()
+def test_every_strategy_runs_and_learns(strategy: str, finished: Callable[[str], Path]) -> None:
+    results = json.loads((finished(strategy) / "results.json").read_text())
+    assert results.keys() == {"site-1", "site-2"}
     base, received = (sum(r[f"test/{s}/loss"] for r in results.values()) for s in ("pretrained", "global"))
     assert received < 0.9 * base
 
 
-def test_a_workspace_holds_what_the_readme_promises(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job(rounds=1)
-    simulate(job, SITES, tmp_path, quiet)
+def test_a_workspace_holds_what_the_readme_promises(finished: Callable[[str], Path], small_job: MakeJob) -> None:
+    workspace = finished("fediat")
     for name in ("job.yaml", "versions.json", "metrics.jsonl", "results.json", "server/state.safetensors"):
-        assert (tmp_path / name).is_file()
-    assert len(list((tmp_path / "tb_events").glob("site-*/events*"))) == 3
-    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert (workspace / name).is_file()
+    assert len(list((workspace / "tb_events").glob("site-*/events*"))) == 2
+    lines = [json.loads(x) for x in (workspace / "metrics.jsonl").read_text().splitlines()]
     first = next(x for x in lines if x["event"] == "result")
-    assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in job.initial.values())
-    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapter"))
+    assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in small_job("fediat").initial.values())
+    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "sites/site-1/adapter"))
     assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
 
 
 @pytest.mark.parametrize(("strategy", "whole"), [("fedit", True), ("ffa_lora", True), ("deer", True), ("fediat", False)])
 def test_the_servers_adapter_is_the_sites_where_all_is_shared(
-    strategy: str, whole: bool, small_job: MakeJob, tmp_path: Path
+    strategy: str, whole: bool, finished: Callable[[str], Path]
 ) -> None:
-    simulate(small_job(strategy, rounds=1, local_steps=1), SITES, tmp_path, quiet)
-    assert (tmp_path / "adapter").exists() == whole
+    workspace = finished(strategy)
+    assert (workspace / "adapter").exists() == whole
     if whole:
-        ours, theirs = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("adapter", "sites/site-1/adapter"))
+        ours, theirs = (load_file(workspace / p / "adapter_model.safetensors") for p in ("adapter", "sites/site-1/adapter"))
         assert all(torch.equal(ours[n], t) for n, t in theirs.items())
-        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "adapter"))
+        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "adapter"))
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job(rounds=3)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    job = assemble_job(training_only(small_config(rounds=3), test=1))
     simulate(job, SITES, tmp_path / "whole", quiet)
 
     def crash(event: Mapping[str, Any]) -> None:
@@ -85,7 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small_job: MakeJob, tmp_path:
     assert results[0] == results[1]
 
 
-def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob, tmp_path: Path) -> None:
+def test_a_failing_site_is_left_out_and_too_many_stop_the_run(tmp_path: Path) -> None:
     events: list[Mapping[str, Any]] = []
 
     def fail(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], None]:
@@ -96,7 +109,7 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob
 
         return observe
 
-    job = small_job(rounds=1)
+    job = assemble_job(training_only(small_config(rounds=1)))
     simulate(job, SITES, tmp_path / "one", fail(("site-3",)))
     assert [e["reason"] for e in events if e["event"] == "refused"] == ["no disk left"]
     with pytest.raises(ConsiliumError, match="1 of 3 results"):
@@ -105,7 +118,7 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(small_job: MakeJob
 
 
 def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: Path) -> None:
-    job = assemble_job(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3))
+    job = assemble_job(training_only(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3), test=10))
     simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["test/pretrained/accuracy"] for r in results.values()] == [0.2, 0.2]

@@ -13,7 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.engine import simulate
 from consilium.storage import load_state
-from tests.conftest import small_text
+from tests.conftest import Snapshot, small_text
 
 TIERS = {"low": {"train": 1, "download": 4}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 8}}
 
@@ -40,29 +40,29 @@ def recorded(workspace: Path, event: str) -> list[dict[str, Any]]:
     return [{name: v for name, v in line.items() if name != "time"} for line in lines if line["event"] == event]
 
 
-def run_twice(job: Job, sites: dict[str, SiteConfig], workspace: Path, round: int) -> None:
-    """Run without a break, and stopped as `round` begins and resumed; the server's state and all records must be equal."""
+def run_twice(job: Job, sites: dict[str, SiteConfig], workspace: Path, round: int) -> Path:
+    """Run without a break, and resume what there was as `round` began; the server's state and all records must be equal.
 
-    def stop(event: Mapping[str, Any]) -> None:
-        if event["event"] == "round" and event["round"] == round:
-            raise KeyboardInterrupt
-
-    whole, broken = workspace / "whole", workspace / "broken"
-    simulate(job, sites, whole, quiet)
-    with pytest.raises(KeyboardInterrupt):
-        simulate(job, sites, broken, stop)
+    Return the folder of the run without a break.
+    """
+    broken = workspace / "run"
+    snapshot = Snapshot(broken, lambda event: event["event"] == "round" and event["round"] == round)
+    simulate(job, sites, broken, snapshot)
+    whole = snapshot.restore()
+    assert len(recorded(broken, "concluded")) == round
     simulate(job, sites, broken, quiet, resume=True)
     one, other = (load_state(run / "server/state.safetensors")[0] for run in (whole, broken))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     for event in ("held_out", "concluded", "diagnostics", "final"):
         assert recorded(whole, event) == recorded(broken, event) != []
+    return whole
 
 
 @pytest.mark.parametrize("strategy", ["fedhera", "hetlora"])
 def test_a_resumed_run_of_sampled_sites_equals_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
-    run_twice(unequal_job(strategy), some_sites(12), tmp_path, 2)
-    trained = [line["sites"] for line in recorded(tmp_path / "whole", "concluded")]
+    whole = run_twice(unequal_job(strategy), some_sites(12), tmp_path, 2)
+    trained = [line["sites"] for line in recorded(whole, "concluded")]
     assert [len(names) for names in trained] == [3, 3, 3]
     assert len(set().union(*trained)) > 3
 

@@ -10,12 +10,12 @@ from consilium.federation.engine import simulate
 from consilium.messages import SiteInfo
 from consilium.strategies.fedsca import MATRIX
 from consilium.strategies.strategy import Role
-from tests.conftest import small_config
+from tests.conftest import small_config, training_only
 from tests.flare.running import SITES, Runner, edited, listen, state_of
 
 
 def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare: Runner, tmp_path: Path) -> None:
-    config = small_config({"name": "fedsca", "low": 2, "alpha": 3.0}, local_steps=2, rounds=2)
+    config = training_only(small_config({"name": "fedsca", "low": 2, "alpha": 3.0}, local_steps=2, rounds=2))
     job, workspace = assemble_job(config), flare(config, edited(client=listen))
     reference = simulate(job, {name: SiteConfig() for name in SITES}, tmp_path / "inprocess", lambda event: None)
     ours, theirs = (state_of(w / "server/state.safetensors") for w in (workspace, tmp_path / "inprocess"))

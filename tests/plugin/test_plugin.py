@@ -26,7 +26,7 @@ from consilium.schema import validate
 from consilium.storage import load_state
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.registry import STRATEGIES
-from tests.conftest import small_config
+from tests.conftest import Snapshot, small_config
 from tests.recipes.conftest import write_distribution
 
 EXAMPLE, ROOT = Path(__file__).parent / "example", Path(__file__).parents[2]
@@ -72,13 +72,15 @@ def server(workspace: Path, group: str) -> Tensors:
 
 
 def test_its_first_round_is_fedavg_and_its_second_goes_further(installed: Path, tmp_path: Path) -> None:
-    for name, rounds in (("fedit", 1), ("fedavgm", 1), ("fedavgm", 2)):
-        simulate(assemble_job(job_of(tmp_path, name, rounds)), SITES, tmp_path / f"{name}-{rounds}", lambda event: None)
-    plain, one = server(tmp_path / "fedit-1", "shared"), server(tmp_path / "fedavgm-1", "shared")
+    one_round = Snapshot(tmp_path / "fedavgm", lambda event: event["event"] == "round" and event["round"] == 1)
+    for name, rounds in (("fedit", 1), ("fedavgm", 2)):
+        simulate(assemble_job(job_of(tmp_path, name, rounds)), SITES, tmp_path / name, one_round)
+    plain, one = server(tmp_path / "fedit", "shared"), server(one_round.kept, "shared")
+    assert plain.keys() == one.keys()
     assert all(torch.equal(plain[name], one[name]) for name in plain)
     two, first, second = (
-        server(tmp_path / "fedavgm-2", "shared"),
-        *(server(tmp_path / f"fedavgm-{rounds}", "optimizer") for rounds in (1, 2)),
+        server(tmp_path / "fedavgm", "shared"),
+        *(server(folder, "optimizer") for folder in (one_round.kept, tmp_path / "fedavgm")),
     )
     assert first.keys() == plain.keys()
     assert all(torch.equal(two[n], (one[n].double() + second[n]).float()) for n in two)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -144,11 +145,17 @@ def losses(spend: GaussianEvent, removed: bool, up: bool, reach: float) -> np.nd
     return irfft(rfft(single) ** spend.count, size)
 
 
-def composed_epsilon(spends: list[GaussianEvent], delta: float, removed: bool, up: bool, reach: float = 24.0) -> float:
+@cache
+def composed(spends: tuple[GaussianEvent, ...], removed: bool, up: bool, reach: float) -> np.ndarray:
+    """Return the distribution of all releases' privacy loss together, on the grid of `losses`, from -reach on."""
     size = round(2 * reach / MESH)
     spectrum = np.prod([rfft(losses(spend, removed, up, reach)) for spend in spends], axis=0)
-    whole = np.roll(irfft(spectrum, size), size // 2)
-    values = (np.arange(size) - size // 2) * MESH
+    return np.roll(irfft(spectrum, size), size // 2)
+
+
+def composed_epsilon(spends: list[GaussianEvent], delta: float, removed: bool, up: bool, reach: float = 24.0) -> float:
+    whole = composed(tuple(spends), removed, up, reach)
+    values = (np.arange(len(whole)) - len(whole) // 2) * MESH
     low, high = 0.0, reach
     while high - low > 1e-5:
         middle = (low + high) / 2

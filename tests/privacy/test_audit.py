@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +28,7 @@ MakeJob = Callable[..., Job]
 def run(job: Job, folder: Path) -> Path:
     """Simulate and return site-1's record."""
     simulate(job, SITES, folder, lambda event: None)
-    (path,) = (folder / "sites" / "site-1").rglob(audit.FILE)
-    return path
+    return record_of(folder)
 
 
 def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
@@ -55,22 +55,36 @@ def private(**section: object) -> Job:
     return assemble_job(JobConfig.model_validate(raw | {"privacy": section}))
 
 
-@pytest.mark.parametrize("section", [{"unit": "site", "clip": 0.5}, {"unit": "record", "clip": 1.0}])
-def test_epsilon_on_record_is_the_ledgers(section: dict, tmp_path: Path) -> None:
-    path = run(private(**section, noise_multiplier=3.0), tmp_path)
-    (spent,) = summary(Ledger(tmp_path / "sites/site-1/ledger.sqlite"))
-    releases = [m["privacy"] for m in audit.read(path)["messages"] if "privacy" in m]
+@pytest.fixture(scope="module")
+def private_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of a private run at site level and of one at record level."""
+    folders = {unit: tmp_path_factory.mktemp(unit) for unit in ("site", "record")}
+    for (unit, folder), clip in zip(folders.items(), (0.5, 1.0), strict=True):
+        run(private(unit=unit, clip=clip, noise_multiplier=3.0), folder)
+    return folders
+
+
+def record_of(folder: Path) -> Path:
+    """Return site-1's record of a run."""
+    (path,) = (folder / "sites" / "site-1").rglob(audit.FILE)
+    return path
+
+
+@pytest.mark.parametrize("unit", ["site", "record"])
+def test_epsilon_on_record_is_the_ledgers(unit: str, private_runs: dict[str, Path]) -> None:
+    (spent,) = summary(Ledger(private_runs[unit] / "sites/site-1/ledger.sqlite"))
+    releases = [m["privacy"] for m in audit.read(record_of(private_runs[unit]))["messages"] if "privacy" in m]
     assert len(releases) == 2
-    assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][section["unit"]]["1e-05"])
+    assert releases[-1]["epsilon"] == pytest.approx(spent["epsilon"][unit]["1e-05"])
     assert releases[0]["epsilon"] < releases[1]["epsilon"]
 
 
-def test_the_norm_on_record_is_that_of_the_noised_update(tmp_path: Path) -> None:
-    path = run(private(unit="site", clip=0.5, noise_multiplier=4.0), tmp_path)
-    (first, _) = (m["tensors"] for m in audit.read(path)["messages"] if m["kind"] == "update")
+def test_the_norm_on_record_is_that_of_the_noised_update(private_runs: dict[str, Path]) -> None:
+    messages = audit.read(record_of(private_runs["site"]))["messages"]
+    (first, _) = (m["tensors"] for m in messages if m["kind"] == "update")
     norm = math.sqrt(sum(t["norm"] ** 2 for t in first.values()))
     count = sum(t["bytes"] // 4 for t in first.values())
-    assert norm == pytest.approx(4.0 * 0.5 * math.sqrt(count), rel=0.05)
+    assert norm == pytest.approx(3.0 * 0.5 * math.sqrt(count), rel=0.05)
 
 
 def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> None:
@@ -114,8 +128,8 @@ def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
         audit.Record(tmp_path / audit.FILE).add({"kind": "hello"})
 
 
-def test_the_command_prints_a_page_and_json_and_tells_a_change(tmp_path: Path) -> None:
-    path = run(private(unit="site", clip=0.5, noise_multiplier=3.0), tmp_path)
+def test_the_command_prints_a_page_and_json_and_tells_a_change(private_runs: dict[str, Path], tmp_path: Path) -> None:
+    path = record_of(shutil.copytree(private_runs["site"], tmp_path, dirs_exist_ok=True))
     site = tmp_path / "local" / "site.yaml"
     site.parent.mkdir()
     site.write_text(f"state: {tmp_path / 'sites' / 'site-1'}\n")

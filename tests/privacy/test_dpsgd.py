@@ -17,6 +17,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task, site_data
 from consilium.federation.engine import simulate
+from consilium.messages import Tensors
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
@@ -24,7 +25,7 @@ from consilium.models.sam.network import build_sam
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
 from consilium.training.loop import train
-from tests.conftest import small_config
+from tests.conftest import small_config, training_only
 
 Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Tensor]]
 
@@ -198,7 +199,7 @@ def test_without_a_seed_batches_and_noise_never_repeat() -> None:
 
 
 def private_config(**privacy: object) -> JobConfig:
-    raw = small_config("fedit", local_steps=3, lr=1e-2).model_dump()
+    raw = training_only(small_config("fedit", local_steps=3, lr=1e-2)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "record", "clip": 1.0} | privacy})
 
 
@@ -219,14 +220,26 @@ def test_training_moves_only_what_is_trained_and_leaves_the_model_as_it_was(tmp_
     assert not any(hook for module in model.modules() for hook in module._forward_hooks)
 
 
-def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(tmp_path: Path) -> None:
+def seeded_run(config: JobConfig, folder: Path) -> Tensors:
+    """Return what two sites share after a run, the seed of whose noise is known."""
+    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
+    return simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, lambda event: None).state.shared
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    """Return the folder of a private run, and what its sites share."""
+    folder = tmp_path_factory.mktemp("private")
+    return folder, seeded_run(private_config(noise_multiplier=1.0), folder)
+
+
+def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(private_run: tuple[Path, Tensors]) -> None:
     """Opacus #820: runs that look normal and adapters nobody can use."""
-    config = private_config(noise_multiplier=1.0)
-    coordinator = simulate(assemble_job(config), {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
-    saved = load_file(tmp_path / "sites/site-1/adapter/adapter_model.safetensors")
+    (folder, shared), config = private_run, private_config(noise_multiplier=1.0)
+    saved = load_file(folder / "sites/site-1/adapter/adapter_model.safetensors")
     ours = {n.removeprefix("base_model.model.").removesuffix(".weight"): t for n, t in saved.items()}
-    assert all(torch.equal(ours[n], t) for n, t in coordinator.state.shared.items())
-    assert ours.keys() == coordinator.state.shared.keys()
+    assert all(torch.equal(ours[n], t) for n, t in shared.items())
+    assert ours.keys() == shared.keys()
     model = build_model(config, SiteConfig())
     layers.load(model, ours)
     assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
@@ -235,21 +248,14 @@ def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(tm
 
 def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
     """SOR adds its gradient after clipping; without data in it, it needs no noise."""
-    raw = private_config(noise_multiplier=0.0).model_dump() | {"strategy": {"name": "fediat", "sor_weight": 1e3}}
-    found = []
+    raw, found = private_config(noise_multiplier=0.0).model_dump(), []
     for weight in (0.0, 1e3):
-        raw["strategy"]["sor_weight"] = weight
-        config = JobConfig.model_validate(raw)
-        job, site = assemble_job(config), SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
-        found.append(
-            simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / str(weight), lambda event: None).state.shared
-        )
+        config = JobConfig.model_validate(raw | {"strategy": {"name": "fediat", "sor_weight": weight}})
+        found.append(seeded_run(config, tmp_path / str(weight)))
     assert any(not torch.equal(found[0][n], t) for n, t in found[1].items())
 
 
-def test_a_seed_makes_private_training_repeatable(tmp_path: Path) -> None:
-    found, site = [], SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
-    for run in ("one", "two"):
-        job = assemble_job(private_config(noise_multiplier=1.0))
-        found.append(simulate(job, {f"site-{i}": site for i in (1, 2)}, tmp_path / run, lambda event: None).state.shared)
-    assert all(torch.equal(found[0][n], t) for n, t in found[1].items())
+def test_a_seed_makes_private_training_repeatable(private_run: tuple[Path, Tensors], tmp_path: Path) -> None:
+    _, shared = private_run
+    again = seeded_run(private_config(noise_multiplier=1.0), tmp_path)
+    assert all(torch.equal(again[n], t) for n, t in shared.items())

@@ -33,7 +33,7 @@ class RegressionConfig(TaskConfig):
 class Measured(Item):
     """An image with its number."""
 
-    label: float
+    value: float = 0.0
 
 
 def read(path: Path) -> DataList:
@@ -45,7 +45,7 @@ def read(path: Path) -> DataList:
 def _measured(path: Path, entry: Any) -> Measured:
     if not isinstance(entry.get("label"), int | float):
         raise DataError(f'{path}: {entry.get("image")}: label {entry.get("label")!r} is no number; write "label": 0.5')
-    return Measured(path.parent / entry["image"], float(entry["label"]))
+    return Measured(path.parent / entry["image"], None, value=float(entry["label"]))
 
 
 class RegressionTask:
@@ -53,7 +53,7 @@ class RegressionTask:
 
     def __init__(self, data: DataList, image_size: int) -> None:
         self.num_samples = len(data.splits["training"])
-        self._labels = {split: torch.tensor([item.label for item in data.splits[split]]) for split in SPLITS}
+        self._labels = {split: torch.tensor([item.value for item in data.splits[split]]) for split in SPLITS}
         self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size)})
 
     def has(self, split: str) -> bool:

@@ -35,15 +35,15 @@ class Shift(layers.AdapterModule):
 def shapes(model: nn.Module, config: ShiftConfig, base: ModelKind) -> Shapes:
     """Return a vector per adapted layer."""
     found = linear_layers(model, base.target(config.targets))
-    return {f"{name}.shift.bias": (model.get_submodule(name).out_features,) for name in found}
+    return {f"{name}.shift.bias": (layer.out_features,) for name, layer in found.items()}
 
 
 def inject(model: nn.Module, config: ShiftConfig, base: ModelKind) -> None:
     """Freeze the model and add a Shift to every adapted layer, which keeps its name and code."""
     names = shapes(model, config, base)
-    for name in names:
+    for name, shape in names.items():
         layer = model.get_submodule(name.removesuffix(".shift.bias"))
-        layer.add_module("shift", Shift(layer.out_features))
+        layer.add_module("shift", Shift(*shape))
         layer.register_forward_hook(lambda module, args, output: module.shift(output))
     layers.freeze_base(model, names)
 

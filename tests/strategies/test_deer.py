@@ -13,12 +13,12 @@ from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.messages import Observer, Payload, SiteInfo, Tensors
 from consilium.storage import load_state
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
-from tests.conftest import small_cells, small_config, strategy_of
+from tests.conftest import Snapshot, small_cells, small_config, strategy_of, training_only
 
 A, B = "layer.lora_A", "layer.lora_B"
 
@@ -104,45 +104,44 @@ def test_rebalancing_leaves_a_factor_without_rank_alone() -> None:
 
 
 def private(strategy: dict, **privacy: object) -> JobConfig:
-    raw = small_config(strategy, optimizer="sgd", lr=0.1).model_dump()
+    raw = training_only(small_config(strategy, optimizer="sgd", lr=0.1)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "noise_multiplier": 0.001, "clip": 0.3} | privacy})
 
 
-def run(config: JobConfig, folder: Path, **options: object) -> tuple[dict, list]:
+def run(
+    config: JobConfig, folder: Path, also: Observer = lambda event: None, resume: bool = False
+) -> tuple[Tensors, list[dict]]:
+    """Return the shared tensors and the events of a private run; `also` sees the events too."""
     events: list = []
+
+    def observe(event: dict) -> None:
+        events.append(event)
+        also(event)
+
     site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
-    coordinator = simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, events.append, **options)
+    coordinator = simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, observe, resume)
     return coordinator.state.shared, events
 
 
 def test_a_run_releases_twice_a_round_keeps_peers_bit_for_bit_and_resumes_exactly(tmp_path: Path) -> None:
-    config = private({"name": "deer"})
-    shared, events = run(config, tmp_path / "one")
+    """Resumed as a sudden end in the middle of round 1, after its phase B, would leave it."""
+    config, folder = private({"name": "deer"}), tmp_path / "run"
+    snapshot = Snapshot(folder, lambda e: e["event"] == "round" and (e["round"], e["phase"]) == (1, 1))
+    shared, events = run(config, folder, snapshot)
     released = [e for e in events if e["event"] == "release"]
     assert [(e["site"], e["round"], e["phase"]) for e in released] == [
         (f"site-{site}", round, phase) for round in (0, 1) for phase in (0, 1) for site in (1, 2)
     ]
     assert all(0 < e["clip_factor"] <= 1 and 0 < e["cosine"] < 1 for e in released)
-    (path,) = (tmp_path / "one/sites/site-1").glob("*/state.safetensors")
+    (path,) = (folder / "sites/site-1").glob("*/state.safetensors")
     kept, meta = load_state(path)
     assert (meta["round"], meta["phase"]) == (1, 1)
     b_names = [n for n in shared if n.endswith("lora_B")]
     assert all(torch.equal(kept[f"params/{n}"], shared[n]) for n in b_names)  # phase A trained A only, B as it was sent
-    _interrupted(config, tmp_path / "two")
-    again, _ = run(config, tmp_path / "two", resume=True)
+    snapshot.restore()
+    again, later = run(config, folder, resume=True)
+    assert [(e["round"], e["phase"]) for e in later if e["event"] == "release"] == [(1, 1)] * 2
     assert all(torch.equal(again[n], t) for n, t in shared.items())
-
-
-def _interrupted(config: JobConfig, folder: Path) -> None:
-    """Stop a run in the middle of round 1, after its phase B."""
-
-    def stop(event: dict) -> None:
-        if event["event"] == "round" and (event["round"], event["phase"]) == (1, 1):
-            raise KeyboardInterrupt
-
-    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
-    with pytest.raises(KeyboardInterrupt):
-        simulate(assemble_job(config), {f"site-{i}": site for i in (1, 2)}, folder, stop)
 
 
 def test_the_head_rides_along_in_both_phases() -> None:
@@ -158,7 +157,7 @@ def test_the_head_rides_along_in_both_phases() -> None:
 
 @pytest.mark.parametrize("strategy", [{"name": "deer", "rebalance": True}, "dp_dylora", "ffa_lora", "fedit"])
 def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: str | dict, tmp_path: Path) -> None:
-    raw = small_cells(strategy, local_steps=2).model_dump()
+    raw = training_only(small_cells(strategy, local_steps=2)).model_dump()
     raw["privacy"] = {"unit": "site", "noise_multiplier": 1e-4, "clip": 1.0}
     shared, events = run(JobConfig.model_validate(raw), tmp_path)
     assert shared["head.weight"].abs().max() > 0

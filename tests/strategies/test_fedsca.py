@@ -19,7 +19,7 @@ from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedsca import MATRIX, FedSCA, similarities
 from consilium.strategies.strategy import LocalStep, Role, ServerState
-from tests.conftest import small_config, strategy_of
+from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
 
@@ -194,25 +194,21 @@ def test_groups_of_sites_find_each_other_and_beat_the_plain_mean(groups: dict[st
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    config = small_config({"name": "fedsca", "low": 2})
-    sites = {f"site-{i}": SiteConfig() for i in (1, 2)}
-    whole = simulate(assemble_job(config), sites, tmp_path / "one", lambda event: None)
-
-    def stop(event: dict) -> None:
-        if event["event"] == "round" and event["round"] == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        simulate(assemble_job(config), sites, tmp_path / "two", stop)
-    again = simulate(assemble_job(config), sites, tmp_path / "two", lambda event: None, resume=True)
+    config = training_only(small_config({"name": "fedsca", "low": 2}))
+    sites, folder = {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path / "run"
+    snapshot = Snapshot(folder, lambda event: event["event"] == "round" and event["round"] == 1)
+    whole, finished = simulate(assemble_job(config), sites, folder, snapshot), snapshot.restore()
+    events: list[dict] = []
+    again = simulate(assemble_job(config), sites, folder, events.append, resume=True)
+    assert {e["round"] for e in events if e["event"] == "step"} == {1}
     assert all(torch.equal(again.state.sites[s][n], t) for s, values in whole.state.sites.items() for n, t in values.items())
     assert torch.equal(again.state.matrices[MATRIX], whole.state.matrices[MATRIX])
     assert (again.state.reported, again.state.weights) == (whole.state.reported, whole.state.weights)
-    for folder in ("one", "two"):
-        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+    for run in (finished, folder):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [e["round"] for e in lines if e["event"] == "figure"] == [0, 1]
         assert all(e["staleness"] == {"site-1": 0, "site-2": 0} for e in lines if e["event"] == "figure")
-        assert (tmp_path / folder / f"{MATRIX}.png").stat().st_size > 5000
+        assert (run / f"{MATRIX}.png").stat().st_size > 5000
 
 
 def test_noise_on_sums_is_refused_with_a_server_that_looks_at_sites() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 
 from consilium.report.clean import shown
@@ -67,19 +67,25 @@ def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
     """
     canvas = panel(image, FINE * size)
     drawn = [(colour, mask) for colour, mask in zip(colours(len(masks)), masks, strict=True) if mask.any()]
-    shapes = [(colour, _shape(mask, FINE * size)) for colour, mask in drawn]
-    for colour, shape in shapes:
-        canvas.paste(colour, mask=shape.point(lambda v: round(v * FILL)))
-    for colour, shape in shapes:
+    shapes = [(colour, *_shape(mask, FINE * size)) for colour, mask in drawn]
+    for colour, shape, corner in shapes:
+        canvas.paste(colour, corner, shape.point(lambda v: round(v * FILL)))
+    for colour, shape, corner in shapes:
         inside = shape.filter(ImageFilter.BoxBlur(FINE * EDGE)).point(lambda v: 255 * (v == 255))
-        canvas.paste(colour, mask=Image.composite(Image.new("L", shape.size), shape, inside))
+        canvas.paste(colour, corner, ImageChops.subtract(shape, inside))
     return canvas.resize((size, size), Image.Resampling.BOX)
 
 
-def _shape(mask: Tensor, size: int) -> Image.Image:
-    """Return a mask (H, W) as 0 and 255 on a finer grid, its border smooth."""
+def _shape(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
+    """Return a mask (H, W) as 0 and 255 on a finer grid, its border smooth: what is not empty, and its upper left corner.
+
+    An outline's width around it is empty too, where the grid goes on: it is what a blur at the mask's border must see.
+    """
     enlarged = Image.fromarray(mask.byte().numpy() * 255).resize((size, size), Image.Resampling.BILINEAR)
-    return enlarged.point(lambda v: 255 * (v > 127))
+    whole, room = enlarged.point(lambda v: 255 * (v > 127)), FINE * EDGE + 1
+    left, top, right, bottom = whole.getbbox() or (0, 0, 0, 0)
+    box = (max(0, left - room), max(0, top - room), min(size, right + room), min(size, bottom + room))
+    return whole.crop(box), box[:2]
 
 
 def beside(parts: Sequence[Image.Image], gap: int) -> Image.Image:

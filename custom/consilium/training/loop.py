@@ -52,7 +52,8 @@ def train(
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps
-    are record-level private, and repeatable only with a seed of its own. Raises ConsiliumError when the loss is not finite.
+    are record-level private, and repeatable only with a seed of its own. The model is in evaluation mode afterwards. Raises
+    ConsiliumError when the loss is not finite.
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
@@ -72,6 +73,7 @@ def train(
                 group["lr"] = learning_rate(config, step - 1, total)
             running += take_step(LocalStep(params, anchors, scalars, memory), regularizer)
             watch(Progress(step, total, running / step))
+    model.eval()
     return {"loss": running / total, "steps": float(total)}
 
 

@@ -127,9 +127,10 @@ def build_sam(
     if size % shape.patch:
         near = max(1, round(size / shape.patch)) * shape.patch
         raise ConfigError(f"model.image_size: {size} is no multiple of the patch size {shape.patch}; use {near}")
+    state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
     model = _lay_out(shape, size, max(classes, MASK_TOKENS - 1) if prompt == "none" else MASK_TOKENS - 1)
-    if weights:
-        _fill(model, _read(variant, checkpoint), variant, checkpoint or TINY_WEIGHTS)
+    if state is not None:
+        _fill(model, state, checkpoint or TINY_WEIGHTS)
     if attention == "fused":
         use_fused(model)
     model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
@@ -159,7 +160,7 @@ def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Return the state dict of a checkpoint file."""
+    """Return the state dict of a variant's checkpoint file."""
     if checkpoint is None and variant != "tiny":
         raise CheckpointError(f"model.checkpoint: missing; {variant} needs Meta's sam_{variant}_*.pth by path")
     path = checkpoint or TINY_WEIGHTS
@@ -172,14 +173,14 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
         raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
     if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
         raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
-    return state
-
-
-def _fill(model: PromptedSam, state: dict[str, Tensor], variant: str, path: Path) -> None:
-    """Load a state dict, interpolating position embeddings and widening the mask tokens where the model asks for it."""
     found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")
     if found != variant:
         raise CheckpointError(f"model.checkpoint: {path}: looks like {found}, model.variant is {variant}; change one")
+    return state
+
+
+def _fill(model: PromptedSam, state: dict[str, Tensor], path: Path) -> None:
+    """Load a state dict, interpolating position embeddings and widening the mask tokens where the model asks for it."""
     want = model.state_dict()
     state = _widen({name: _resize(name, tensor, want.get(name)) for name, tensor in state.items()}, want)
     if wrong := sorted(

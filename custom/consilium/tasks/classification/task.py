@@ -62,15 +62,13 @@ class ClassificationTask:
 
         The model's mode is restored.
         """
-        count, was_training = len(self.data.splits[split]), model.training
-        if not count:
+        if not (count := len(self.data.splits[split])):
             return {}
-        model.eval()
         device, logits = next(model.parameters()).device, []
-        for start in range(0, count, batch_size):
-            images = [self._sample(split, i)["image"] for i in range(start, min(start + batch_size, count))]
-            logits.append(model(torch.stack(images).to(device, non_blocking=True)).float().cpu())
-        model.train(was_training)
+        with evaluating(model):
+            for start in range(0, count, batch_size):
+                images = [self._sample(split, i)["image"] for i in range(start, min(start + batch_size, count))]
+                logits.append(model(torch.stack(images).to(device, non_blocking=True)).float().cpu())
         return score(torch.cat(logits), torch.tensor(self._labels[split]), self.classes, distances)
 
     @torch.no_grad()

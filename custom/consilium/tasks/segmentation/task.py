@@ -68,15 +68,14 @@ class SegmentationTask:
         if not items:
             return {}
         scores: dict[str, list[Tensor]] = {}
-        losses, was_training = 0.0, model.training
-        model.eval()
-        for start in range(0, len(items), batch_size):
-            samples = [self._sample(split, i) for i in range(start, min(start + batch_size, len(items)))]
-            logits, label = self._forward(model, self._collate([self._with_boxes(s) for s in samples]))
-            losses += float(self._loss(logits, label)) * len(samples)
-            for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
-                scores.setdefault(name, []).append(values)
-        model.train(was_training)
+        losses = 0.0
+        with evaluating(model):
+            for start in range(0, len(items), batch_size):
+                samples = [self._sample(split, i) for i in range(start, min(start + batch_size, len(items)))]
+                logits, label = self._forward(model, self._collate([self._with_boxes(s) for s in samples]))
+                losses += float(self._loss(logits, label)) * len(samples)
+                for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
+                    scores.setdefault(name, []).append(values)
         return {"loss": losses / len(items)} | self._average({n: torch.cat(v) for n, v in scores.items()})
 
     @torch.no_grad()
