@@ -21,13 +21,15 @@ _KINDS = ("consilium.data.nifti", "consilium.data.dicom")
 class Header:
     """What is known of a volume before it is read. `window`: the file's own (center, width).
 
-    `patient` and `study` are the file's own identifiers: they stay in this process, see datalist.py.
+    `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
+    datalist.py.
     """
 
     grid: Grid
     window: tuple[float, float] | None = None
     patient: str = ""
     study: str = ""
+    space: str = ""
 
 
 def is_volume(path: Path) -> bool:
