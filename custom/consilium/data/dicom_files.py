@@ -18,7 +18,7 @@ from pydicom import Dataset, dcmread
 from pydicom.filereader import _read_file_meta_info, read_preamble
 from pydicom.uid import DeflatedExplicitVRLittleEndian
 
-from consilium.data.dicom import MOST_FILES
+from consilium.data.dicom import MOST_FILES, is_own
 from consilium.data.opening import MOST_VOLUME, TAKE_OFF, check_file
 from consilium.errors import DataError
 
@@ -92,7 +92,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
 
     Localizers and objects beside the series are left out. Raises DataError for several series.
     """
-    if not path.is_dir():
+    if not (path := alone(path)).is_dir():
         return [(path, open_file(path))]
     found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file))]
     found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
@@ -105,10 +105,14 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     return found
 
 
+def alone(path: Path) -> Path:
+    """Return the only DICOM file of a folder, else the path itself. Raises DataError for a folder of too many files."""
+    files = _files(path) if path.is_dir() else []
+    return files[0] if len(files) == 1 else path
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the DICOM files right in a folder, sorted by name. Raises DataError for too many."""
-    from consilium.data.dicom import is_own
-
     entries = []
     for entry in folder.iterdir():
         entries.append(entry)

@@ -13,7 +13,7 @@ import numpy as np
 from pydicom import Dataset
 
 from consilium.data.dicom import MOST_FILES
-from consilium.data.dicom_files import CONTOURS, reading, series, whose
+from consilium.data.dicom_files import CONTOURS, SEGMENTATIONS, reading, series, whose
 from consilium.data.dicom_values import Scale, scale_of, shown
 from consilium.data.grid import Grid
 from consilium.data.opening import MOST_VOLUME
@@ -42,21 +42,17 @@ class Place:
         normal = np.cross(self.i, self.j)
         return normal / np.linalg.norm(normal)
 
-    @property
-    def height(self) -> float:
-        """Millimetres along the normal."""
-        return float(self.origin @ self.normal)
-
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One picture: the `number`-th, from 0, of its file."""
+    """One picture, of rows and columns: the `number`-th, from 0, of its file. `own`: the elements that are about it."""
 
     file: Path
     number: int
     shape: tuple[int, int]
     place: Place | None
     scale: Scale
+    own: Dataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +83,15 @@ def stack(path: Path) -> Stack:
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
-    ordered, affine = in_order(path, frames)
+    kind = str(first.get("SOPClassUID") or "")
+    ordered, count, affine = (on_lattice if kind in SEGMENTATIONS else in_order)(path, frames)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
-    grid = Grid((columns, rows, len(ordered)), affine)
+    grid = Grid((columns, rows, count), affine)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
     found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
-    return Stack(tuple(ordered), files, found, colours, str(first.get("SOPClassUID") or ""))
+    return Stack(tuple(ordered), files, found, colours, kind)
 
 
 def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
@@ -103,7 +100,7 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     shape = int(elements.Rows), int(elements.Columns)
     for number in range(count):
         own = flat(elements, number)
-        yield Frame(file, number, shape, _place(own), scale_of(file, own))
+        yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
 
 
 def count_of(elements: Dataset) -> int:
@@ -160,26 +157,59 @@ def _place(own: Dataset) -> Place | None:
     return Place(origin, i * spacing[1], j * spacing[0], depth or 1.0)
 
 
-def in_order(path: Path, frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray | None]:
-    """Return frames sorted along their normal, and the affine (4, 4) to mm; as they are, and None, where they have no place.
+Order = tuple[list[Frame], int, np.ndarray | None]
+"""Frames along their normal, how many slices there are, and the affine (4, 4) to mm: None where frames have no place."""
+
+
+def in_order(path: Path, frames: Sequence[Frame]) -> Order:
+    """Return the frames of an image, a slice each.
 
     Raises DataError for frames that make no even stack: other sizes or directions, a place taken twice, one missing.
     """
     if any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
+    if (places := _places(path, frames)) is None:
+        return list(frames), len(frames), None
+    heights, order, origins = _sorted(places)
+    step = (origins[-1] - origins[0]) / (len(order) - 1) if len(order) > 1 else places[0].normal * places[0].depth
+    _check_even(path, heights, origins, step)
+    return [frames[n] for n in order], len(order), _affine(places[0], step, origins[0])
+
+
+def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
+    """Return the frames of a segmentation: several at a place, and none at places where nothing is drawn."""
+    if (places := _places(path, frames)) is None:
+        return list(frames), len(frames), None
+    heights, order, origins = _sorted(places)
+    gaps = np.diff(heights)
+    least = min(gaps[gaps > _SAME], default=places[0].depth)
+    count = round(float(heights[-1] - heights[0]) / least)
+    if count + 1 > MOST_FILES:
+        raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
+    step = (origins[-1] - origins[0]) / count if count else places[0].normal * places[0].depth
+    return [frames[n] for n in order], count + 1, _affine(places[0], step, origins[0])
+
+
+def _places(path: Path, frames: Sequence[Frame]) -> list[Place] | None:
+    """Return where frames lie, None where not all of them say it. Raises DataError where they are not parallel."""
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
-        return list(frames), None
+        return None
     _check_parallel(path, places)
-    normal = places[0].normal
-    heights = np.array([place.origin @ normal for place in places])
+    return places
+
+
+def _sorted(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return heights along the normal (N,) in order, whose they are (N,), and the first pixels (N, 3) in that order."""
+    heights = np.array([place.origin @ places[0].normal for place in places])
     order = np.argsort(heights, kind="stable")
-    origins = np.array([places[n].origin for n in order])
-    step = (origins[-1] - origins[0]) / (len(order) - 1) if len(order) > 1 else normal * places[0].depth
-    _check_even(path, heights[order], origins, step)
+    return heights[order], order, np.array([places[n].origin for n in order])
+
+
+def _affine(place: Place, step: np.ndarray, origin: np.ndarray) -> np.ndarray:
     affine = np.eye(4)
-    affine[:3] = np.stack([places[0].i, places[0].j, step, origins[0]], axis=1)
-    return [frames[n] for n in order], _TO_RAS @ affine
+    affine[:3] = np.stack([place.i, place.j, step, origin], axis=1)
+    return _TO_RAS @ affine
 
 
 def _check_parallel(path: Path, places: Sequence[Place]) -> None:
@@ -209,13 +239,14 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
 
 def _check_size(path: Path, files: Sequence[Dataset]) -> None:
     """Raise DataError for images that would take more than MOST_VOLUME bytes, before one is decoded."""
-    frames, needed = 0, 0
+    segments = files[0].get("SOPClassUID") in SEGMENTATIONS  # each frame becomes a part of a mask: see dicom_masks.py
+    most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     for elements in files:
-        frames += count_of(elements)
-        rows, columns = int(elements.Rows), int(elements.Columns)
-        needed += count_of(elements) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
+        count, rows, columns = count_of(elements), int(elements.Rows), int(elements.Columns)
         if rows < 1 or columns < 1:
             raise DataError(f"{path}: has {rows}x{columns} pixels; replace it or take it off the list")
-    if needed > MOST_VOLUME or frames > MOST_FILES:
-        found = f"{frames:,} frames, {needed:,} bytes; at most {MOST_FILES:,} and {MOST_VOLUME:,} are"
+        frames += count
+        needed += (1 if segments else count) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
+    if needed > MOST_VOLUME or frames > most:
+        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {MOST_VOLUME:,} are"
         raise DataError(f"{path}: cannot be read as DICOM ({found}); cut it into smaller ones")

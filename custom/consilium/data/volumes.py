@@ -90,9 +90,9 @@ def _voxels(path: Path, stamp: tuple[int, int]) -> np.ndarray:
 @lru_cache(maxsize=2)
 def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -> Labels:
     found: Labels = _known(path).labels(path, image)
-    if found.regions is not None:
+    if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
-    own = header(path).grid
+    own = found.grid or header(path).grid
     if not (wrong := disagreement(image.grid, own)):
         return found
     if resample and None not in (own.affine, image.grid.affine):
