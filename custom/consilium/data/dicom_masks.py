@@ -122,7 +122,7 @@ def _mark(path: Path, region: np.ndarray, mask: np.ndarray, place: np.ndarray | 
 
 def _named(elements: Dataset, masks: dict[int, np.ndarray]) -> dict[Value, np.ndarray]:
     """Return masks by number and by label; segments of one label are one region."""
-    found: dict[Value, np.ndarray] = dict(masks)
+    found: dict[Value, np.ndarray] = {number: mask for number, mask in masks.items()}
     for segment in elements.get("SegmentSequence") or []:
         name, number = str(segment.get("SegmentLabel") or "").strip(), int(segment.SegmentNumber)
         if name and number in masks:
