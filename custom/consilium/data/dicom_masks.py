@@ -48,7 +48,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     grid, places = image, [_onto(frame, image) for frame in found.frames]
     if any(place is None for place in places):
         grid = found.header.grid
-        if None in (grid.affine, image.affine):
+        if grid.affine is None or image.affine is None:
             raise DataError(f"{path}: does not say where its segments lie on the image; save it with positions")
         places = [_onto(frame, grid) for frame in found.frames]
     masks = _empty(path, elements, grid)

@@ -9,8 +9,9 @@ from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
 from pydicom.pixels.utils import get_expected_length
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
+from consilium.data.dicom_codes import check_codes
 from consilium.data.dicom_files import SEGMENTATIONS, has_pixels, open_file, reading
-from consilium.data.dicom_frames import Stack, stack
+from consilium.data.dicom_frames import Stack, count_of, stack
 from consilium.data.dicom_values import in_unit
 from consilium.data.opening import TAKE_OFF
 from consilium.errors import DataError
@@ -106,5 +107,7 @@ def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
     if not known:
         what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
         raise DataError(f"{file}: is compressed {what}, which is not read; save it as JPEG 2000, JPEG-LS, RLE or uncompressed")
-    if not syntax.is_encapsulated and "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):
+    if syntax.is_encapsulated:
+        check_codes(file, elements, count_of(elements))
+    elif "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):
         raise DataError(f"{file}: its pixels end early; {TAKE_OFF}")

@@ -95,7 +95,7 @@ def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -
     own = found.grid or header(path).grid
     if not (wrong := disagreement(image.grid, own)):
         return found
-    if resample and None not in (own.affine, image.grid.affine):
+    if resample and own.affine is not None and image.grid.affine is not None:
         return found.map(lambda values: resampled(values, own, image.grid))
     raise DataError(f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file")
 
