@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE
@@ -145,8 +145,13 @@ def _read_only(path: Path, kind: "TaskKind") -> "Findings":
 @app.command("phantoms")
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus, nuclei, cells or sentences")] = "fundus",
+    kind: Annotated[str, typer.Option(help="fundus, nuclei, organ, cells or sentences")] = "fundus",
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
+    volumes: Annotated[bool, typer.Option("--volumes", help="studies of a lesion in an organ, as --kind organ")] = False,
+    files: Annotated[
+        Literal["nifti", "dicom", "png"] | None,
+        typer.Option(help="what volumes are written as; png: every slice"),
+    ] = None,
     training: Annotated[int, typer.Option(min=1, max=100_000)] = 24,
     validation: Annotated[int, typer.Option(min=0, max=100_000)] = 8,
     test: Annotated[int, typer.Option(min=0, max=100_000)] = 16,
@@ -162,11 +167,18 @@ def data_phantoms(
     check_finite(appearance=appearance, annotation=annotation)
     if kind not in LABELS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(LABELS)}")
+    if volumes and kind not in ("fundus", "organ"):
+        raise ConfigError(f"--volumes: there are none of {kind!r}; take --kind organ")
+    kind = "organ" if volumes else kind
+    if files and kind != "organ":
+        raise ConfigError("--files: only volumes are written in several ways; add --volumes")
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
         check_own(folder / name)
     shifts = (appearance, annotation)
-    lists = [make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts) for n in names]
+    lists = [
+        make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts, files or "nifti") for n in names
+    ]
     print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
 
 

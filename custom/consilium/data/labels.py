@@ -5,16 +5,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from consilium.data.grid import Grid
+
 Value = int | str
 """A label: the value of voxels, or the name of a region."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Either `values`, integers of the grid's shape, or `regions`: boolean masks of it by number or name. They may overlap."""
+    """Either `values`, integers of the grid's shape, or `regions`: boolean masks of it by number or name. They may overlap.
+
+    `grid`: where the regions of a file lie, if not on their image's voxels.
+    """
 
     values: np.ndarray | None = None
     regions: dict[Value, np.ndarray] | None = None
+    grid: Grid | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,4 +46,6 @@ class Labels:
         """Return the labels with `change` done to every array: a plane cut, a picture made smaller."""
         if self.values is not None:
             return Labels(values=change(self.values))
-        return Labels(regions={name: change(mask) for name, mask in (self.regions or {}).items()})
+        own = self.regions or {}
+        changed = {id(mask): change(mask) for mask in {id(mask): mask for mask in own.values()}.values()}
+        return Labels(regions={name: changed[id(mask)] for name, mask in own.items()})

@@ -21,13 +21,15 @@ _KINDS = ("consilium.data.nifti", "consilium.data.dicom")
 class Header:
     """What is known of a volume before it is read. `window`: the file's own (center, width).
 
-    `patient` and `study` are the file's own identifiers: they stay in this process, see datalist.py.
+    `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
+    datalist.py.
     """
 
     grid: Grid
     window: tuple[float, float] | None = None
     patient: str = ""
     study: str = ""
+    space: str = ""
 
 
 def is_volume(path: Path) -> bool:
@@ -88,9 +90,9 @@ def _voxels(path: Path, stamp: tuple[int, int]) -> np.ndarray:
 @lru_cache(maxsize=2)
 def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -> Labels:
     found: Labels = _known(path).labels(path, image)
-    if found.regions is not None:
+    if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
-    own = header(path).grid
+    own = found.grid or header(path).grid
     if not (wrong := disagreement(image.grid, own)):
         return found
     if resample and own.affine is not None and image.grid.affine is not None:

@@ -17,8 +17,8 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
     """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
     for name, tensor in payload.tensors.items():
         if (role := _role(strategy, name, payload)) is not Role.SHARED:
-            what = role or "none of the adapter's"
-            raise RefusedError(f"release: tensor {name!r} is {what}, only shared tensors may leave; nothing was sent")
+            whose = role or "none of the adapter's"
+            raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
         if not torch.isfinite(tensor).all():
             raise RefusedError(f"release: tensor {name!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known, where in (

@@ -4,7 +4,7 @@
 how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
 encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
 (P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
-Sentences, for language models, are in sentences.py.
+Sentences, for language models, are in sentences.py, volumes in studies.py.
 """
 
 import json
@@ -22,6 +22,8 @@ from consilium.data.synthetic.cells import CELLS, draw_cell
 from consilium.data.synthetic.drawing import grain, soft
 from consilium.data.synthetic.sentences import LABELS as URGENCIES
 from consilium.data.synthetic.sentences import made, make_sentences
+from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
+from consilium.data.synthetic.studies import Files, make_studies
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -30,6 +32,7 @@ LABELS = {
     "nuclei": ["background", "nucleus"],
     "cells": list(CELLS),
     "sentences": list(URGENCIES),
+    "organ": list(STUDY_LABELS),
 }
 
 
@@ -62,21 +65,25 @@ def make_phantoms(
     size: int,
     appearance: float,
     annotation: float,
+    files: Files = "nifti",
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    For sentences it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
+    `files`: what an organ's volumes are written as. For sentences it writes JSONL lists and returns the folder. Does nothing
+    if the folder holds exactly this already.
     """
     if kind == "sentences":
         return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
+    who = habits(site, seed, appearance, annotation)
+    if kind == "organ":
+        return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
     path = folder / "datalist.json"
     if made(path).get("phantoms") == spec | counts:
         return path
     for part in ("images",) if kind == "cells" else ("images", "masks"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    who = habits(site, seed, appearance, annotation)
     entries = {split: [_write(folder, spec, who, split, i) for i in range(n)] for split, n in counts.items()}
     labels = {str(i): name for i, name in enumerate(LABELS[kind])}
     path.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))

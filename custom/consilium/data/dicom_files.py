@@ -1,0 +1,142 @@
+"""Opening DICOM files without a word of what they say: their texts name patients.
+
+Whatever a decoder raises becomes one line that says where and of which kind, never the decoder's own words. pydicom's log and
+warnings quote values, so both are silent in this process.
+"""
+
+import logging
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pydicom
+from pydicom import Dataset, dcmread
+from pydicom.filereader import _read_file_meta_info, read_preamble
+from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+from consilium.data.dicom import MOST_FILES, is_own
+from consilium.data.opening import MOST_VOLUME, TAKE_OFF, check_file
+from consilium.errors import DataError
+
+OTHERS = frozenset(
+    {
+        "1.2.840.10008.1.3.10",  # a folder's own table of contents
+        "1.2.840.10008.5.1.4.1.1.66.4",  # segmentations
+        "1.2.840.10008.5.1.4.1.1.66.7",
+        "1.2.840.10008.5.1.4.1.1.481.3",  # contours
+        "1.2.840.10008.5.1.4.1.1.481.2",  # doses
+    }
+)
+"""Kinds of objects (SOP classes) that may lie beside a series and are no part of it, though some have pixels."""
+SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
+CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
+_CHUNK = 2**20
+_PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+
+logging.getLogger("pydicom").propagate = False
+logging.getLogger("pydicom").addHandler(logging.NullHandler())
+pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+with suppress(ImportError):
+    _trace = import_module("gdcm").Trace
+    for _off in (_trace.DebugOff, _trace.WarningOff, _trace.ErrorOff):
+        _off()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever is raised in the block into a DataError that says nothing of the file's content."""
+    _silence()
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as DICOM ({type(error).__name__}); {TAKE_OFF}") from None
+
+
+def _silence() -> None:
+    """Ignore pydicom's warnings: once, and again where a test has put the list of filters back."""
+    if not any(action == "ignore" and module and module.pattern == "pydicom" for action, _, _, module, _ in warnings.filters):
+        warnings.filterwarnings("ignore", module="pydicom")
+
+
+def open_file(path: Path, pixels: bool = False) -> Dataset:
+    """Return a file's elements, with `pixels` also those. Use within `reading`. Raises DataError."""
+    check_file(path)
+    _check_inflated(path)
+    found = dcmread(path, stop_before_pixels=not pixels, force=True)
+    if not found:
+        raise DataError(f"{path}: cannot be read as DICOM (no element in it); {TAKE_OFF}")
+    return found
+
+
+def _check_inflated(path: Path) -> None:
+    """Raise DataError for a deflated file that would grow beyond MOST_VOLUME: pydicom inflates it at once."""
+    with path.open("rb") as file:
+        read_preamble(file, True)
+        if _read_file_meta_info(file).get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
+            return
+        inflate, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
+        while (data := inflate.unconsumed_tail or file.read(_CHUNK)) and not inflate.eof:
+            size += len(inflate.decompress(data, _CHUNK))
+            if size > MOST_VOLUME:
+                raise DataError(f"{path}: cannot be read as DICOM (inflates beyond {MOST_VOLUME:,} bytes); {TAKE_OFF}")
+
+
+def series(path: Path) -> list[tuple[Path, Dataset]]:
+    """Return the images of a file or of a folder with one series, without their pixels. Use within `reading`.
+
+    Localizers and objects beside the series are left out. Raises DataError for several series.
+    """
+    if not (path := alone(path)).is_dir():
+        return [(path, open_file(path))]
+    found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file))]
+    found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
+    if not found:
+        raise DataError(f"{path}: holds no DICOM image; {TAKE_OFF}")
+    if (count := len({e.get("SeriesInstanceUID") for _, e in found})) > 1:
+        raise DataError(f"{path}: holds {count} series; give each a folder of its own")
+    if len({(whose(e), e.get("StudyInstanceUID")) for _, e in found}) > 1:
+        raise DataError(f"{path}: holds images of several patients or studies; give each a folder of its own")
+    return found
+
+
+def alone(path: Path) -> Path:
+    """Return the only DICOM file of a folder, else the path itself. Raises DataError for a folder of too many files."""
+    files = _files(path) if path.is_dir() else []
+    return files[0] if len(files) == 1 else path
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the DICOM files right in a folder, sorted by name. Raises DataError for too many."""
+    entries = []
+    for entry in folder.iterdir():
+        entries.append(entry)
+        if len(entries) > MOST_FILES:
+            raise DataError(f"{folder}: holds more than {MOST_FILES:,} files; give each series a folder of its own")
+    return sorted(entry for entry in entries if not entry.is_dir() and is_own(entry))
+
+
+def is_image(elements: Dataset) -> bool:
+    """Tell whether elements are an image's, and not those of an object beside it."""
+    return "Rows" in elements and elements.get("SOPClassUID") not in OTHERS
+
+
+def has_pixels(elements: Dataset) -> bool:
+    """Tell whether a file opened with its pixels has any."""
+    return any(name in elements for name in _PIXELS)
+
+
+def whose(elements: Dataset) -> str:
+    """Return what names the patient in a file: the hospital's number, else name and day of birth. It stays in this process."""
+    name, born = (str(elements.get(key) or "").strip() for key in ("PatientName", "PatientBirthDate"))
+    return str(elements.get("PatientID") or "").strip() or (f"{name}|{born}" if name else "")
+
+
+def _words(elements: Dataset, keyword: str) -> list[str]:
+    value: Any = elements.get(keyword) or []
+    return [value] if isinstance(value, str) else [str(part) for part in value]

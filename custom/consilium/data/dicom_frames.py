@@ -1,0 +1,252 @@
+"""Where the frames of DICOM images lie: one per file, or many in one; put in order by their positions.
+
+DICOM counts millimetres to the left, back and up; here they run to the right, front and up. A voxel is (column, row, slice),
+slices along the normal of columns and rows, so that a plane across the last axis is the stored picture.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from pydicom import Dataset
+
+from consilium.data.dicom import MOST_FILES
+from consilium.data.dicom_files import CONTOURS, SEGMENTATIONS, reading, series, whose
+from consilium.data.dicom_values import Scale, scale_of, shown
+from consilium.data.grid import Grid
+from consilium.data.opening import MOST_VOLUME
+from consilium.data.volumes import Header
+from consilium.errors import DataError
+
+TOLERANCE = 0.25
+"""Share of the distance between slices by which one may lie off its place."""
+_SAME = 1e-3
+"""Millimetres below which two positions are one, and by which direction cosines may differ."""
+_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a frame lies: the middle of its first pixel (3), steps along columns i and rows j (3), mm in DICOM's own axes."""
+
+    origin: np.ndarray
+    i: np.ndarray
+    j: np.ndarray
+    depth: float
+
+    @property
+    def normal(self) -> np.ndarray:
+        """The direction in which slices are counted, of length 1."""
+        normal = np.cross(self.i, self.j)
+        return normal / np.linalg.norm(normal)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One picture, of rows and columns: the `number`-th, from 0, of its file. `own`: the elements that are about it."""
+
+    file: Path
+    number: int
+    shape: tuple[int, int]
+    place: Place | None
+    scale: Scale
+    own: Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Frames in order, `colours` or grey, and the elements of their files. `kind`: the first one's SOP class."""
+
+    frames: tuple[Frame, ...]
+    files: dict[Path, Dataset]
+    header: Header
+    colours: bool
+    kind: str
+
+
+def header(path: Path) -> Header:
+    """Return the header of an image, a series or a segmentation. Raises DataError."""
+    with reading(path):
+        return stack(path).header
+
+
+def stack(path: Path) -> Stack:
+    """Return the frames of a file or a series, in order. Use within `reading`. Raises DataError."""
+    files = dict(series(path))
+    first = next(iter(files.values()))
+    if "Rows" not in first:
+        what = "holds contours, which need their image's grid" if first.get("SOPClassUID") == CONTOURS else "holds no image"
+        raise DataError(f"{path}: {what}; name an image")
+    _check_size(path, list(files.values()))
+    frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
+    if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
+        raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
+    kind = str(first.get("SOPClassUID") or "")
+    ordered, count, affine = (on_lattice if kind in SEGMENTATIONS else in_order)(path, frames)
+    rows, columns = ordered[0].shape
+    middle = ordered[len(ordered) // 2]
+    grid = Grid((columns, rows, count), affine)
+    study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
+    colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
+    found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
+    return Stack(tuple(ordered), files, found, colours, kind)
+
+
+def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
+    """Yield the frames of one file as it stores them."""
+    count = count_of(elements)
+    shape = int(elements.Rows), int(elements.Columns)
+    for number in range(count):
+        own = flat(elements, number)
+        yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
+
+
+def count_of(elements: Dataset) -> int:
+    """Return how many frames a file has."""
+    return max(1, int(elements.get("NumberOfFrames") or 1))
+
+
+_MACROS = (
+    "PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence", "PixelValueTransformationSequence",
+    "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
+)  # fmt: skip
+"""Groups of elements that a file of several frames has for each, or for all."""
+
+
+def flat(elements: Dataset, number: int) -> Dataset:
+    """Return the elements that say where frame `number` lies and what its values mean, as a file of one frame has them."""
+    groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
+    if not any(groups):
+        return elements if count_of(elements) == 1 else _without_place(elements)
+    found = _without_place(elements)
+    for group in (groups[0][0] if groups[0] else None, groups[1][number] if groups[1] else None):
+        for macro in _MACROS:
+            if group is not None and group.get(macro):
+                found.update(group[macro][0])
+    return found
+
+
+def _without_place(elements: Dataset) -> Dataset:
+    """Return what all frames of a file have in common, without the place of the first."""
+    found = Dataset()
+    found.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
+    return found
+
+
+_COMMON = (
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope",
+    "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence",
+    "PixelPaddingValue", "PixelPaddingRangeLimit",
+)  # fmt: skip
+
+
+def _place(own: Dataset) -> Place | None:
+    """Return where a frame lies; None where the file does not say it."""
+    position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
+    if not (position and turn and pixel):
+        return None
+    origin, turned, spacing = (np.array(values, np.float64) for values in (position, turn, pixel))
+    i, j = turned.reshape(2, 3)
+    depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))
+    if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
+        raise ValueError("a place in space is no three numbers")
+    if min(spacing) <= 0 or abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
+        raise ValueError("directions are not at right angles")
+    return Place(origin, i * spacing[1], j * spacing[0], depth or 1.0)
+
+
+Order = tuple[list[Frame], int, np.ndarray | None]
+"""Frames along their normal, how many slices there are, and the affine (4, 4) to mm: None where frames have no place."""
+
+
+def in_order(path: Path, frames: Sequence[Frame]) -> Order:
+    """Return the frames of an image, a slice each.
+
+    Raises DataError for frames that make no even stack: other sizes or directions, a place taken twice, one missing.
+    """
+    if any(frame.shape != frames[0].shape for frame in frames):
+        raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
+    if (places := _places(path, frames)) is None:
+        return list(frames), len(frames), None
+    heights, order, origins = _sorted(places)
+    step = (origins[-1] - origins[0]) / (len(order) - 1) if len(order) > 1 else places[0].normal * places[0].depth
+    _check_even(path, heights, origins, step)
+    return [frames[n] for n in order], len(order), _affine(places[0], step, origins[0])
+
+
+def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
+    """Return the frames of a segmentation: several at a place, and none at places where nothing is drawn."""
+    if (places := _places(path, frames)) is None:
+        return list(frames), len(frames), None
+    heights, order, origins = _sorted(places)
+    gaps = np.diff(heights)
+    least = min(gaps[gaps > _SAME], default=places[0].depth)
+    count = round(float(heights[-1] - heights[0]) / least)
+    if count + 1 > MOST_FILES:
+        raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
+    step = (origins[-1] - origins[0]) / count if count else places[0].normal * places[0].depth
+    return [frames[n] for n in order], count + 1, _affine(places[0], step, origins[0])
+
+
+def _places(path: Path, frames: Sequence[Frame]) -> list[Place] | None:
+    """Return where frames lie, None where not all of them say it. Raises DataError where they are not parallel."""
+    places = [frame.place for frame in frames if frame.place is not None]
+    if len(places) < len(frames):
+        return None
+    _check_parallel(path, places)
+    return places
+
+
+def _sorted(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return heights along the normal (N,) in order, whose they are (N,), and the first pixels (N, 3) in that order."""
+    heights = np.array([place.origin @ places[0].normal for place in places])
+    order = np.argsort(heights, kind="stable")
+    return heights[order], order, np.array([places[n].origin for n in order])
+
+
+def _affine(place: Place, step: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    affine = np.eye(4)
+    affine[:3] = np.stack([place.i, place.j, step, origin], axis=1)
+    return _TO_RAS @ affine
+
+
+def _check_parallel(path: Path, places: Sequence[Place]) -> None:
+    for place in places:
+        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
+            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
+
+
+def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.ndarray) -> None:
+    """Raise DataError for positions (N, 3) in order that do not lie evenly on a line."""
+    gaps = np.diff(heights)
+    if not len(gaps):
+        return
+    if taken := int((gaps < _SAME).sum()):
+        remedy = "save each echo, phase or time as a series of its own"
+        raise DataError(f"{path}: holds {len(heights)} images at {len(heights) - taken} places; {remedy}")
+    usual = float(np.median(gaps))
+    wide = np.flatnonzero(gaps > (1 + TOLERANCE) * usual)
+    if len(wide):
+        missing, at = int((np.rint(gaps[wide] / usual) - 1).clip(1).sum()), int(wide[0])
+        where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
+        raise DataError(f"{path}: {missing} slices are missing or uneven ({where}); complete the series")
+    even = origins[0] + np.arange(len(origins))[:, None] * step
+    if float(np.linalg.norm(origins - even, axis=1).max()) > TOLERANCE * usual or gaps.min() < (1 - TOLERANCE) * usual:
+        raise DataError(f"{path}: its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series")
+
+
+def _check_size(path: Path, files: Sequence[Dataset]) -> None:
+    """Raise DataError for images that would take more than MOST_VOLUME bytes, before one is decoded."""
+    segments = files[0].get("SOPClassUID") in SEGMENTATIONS  # each frame becomes a part of a mask: see dicom_masks.py
+    most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
+    for elements in files:
+        count, rows, columns = count_of(elements), int(elements.Rows), int(elements.Columns)
+        if rows < 1 or columns < 1:
+            raise DataError(f"{path}: has {rows}x{columns} pixels; replace it or take it off the list")
+        frames += count
+        needed += (1 if segments else count) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
+    if needed > MOST_VOLUME or frames > most:
+        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {MOST_VOLUME:,} are"
+        raise DataError(f"{path}: cannot be read as DICOM ({found}); cut it into smaller ones")

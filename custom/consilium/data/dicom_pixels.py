@@ -1,0 +1,113 @@
+"""The values of DICOM images: decoded frame by frame, each put in its place."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydicom import Dataset
+from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
+from pydicom.pixels.utils import get_expected_length
+from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
+
+from consilium.data.dicom_codes import check_codes
+from consilium.data.dicom_files import SEGMENTATIONS, has_pixels, open_file, reading
+from consilium.data.dicom_frames import Stack, count_of, stack
+from consilium.data.dicom_values import in_unit
+from consilium.data.opening import TAKE_OFF
+from consilium.errors import DataError
+
+_DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
+"""Of several that decode a file, the first of these does."""
+
+
+def voxels(path: Path, padding: bool = False) -> np.ndarray:
+    """Return values (i, j, k) in their unit, or colours (i, j, k, 3) of 8 bits. Raises DataError.
+
+    Pixels that only fill up a picture (PixelPaddingValue) get the least value of the others, unless `padding`.
+    """
+    with reading(path):
+        found = stack(path)
+        if found.kind in SEGMENTATIONS:
+            raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
+        values, filled = _filled(found)
+        if filled.any() and not filled.all() and not padding:
+            values[filled] = values[~filled].min()
+        return values
+
+
+def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
+    """Return values (i, j, k, ...), and where they are padding: a mask of that shape, or of one voxel where none is."""
+    shape = found.header.grid.shape
+    values = np.empty((*shape, 3) if found.colours else shape, _dtype(found))
+    padded = any(frame.scale.padding for frame in found.frames) and not found.colours
+    filled = np.zeros(shape if padded else (1, 1, 1), bool)
+    places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
+    for file in found.files:
+        for number, picture in enumerate(pictures(file)):
+            k = places[file, number]
+            scale = found.frames[k].scale
+            values[:, :, k] = (picture if found.colours else in_unit(picture, scale)).swapaxes(0, 1)
+            if scale.padding and padded:
+                filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
+    return values, filled
+
+
+def _dtype(found: Stack) -> np.dtype:
+    if found.colours:
+        return np.dtype(np.uint8)
+    kinds = {(f.BitsAllocated, f.get("PixelRepresentation"), "PixelData") for f in found.files.values()}
+    bits, signed, _ = kinds.pop()
+    if kinds or not all(frame.scale.plain for frame in found.frames) or bits not in (1, 8, 16, 32):
+        return np.dtype(np.float32)
+    return np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
+
+
+def pictures(file: Path) -> Iterator[np.ndarray]:
+    """Yield the frames of one file as stored: (H, W), or colours (H, W, 3) of 8 bits. Use within `reading`."""
+    elements = open_file(file, pixels=True)
+    syntax = _syntax(elements)
+    _check_pixels(file, elements, syntax)
+    decoder = next((name for name in _DECODERS if name in get_decoder(syntax).available_plugins), "")
+    for picture in iter_pixels(elements, decoding_plugin=decoder):
+        yield _coloured(picture, elements)
+
+
+def _coloured(picture: np.ndarray, elements: Dataset) -> np.ndarray:
+    """Return colours of 8 bits where a picture has any; grey as it is."""
+    bits = int(elements.BitsStored)
+    if elements.get("PhotometricInterpretation") == "PALETTE COLOR":
+        picture = apply_color_lut(picture, elements)
+        bits = 8 * picture.itemsize
+    elif picture.ndim == 2:
+        return picture
+    return (picture[..., :3] >> max(0, bits - 8)).astype(np.uint8)
+
+
+def _syntax(elements: Dataset) -> UID:
+    """Return how the pixels are coded; a file without its first part does not say it, and is not compressed."""
+    meta = elements.file_meta
+    if "TransferSyntaxUID" not in meta:
+        implicit, little = elements.original_encoding
+        if not little:
+            raise ValueError("big endian without a transfer syntax")
+        meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian
+    return UID(meta.TransferSyntaxUID)
+
+
+def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
+    """Raise DataError for pixels that are not there, or that nothing here decodes."""
+    if not has_pixels(elements):
+        raise DataError(f"{file}: has no pixels; {TAKE_OFF}")
+    if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
+        raise DataError(f"{file}: its stored bits are not the lowest ones; {TAKE_OFF}")
+    try:
+        known = get_decoder(syntax).is_available
+    except NotImplementedError:
+        known = False
+    if not known:
+        what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
+        raise DataError(f"{file}: is compressed {what}, which is not read; save it as JPEG 2000, JPEG-LS, RLE or uncompressed")
+    if syntax.is_encapsulated:
+        check_codes(file, elements, count_of(elements))
+    elif "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):
+        raise DataError(f"{file}: its pixels end early; {TAKE_OFF}")

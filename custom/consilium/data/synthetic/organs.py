@@ -1,0 +1,112 @@
+"""A lesion in an organ, in three dimensions: drawn in the patient's own millimetres, then recorded as a site's scanner does.
+
+Values are like Hounsfield units: air -1000, fat and muscle around 40, the organ brighter, its lesion darker again.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from scipy.ndimage import gaussian_filter
+from scipy.spatial.transform import Rotation
+
+from consilium.data.synthetic.drawing import soft
+
+FIELD = 160.0
+"""Millimetres that a slice covers, each way."""
+AXES = {
+    "axial": np.array([[-1, 0, 0], [0, -1, 0], [0, 0, 1]]),
+    "coronal": np.array([[-1, 0, 0], [0, 0, -1], [0, -1, 0]]),
+    "sagittal": np.array([[0, 0, 1], [-1, 0, 0], [0, -1, 0]]),
+}
+"""Directions (right, front, up) in which columns, rows and slices are counted: the columns of a matrix, right-handed."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """One patient: middles and radii in mm; `waves` make outlines uneven."""
+
+    middle: np.ndarray
+    radii: np.ndarray
+    waves: np.ndarray
+    lesion: np.ndarray
+    share: float
+
+    def organ(self, mm: np.ndarray) -> np.ndarray:
+        """Return for points (3, ...) their distance from the organ's middle over its radius there; < 1 is inside."""
+        away = (mm - _points(self.middle, mm)) / _points(self.radii, mm)
+        return _length(away) / (1 + _bumps(away, self.waves))
+
+    def growth(self, mm: np.ndarray, size: float) -> np.ndarray:
+        """Return the same for the lesion, `size` times as large as at first."""
+        away = (mm - _points(self.middle + self.lesion, mm)) / _points(self.radii, mm)
+        return _length(away) / (self.share * size * (1 + _bumps(away, self.waves[::-1])))
+
+
+def draw_anatomy(rng: Generator) -> Anatomy:
+    """Return a patient's organ and lesion."""
+    radii = rng.uniform(26, 40, 3)
+    lesion = radii * rng.uniform(-0.4, 0.4, 3)
+    return Anatomy(rng.uniform(-10, 10, 3), radii, rng.normal(0, 0.05, (3, 3)), lesion, rng.uniform(0.3, 0.45))
+
+
+def _points(vector: np.ndarray, mm: np.ndarray) -> np.ndarray:
+    return vector.reshape(3, *[1] * (mm.ndim - 1))
+
+
+def _length(away: np.ndarray) -> np.ndarray:
+    return np.sqrt((away**2).sum(0))
+
+
+def _bumps(away: np.ndarray, waves: np.ndarray) -> np.ndarray:
+    """Return how far an outline lies out of its ellipsoid in each direction, as a share of the radius."""
+    way = away / np.maximum(_length(away), 1e-6)
+    return sum(waves[n] @ np.cos((n + 2) * way.reshape(3, -1)) for n in range(3)).reshape(away.shape[1:])
+
+
+def scan(rng: Generator, size: int, look: np.ndarray) -> tuple[tuple[int, int, int], np.ndarray]:
+    """Return a study's shape (i, j, k) and affine (4, 4) to mm: thick slices, turned as this site's scanner lies.
+
+    Without a shift every site's slices are axial; `look` tilts them, and beyond a third of it turns them round.
+    """
+    pixel, slices = FIELD / size, max(6, round(size / 4 * (1 - 0.4 * look[6])))
+    step = FIELD * 0.7 / slices
+    axis = "axial" if abs(look[7]) <= 0.35 else "coronal" if look[7] > 0 else "sagittal"
+    tilt = Rotation.from_euler("xyz", 25 * look[3:6] + rng.normal(0, 2, 3) * (look != 0).any(), degrees=True).as_matrix()
+    sides = tilt @ AXES[axis] @ np.diag([pixel, pixel, step])
+    shape = (size, size, slices)
+    middle = rng.uniform(-8, 8, 3)
+    affine = np.eye(4)
+    affine[:3, :3], affine[:3, 3] = sides, middle - sides @ ((np.array(shape) - 1) / 2)
+    return shape, affine
+
+
+def draw_study(
+    rng: Generator, who: Anatomy, shape: tuple[int, int, int], affine: np.ndarray, look: np.ndarray, hand: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return values (i, j, k) int16 as the scanner records them and labels uint8 as the rater draws: 1 organ, 2 lesion."""
+    mm = np.einsum("ab,bijk->aijk", affine[:3, :3], np.indices(shape, np.float64)) + affine[:3, 3].reshape(3, 1, 1, 1)
+    size = float(rng.uniform(0.85, 1.15))
+    body = soft(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
+    organ, lesion = soft(who.organ(mm), 0.05), soft(who.growth(mm, size), 0.1)
+    units = -1000 + body * (1040 + organ * (90 - lesion * 70))
+    return _recorded(rng, units, body, look), _drawn(who, mm, size, hand)
+
+
+def _recorded(rng: Generator, units: np.ndarray, body: np.ndarray, look: np.ndarray) -> np.ndarray:
+    """Return what this site's scanner makes of true values: contrast, offset, shading, blur and noise of its own."""
+    tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
+    along = np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1)
+    seen = np.where(body > 0.5, tissue + 80 * look[2] * along, units)
+    blurred = gaussian_filter(seen, (*[0.4 + 0.8 * max(look[6], 0)] * 2, 0))
+    noise = gaussian_filter(rng.normal(size=units.shape), (0.6, 0.6, 0))
+    return np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)
+
+
+def _drawn(who: Anatomy, mm: np.ndarray, size: float, hand: np.ndarray) -> np.ndarray:
+    """Return labels as this rater draws them: wide or tight outlines, in coarse steps where the hand is hurried."""
+    if (step := 10 * max(0.0, hand[2] - 0.2)) > 0:
+        mm = (np.floor(mm / step) + 0.5) * step
+    organ = who.organ(mm) < 1 + 0.2 * hand[0]
+    lesion = organ & (who.growth(mm, size) < 1 + 0.4 * hand[1])
+    return (organ.astype(np.uint8) + lesion).astype(np.uint8)

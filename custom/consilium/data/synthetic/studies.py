@@ -1,0 +1,108 @@
+"""Generated hospitals: studies of a lesion in an organ, as NIfTI, as DICOM, or as a PNG of every slice.
+
+Patients have one study or two. NIfTI and PNG do not say whose they are, so their lists do; DICOM's lists leave it to the files.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import nibabel
+import numpy as np
+from PIL import Image
+
+from consilium.data.intensity import windowed
+from consilium.data.settings import PictureSettings, WindowConfig
+from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
+from consilium.data.synthetic.sentences import made
+from consilium.errors import DataError
+from consilium.seeding import seed_for
+
+Files = Literal["nifti", "dicom", "png"]
+LABELS = ("background", "organ", "lesion")
+WINDOW = WindowConfig(center=60, width=400)
+"""What the scanner's files, and the PNGs, show."""
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """Values (i, j, k) int16, labels uint8, affine (4, 4). `patient` and `study` are made up; `name` is the files'."""
+
+    values: np.ndarray
+    labels: np.ndarray
+    affine: np.ndarray
+    patient: str
+    study: str
+    name: str
+    seed: int
+
+
+Entries = list[dict[str, Any]]
+Write = Callable[[Path, Study], Entries]
+
+
+def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], look: np.ndarray, hand: np.ndarray) -> Path:
+    """Write images/, masks/ and datalist.json of one site into `folder`; return the data list's path.
+
+    `spec` names site, seed, size and `files`. Does nothing if the folder holds exactly this already. Raises DataError where
+    DICOM cannot be written.
+    """
+    path = folder / "datalist.json"
+    if made(path).get("phantoms") == spec | counts:
+        return path
+    write = _writer(spec["files"])
+    for part in ("images", "masks"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    entries = {
+        split: [entry for n in range(count) for entry in write(folder, draw(spec, split, n, look, hand))]
+        for split, count in counts.items()
+    }
+    labels = {str(i): name for i, name in enumerate(LABELS)}
+    path.write_text(json.dumps({"name": spec["site"], "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
+    return path
+
+
+def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: np.ndarray) -> Study:
+    """Return study `number` of a split: of three in a row, the first two are one patient's."""
+    patient = 2 * (number // 3) + number % 3 // 2
+    who, seed = (
+        seed_for(spec["seed"], "organ", spec["site"], split, what, n) for what, n in (("patient", patient), ("study", number))
+    )
+    rng = np.random.default_rng(seed)
+    shape, affine = scan(rng, spec["size"], look)
+    values, labels = draw_study(rng, draw_anatomy(np.random.default_rng(who)), shape, affine, look, hand)
+    name = f"{split}-{number:03d}"
+    return Study(values, labels, affine, f"{spec['site']}-{split}-patient-{patient:03d}", f"{spec['site']}-{name}", name, seed)
+
+
+def _writer(files: str) -> Write:
+    if files != "dicom":
+        return {"nifti": write_nifti, "png": write_pictures}[files]
+    try:
+        from consilium.data.synthetic.dicom import write_dicom
+    except ModuleNotFoundError:
+        raise DataError("--files dicom: install consilium[dicom] to write DICOM") from None
+    return write_dicom
+
+
+def write_nifti(folder: Path, study: Study) -> Entries:
+    """Write a volume and its mask; the list says whose they are."""
+    image, label = f"images/{study.name}.nii.gz", f"masks/{study.name}.nii.gz"
+    for name, array in ((image, study.values), (label, study.labels)):
+        nibabel.save(nibabel.Nifti1Image(array, study.affine), folder / name)
+    return [{"image": image, "label": label, "patient": study.patient, "study": study.study}]
+
+
+def write_pictures(folder: Path, study: Study) -> Entries:
+    """Write every slice as a picture of 8 bits and its mask."""
+    grey = windowed(study.values, PictureSettings(window=WINDOW), None, lambda: (0.0, 1.0))
+    entries = []
+    for k in range(grey.shape[2]):
+        name = f"{study.name}-{k:03d}.png"
+        for part, array in (("images", grey), ("masks", study.labels)):
+            Image.fromarray(np.ascontiguousarray(array[:, :, k].T)).save(folder / part / name)
+        whose = {"patient": study.patient, "study": study.study}
+        entries.append({"image": f"images/{name}", "label": f"masks/{name}", **whose})
+    return entries
