@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from consilium.report.view import LiveView, mean_of, result_table
+from consilium.report.means import mean_of
+from consilium.report.view import LiveView, result_table
 from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import Scores

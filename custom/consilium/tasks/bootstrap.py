@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from consilium.data.datalist import Item
+
 RESAMPLES = 1000
 SEED = 0
 """The same everywhere: a site's interval depends on its own scores and on nothing else."""
@@ -18,6 +20,11 @@ Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 def interval_names(names: Iterable[str]) -> set[str]:
     """Return the metrics that say how sure the scores `names` are."""
     return {COUNT, *(f"{name}{end}" for name in names for end in (LOW, HIGH))}
+
+
+def group_of(item: Item) -> str:
+    """Return what a bootstrap draws: the patient, else the volume, which a picture is of its own."""
+    return item.patient or str(item.image)
 
 
 def numbered(groups: Sequence[str]) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from consilium.data import pictures, volumes
 from consilium.data.datalist import Item
-from consilium.tasks.bootstrap import COUNT, grouped, intervals, numbered
+from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
@@ -91,11 +91,6 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
 def volume_of(item: Item) -> object:
     """Return what is equal for planes of one volume, cut in one direction; a picture is its own volume."""
     return item.image, item.axis, None if volumes.is_volume(item.image) else item.label
-
-
-def group_of(item: Item) -> str:
-    """Return what a bootstrap draws: the patient, else the volume, which a picture is of its own."""
-    return item.patient or str(item.image)
 
 
 def shape_of(item: Item) -> tuple[int, int]:
