@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import fsum
 
 from consilium.messages import MetricKey
 from consilium.tasks.bootstrap import COUNT, HIGH, LOW
@@ -38,7 +39,7 @@ def mean_cell(results: Results, column: str, weighted: bool) -> str:
 def mean_of(results: Results, metric: str) -> float | None:
     """Return the unweighted mean over the sites that report a metric."""
     found = [metrics[metric] for metrics in results.values() if metric in metrics]
-    return sum(found) / len(found) if found else None
+    return fsum(found) / len(found) if found else None  # fsum: the order of sites must not show
 
 
 def weighted_mean_of(results: Results, metric: str) -> float | None:
@@ -46,7 +47,7 @@ def weighted_mean_of(results: Results, metric: str) -> float | None:
     key = MetricKey.parse(metric)
     count = str(replace(key, metric=COUNT)) if key else ""
     found = [(one[metric], one[count]) for one in results.values() if metric in one and one.get(count, 0) > 0]
-    return sum(value * n for value, n in found) / sum(n for _, n in found) if found else None
+    return fsum(value * n for value, n in found) / fsum(n for _, n in found) if found else None
 
 
 def number(value: float | None) -> str:
