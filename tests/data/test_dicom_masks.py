@@ -230,7 +230,9 @@ def filled(points: np.ndarray) -> np.ndarray:
 
 
 def test_contours_are_filled_on_their_slices(wide: Path) -> None:
-    dicoms.save(dicoms.outlines({"GTV": [placed(circle(6), 0), placed(circle(3), 2)], "skin": [placed(circle(9), 1)]}), wide / "rt")
+    dicoms.save(
+        dicoms.outlines({"GTV": [placed(circle(6), 0), placed(circle(3), 2)], "skin": [placed(circle(9), 1)]}), wide / "rt"
+    )
     found = labels(wide / "rt").regions
     assert list(found) == ["GTV", "skin"]
     assert np.array_equal(found["GTV"], np.stack([filled(circle(6)), np.zeros((20, 22)), filled(circle(3))], 2))

@@ -2,12 +2,15 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from consilium.report.view import LiveView, mean_of, result_table
+from consilium.messages import Stage
+from consilium.report.means import mean_of, weighted_mean_of
+from consilium.report.view import LiveView, result_table
 from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
-from consilium.tasks.registry import Scores
+from consilium.tasks.registry import TASKS, Scores
 from consilium.tasks.segmentation import SCORES as DICE
 
 
@@ -104,3 +107,54 @@ def test_what_privacy_will_do_is_said_first() -> None:
         view({"event": "privacy", "claim": "epsilon 3 at delta 1e-05", "warnings": ["noise drowns it"]})
     assert "privacy: epsilon 3 at delta 1e-05" in console.file.getvalue()
     assert "privacy: noise drowns it" in console.file.getvalue()
+
+
+SIZES = {"prostate": (261, 384, 158, 468, 421, 175), "polyp": (1000, 196, 379, 612)}
+"""Samples of FedSCA's sites, section 4.1."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dice", "plain", "weighted"),
+    [
+        ("prostate", (90.6, 91.7, 91.2, 93.0, 91.7, 89.1), 91.22, 91.59),  # Table 1, "Ours"; printed: 91.6
+        ("polyp", (89.5, 82.7, 76.1, 91.9), 85.05, 87.24),  # Table 2, "Ours"; printed: 87.2
+    ],
+)
+def test_plain_and_weighted_means_of_a_paper_s_sites(name: str, dice: tuple[float, ...], plain: float, weighted: float) -> None:
+    keys = ("test/global/dice", "test/global/n", "test/global/dice_low", "test/global/dice_high")
+    sites = {
+        f"s{i}": dict(zip(keys, (d / 100, float(n), d / 100 - 0.01, d / 100 + 0.01), strict=True))
+        for i, (d, n) in enumerate(zip(dice, SIZES[name], strict=True))
+    }
+    assert mean_of(sites, "test/global/dice") == pytest.approx(plain / 100, abs=5e-5)
+    assert weighted_mean_of(sites, "test/global/dice") == pytest.approx(weighted / 100, abs=5e-5)
+    text = shown(result_table(sites, "job", DICE))
+    assert shown(result_table(dict(reversed(sites.items())), "job", DICE)) == text
+    assert f"{plain / 100:.2f}" in next(line for line in text.splitlines() if line.startswith(" mean  "))
+    by_n = next(line for line in text.splitlines() if "mean by n " in line)
+    assert f"{weighted / 100:.3f}" in by_n
+    assert str(sum(SIZES[name])) in by_n
+    assert f"{dice[0] / 100 - 0.01:.3f}–{dice[0] / 100 + 0.01:.3f}" in text
+
+
+def test_a_site_that_scored_nothing_weighs_nothing_and_the_title_says_what_was_scored() -> None:
+    sites = {"a": {"test/global/dice": 0.5, "test/global/n": 3.0}, "b": {"test/global/n": 0.0}, "c": {"test/global/dice": 1.0}}
+    assert weighted_mean_of(sites, "test/global/dice") == 0.5
+    assert weighted_mean_of({"c": sites["c"]}, "test/global/dice") is None
+    kind = TASKS["segmentation"]
+    wanted = {"per": "patient", "grid": "original", "empty_references": "count"}
+    config = kind.config.model_validate({"classes": ["disc"], "scores": wanted})
+    assert "test split, per patient, original grid; empty references count" in shown(
+        result_table(sites, "job", kind.scores(config))
+    )
+
+
+def test_a_narrow_terminal_says_which_columns_it_lacks() -> None:
+    names = {"dice": 0.5, "dice_low": 0.4, "dice_high": 0.6, "n": 9.0, "iou": 0.5, "hd95_mm": 3.0, "assd_mm": 2.0}
+    sites = {"hospital-1": {f"test/{stage}/{name}": value for stage in Stage for name, value in names.items()}}
+    narrow, wide = shown(result_table(sites, "job", DICE, 80)), shown(result_table(sites, "job", DICE, 120))
+    assert "results.json" in narrow
+    assert "0.400–0.600" not in narrow
+    assert "0.400–0.600" in wide
+    assert "ASSD mm" in wide
+    assert "results.json" not in wide

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, score, spread
+from consilium.tasks.classification.task import ClassificationTask, score, spread, summary
 from consilium.training.loop import batches
 
 CLASSES = ["round", "long", "spiky"]
@@ -134,3 +134,53 @@ def test_examples_are_of_as_many_classes_as_can_be(tmp_path: Path) -> None:
     assert found.predictions.max(1).values.tolist() == pytest.approx([math.exp(5) / (math.exp(5) + 2)] * 5)
     assert found.classes == tuple(CLASSES)
     assert task.examples(model, "validation") is None
+
+
+def by_patient(folder: Path, patients: list[str], labels: list[str], **scores: str) -> ClassificationTask:
+    """Return a task on pictures that are ever brighter: 0, 40, 80 ..."""
+    entries = []
+    for index, (patient, label) in enumerate(zip(patients, labels, strict=True)):
+        Image.fromarray(np.full((8, 8), 40 * index, np.uint8)).save(folder / f"{index}.png")
+        entries.append({"image": f"{index}.png", "label": label, "patient": patient})
+    (folder / "p.json").write_text(json.dumps({"training": [], "test": entries}))
+    return ClassificationTask(read_datalist(folder / "p.json", True), ["dark", "light"], 8, False, by_patient=True)
+
+
+class Table(nn.Module):
+    """Answers a picture of brightness 40 i with the i-th row."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.tensor(rows))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.rows[(images[:, 0, 0, 0] / 40).round().long()]
+
+
+def test_a_patient_s_class_is_that_of_its_mean_probability(tmp_path: Path) -> None:
+    """Patient a: light by .6, .6 and .05, on average .42: dark, where two images of three say light. Patient b: light, sure."""
+    shares = [0.6, 0.9, 0.6, 0.05]
+    task = by_patient(tmp_path, ["a", "b", "a", "a"], ["dark", "light", "dark", "dark"])
+    found = task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in shares]), "test", 3, distances=True)
+    assert (found["accuracy"], found["f1"], found["n"]) == (1, 1, 2)
+    assert found["confusion/dark/dark"] == 1
+    mean = (0.6 + 0.6 + 0.05) / 3
+    assert found["loss"] == pytest.approx(-(np.log(1 - mean) + np.log(0.9)) / 2, rel=1e-5)
+    assert (found["accuracy_low"], found["accuracy_high"]) == (1, 1)
+
+
+def test_probabilities_of_nothing_leave_a_finite_loss(tmp_path: Path) -> None:
+    task = by_patient(tmp_path, ["a", "a"], ["dark", "dark"])
+    assert np.isfinite(task.evaluate(Table([[-900.0, 900.0]] * 2), "test", 2)["loss"])
+
+
+def test_a_patient_of_two_classes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"2\.png: another image of its patient is of another class; set task\.scores\.per"):
+        by_patient(tmp_path, ["a", "b", "a"], ["dark", "light", "light"])
+
+
+def test_intervals_of_accuracy_and_f1_draw_patients(tmp_path: Path) -> None:
+    """Patient a is all right, patient b all wrong: resamples are 1, 1/2, 0. F1 is then 1, of one class 2/3 and 0, or 0."""
+    logits = torch.tensor([[2.0, 0], [2, 0], [2, 0], [2, 0]])
+    found = summary(logits, torch.tensor([0, 0, 1, 1]), np.array([0, 0, 1, 1]))
+    assert found == {"n": 4, "accuracy_low": 0, "accuracy_high": 1, "f1_low": 0, "f1_high": 1}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
-from consilium.tasks.segmentation.task import SegmentationTask, boxes, score
+from consilium.tasks.segmentation.measures import counts, overlaps
+from consilium.tasks.segmentation.task import SegmentationTask, boxes
 from consilium.training.loop import batches
 
 
@@ -66,9 +67,9 @@ def test_loss_is_dice_plus_cross_entropy(tmp_path: Path) -> None:
 def test_an_absent_reference_counts_for_nothing() -> None:
     label, guess = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 4)
     label[0, 0, :2] = guess[0, 0, :2] = 1
-    found = score(guess, label, distances=False)["dice"]
-    assert found[0, 0] == 1
-    assert found[1, 0].isnan()
+    for empty, expected in ((False, float("nan")), (True, 1.0)):
+        found = [overlaps(counts(guess[i].bool(), label[i].bool()), empty)["dice"].item() for i in (0, 1)]
+        assert found == pytest.approx([1.0, expected], nan_ok=True)
 
 
 def test_evaluation_of_an_empty_split_and_the_models_mode(tmp_path: Path) -> None:

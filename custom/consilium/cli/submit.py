@@ -210,7 +210,8 @@ def _sites(
     progress: dict[str, Any], score: str, headings: "dict[Stage, str]", joint: str, sizes: bool, names: Mapping[str, str]
 ) -> Table:
     from consilium.messages import TRAIN_LOSS
-    from consilium.report.view import number, score_of
+    from consilium.report.means import number
+    from consilium.report.view import score_of
 
     table = Table(box=SIMPLE, pad_edge=False)
     told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]

@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -104,9 +104,14 @@ def own_names(path: Path) -> dict[str, str]:
 
 
 def pool(lists: Iterable[DataList]) -> DataList:
-    """Return all samples of several sites as one list, for a centralized reference run."""
+    """Return all samples of several sites as one list, for a centralized reference run. Patients of two sites are two."""
     lists = list(lists)
-    return DataList(lists[0].path, {split: tuple(i for one in lists for i in one.splits[split]) for split in SPLITS})
+    own = list(enumerate(lists))
+    return DataList(lists[0].path, {s: tuple(_of_site(item, n) for n, one in own for item in one.splits[s]) for s in SPLITS})
+
+
+def _of_site(item: Any, site: int) -> Any:
+    return replace(item, patient=f"{site}:{item.patient}") if getattr(item, "patient", "") else item
 
 
 def _items(path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Iterable[Item]:

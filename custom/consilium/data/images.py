@@ -22,9 +22,13 @@ from consilium.errors import DataError
 Sample = dict[str, Tensor]
 Classes = Mapping[str, Sequence[Value]]
 """Label values by class. Classes may share values: a cup lies in its disc."""
+Colour = tuple[int, int, int]
+BLACK: Colour = (0, 0, 0)
 
 
-def read_sample(item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS) -> Sample:
+def read_sample(
+    item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
+) -> Sample:
     """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both float32.
 
     Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
@@ -34,12 +38,18 @@ def read_sample(item: Item, classes: Classes, size: int, settings: PictureSettin
     check_values(item, labels, classes)
     small = labels.map(lambda values: shrink_labels(values, size, settings))
     masks = np.stack([small.where(wanted) for wanted in classes.values()])
-    return {"image": _tensor(shrink(image, size, settings)), "label": torch.from_numpy(masks).float()}
+    return {"image": _tensor(shrink(image, size, settings, padding)), "label": torch.from_numpy(masks).float()}
 
 
-def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS) -> Tensor:
+def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
+    """Return a label (C, H, W) bool on the picture's own grid. Raises DataError; what read_sample checks is taken as right."""
+    labels = read_labels(item, settings)
+    return np.stack([labels.where(wanted) for wanted in classes_of(item, classes).values()])
+
+
+def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
     """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
-    return _tensor(shrink(read_image(item, settings), size, settings))
+    return _tensor(shrink(read_image(item, settings), size, settings, padding))
 
 
 def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.ndarray:
@@ -108,11 +118,11 @@ def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS)
     return tuple(max(1, int(n * size / longest + 0.5)) for n in shape[:2])  # type: ignore[return-value]
 
 
-def shrink(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
-    """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with black."""
+def shrink(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
+    """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with a colour."""
     rows, columns = inner(image.shape, size, settings)
     found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
-    return _padded(found, size)
+    return _padded(found, size, padding)
 
 
 def shrink_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
@@ -122,9 +132,13 @@ def shrink_labels(values: np.ndarray, size: int, settings: PictureSettings = DEF
     return _padded(values[rows[:, None], columns], size)
 
 
-def _padded(array: np.ndarray, size: int) -> np.ndarray:
-    missing = [(0, size - n) for n in array.shape[:2]] + [(0, 0)] * (array.ndim - 2)
-    return np.pad(array, missing) if any(after for _, after in missing) else array
+def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
+    rows, columns = array.shape[:2]
+    if (rows, columns) == (size, size):
+        return array
+    found = np.empty((size, size, *array.shape[2:]), array.dtype)
+    found[:], found[:rows, :columns] = fill, array
+    return found
 
 
 def _tensor(image: np.ndarray) -> Tensor:

@@ -25,6 +25,11 @@ class ModelConfig(Section):
         """Pixels a side of the pictures it takes; 0 for a model that takes none."""
         return 0
 
+    @property
+    def padding(self) -> tuple[int, int, int]:
+        """The 8-bit colour that fills what a picture leaves of its square: the model's pixel mean, which it takes for 0."""
+        return 0, 0, 0
+
     def keep_apart(self) -> None:
         """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
 

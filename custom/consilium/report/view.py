@@ -15,12 +15,12 @@ from rich.text import Text
 
 from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.clean import line, shown
+from consilium.report.means import BY_N, INTERVAL, LEFT_OUT, MEAN, NOTE, Results, cell, mean_cell, number, optional
 from consilium.report.progress import when
 from consilium.report.tables import fit
+from consilium.tasks.bootstrap import COUNT, LOW
 from consilium.tasks.registry import Scores
 
-Results = Mapping[str, Mapping[str, float]]
-"""Metrics of the closing evaluation by site."""
 Headings = Callable[[str], dict[str, str]]
 """Return headings by metric, their words joined as told."""
 LINE = 2000
@@ -166,30 +166,45 @@ def result_table(
     split = "test" if any(key.split == "test" for key in keys) else "validation"
     columns = partial(_columns, split, scores, {key.metric for key in keys})
     table = partial(_wide, results, f"{shown(title)}: {split} split{scores.remark}", columns)
-    layouts = [partial(table, " "), partial(table, "\n"), partial(_tall, *table.args)]
-    found = fit(layouts, map(shown, [*results, "mean"]), width)
-    if without := sorted(site for site in results if not any(name.startswith(f"{split}/") for name in results[site])):
-        found.caption = Text(f"no {split} split, so not scored here: {', '.join(map(shown, without))}")
+    layouts = [partial(table, " "), partial(table, "\n"), partial(table, "\n", lean=True), partial(_tall, *table.args)]
+    found = fit(layouts, map(shown, [*results, *_means(columns(" "))]), width)
+    without = sorted(site for site in results if not any(name.startswith(f"{split}/") for name in results[site]))
+    notes = [f"no {split} split, so not scored here: {', '.join(map(shown, without))}"] if without else []
+    notes += [str(found.caption)] if found.caption else []
+    notes += [NOTE] if BY_N in _means(columns(" ")) else []
+    found.caption = Text("\n".join(notes)) if notes else None
     return found
 
 
 def _columns(split: str, scores: Scores, reported: set[str], joint: str) -> dict[str, str]:
-    """Return headings by metric, of what was reported."""
+    """Return headings by column, of what was reported."""
     leading = scores.lead(reported)
     keys = [MetricKey(split, stage, leading) for stage in Stage]
-    keys += [MetricKey(split, Stage.GLOBAL, one) for one in scores.beside if one in reported - {leading}]
-    return {str(key): f"{scores.heading(key.metric)}{joint}{key.stage}" for key in keys}
+    found = {str(MetricKey(split, Stage.GLOBAL, COUNT)): COUNT} if COUNT in reported else {}
+    for key in keys + [MetricKey(split, Stage.GLOBAL, one) for one in scores.beside if one in reported - {leading}]:
+        found[str(key)] = f"{scores.heading(key.metric)}{joint}{key.stage}"
+        if key == MetricKey(split, Stage.GLOBAL, leading) and f"{leading}{LOW}" in reported:
+            found[f"{key}{INTERVAL}"] = "95 %"
+    return found
 
 
-def _wide(results: Results, title: str, headings: Headings, joint: str, names: Mapping[str, str]) -> Table:
-    """Return a row per site."""
+def _means(columns: Mapping[str, str]) -> list[str]:
+    """Return which means over sites there are."""
+    return [MEAN, BY_N] if COUNT in columns.values() else [MEAN]
+
+
+def _wide(results: Results, title: str, headings: Headings, joint: str, names: Mapping[str, str], lean: bool = False) -> Table:
+    """Return a row per site; a `lean` one leaves some columns out, and says so."""
     table, columns = _table(title), headings(joint)
+    if lean and (wanted := {c: heading for c, heading in columns.items() if not optional(c)}) != columns:
+        table.caption, columns = LEFT_OUT, wanted
     for heading in ("site", *columns.values()):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for site in sorted(results):
-        table.add_row(Text(names[shown(site)]), *(number(results[site].get(c)) for c in columns))
+        table.add_row(Text(names[shown(site)]), *(cell(results[site], c) for c in columns))
     table.add_section()
-    table.add_row("mean", *(number(mean_of(results, c)) for c in columns), style="bold")
+    for which in _means(columns):
+        table.add_row(which, *(mean_cell(results, c, which == BY_N) for c in columns), style="bold")
     return table
 
 
@@ -198,12 +213,14 @@ def _tall(results: Results, title: str, headings: Headings, names: Mapping[str, 
     table, columns = _table(title), headings(" ")
     for heading in ("site", "score", ""):
         table.add_column(heading, justify="left" if heading else "right", no_wrap=True)
-    for site in [*sorted(results), None]:
-        first = "mean" if site is None else names[shown(site)]
-        for metric, heading in columns.items():
-            value = mean_of(results, metric) if site is None else results[site].get(metric)
-            table.add_row(Text(first), heading, number(value), style="bold" if site is None else None)
-            first = ""
+    for site in sorted(results):
+        for place, (column, heading) in enumerate(columns.items()):
+            table.add_row(Text("" if place else names[shown(site)]), heading, cell(results[site], column))
+        table.add_section()
+    for which in _means(columns):
+        told = {heading: mean_cell(results, column, which == BY_N) for column, heading in columns.items()}
+        for place, (heading, value) in enumerate(one for one in told.items() if one[1]):
+            table.add_row("" if place else which, heading, value, style="bold")
         table.add_section()
     return table
 
@@ -222,12 +239,6 @@ def _table(title: str) -> Table:
     return Table(title=Text(title, "italic"), title_justify="left", box=SIMPLE, pad_edge=False)
 
 
-def mean_of(results: Mapping[str, Mapping[str, float]], metric: str) -> float | None:
-    """Return the unweighted mean over the sites that report a metric."""
-    found = [metrics[metric] for metrics in results.values() if metric in metrics]
-    return sum(found) / len(found) if found else None
-
-
 def reported(metrics: Iterable[str]) -> set[str]:
     """Return what scores metric names such as "test/global/dice" tell of; the training's own loss does not count."""
     return {key.metric for name in metrics if (key := MetricKey.parse(name))}
@@ -236,8 +247,3 @@ def reported(metrics: Iterable[str]) -> set[str]:
 def score_of(metrics: Mapping[str, float], stage: Stage, score: str) -> float | None:
     """Return a score of whichever split there is: validation in training, test or validation in the end."""
     return next((v for split in SPLITS if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)
-
-
-def number(value: float | None) -> str:
-    """Return a score as tables show it."""
-    return "-" if value is None else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -1,5 +1,6 @@
 """Classification: one class per image, judged by accuracy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -8,12 +9,21 @@ from pydantic import Field, field_validator
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
-from consilium.schema import MOST_CLASSES, ClassName, each_once
+from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
+from consilium.tasks.bootstrap import interval_names
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
     from consilium.data.check import Findings
     from consilium.tasks.classification.task import ClassificationTask
+
+
+class ClassificationScoresConfig(Section):
+    """What a score is taken of."""
+
+    per: Annotated[
+        Literal["image", "patient"], Field(description="each image, or the mean probability over a patient's images")
+    ] = "image"
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
@@ -22,6 +32,7 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     name: Literal["classification"]
     classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]
     augment: bool = True
+    scores: ClassificationScoresConfig = ClassificationScoresConfig()
 
     @property
     def outputs(self) -> int:
@@ -34,11 +45,14 @@ class ClassificationConfig(PictureSettings, TaskConfig):
         return each_once(value)
 
 
+NAMES = ("accuracy", "f1")
+
+
 def metric_names(config: ClassificationConfig) -> frozenset[str]:
     """Return every metric a classification task can report."""
     classes = config.classes
     pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
-    return frozenset({"loss", "accuracy", "f1", *(f"recall/{c}" for c in classes), *pairs})
+    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
 
 
 def _read(path: Path) -> DataList:
@@ -54,7 +68,9 @@ def _prepare(config: Any, data: DataList) -> DataList:
 def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "ClassificationTask":
     from consilium.tasks.classification.task import ClassificationTask
 
-    return ClassificationTask(data, config.classes, model.image_side, config.augment, config)
+    return ClassificationTask(
+        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding
+    )
 
 
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
@@ -63,5 +79,10 @@ def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: in
     return check_datalist(path, config.classes if config else None)
 
 
+def scores(config: ClassificationConfig) -> Scores:
+    """Return how the scores are shown."""
+    return replace(SCORES, remark=f", per {config.scores.per}")
+
+
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
-CLASSIFICATION = TaskKind(ClassificationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare)
+CLASSIFICATION = TaskKind(ClassificationConfig, scores, metric_names, _read, _build, _check, prepare=_prepare)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from consilium.data.augment import augment, augmentation
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import read_picture
+from consilium.data.images import BLACK, Colour, read_picture
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 from consilium.tasks.base import Batch, Classified, evaluating
+from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
 
 EXAMPLES = 6
 """How many pictures of a split are shown."""
@@ -23,7 +25,8 @@ EXAMPLES = 6
 class ClassificationTask:
     """One site's images, each of one class. All are opened once at the start, so that bad data stops before any training.
 
-    Metrics: see `score`. A class without samples in the evaluated split has no recall and is left out of macro F1.
+    Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
+    A class without samples in the evaluated split has no recall and is left out of macro F1.
     """
 
     def __init__(
@@ -33,12 +36,19 @@ class ClassificationTask:
         image_size: int,
         augment: bool = True,
         settings: PictureSettings = DEFAULTS,
+        by_patient: bool = False,
+        padding: Colour = BLACK,
     ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
         self._transforms = augmentation(moved=["image"])
-        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size, settings)})
+        self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
+        self._by_patient = by_patient
+        if by_patient:
+            for split in SPLITS[1:]:
+                check_patients(data.splits[split], self._labels[split], self._whose[split])
+        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size, settings, padding)})
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -58,7 +68,7 @@ class ClassificationTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds the confusion table.
+        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds confusions and intervals.
 
         The model's mode is restored.
         """
@@ -69,7 +79,10 @@ class ClassificationTask:
             for start in range(0, count, batch_size):
                 images = [self._sample(split, i)["image"] for i in range(start, min(start + batch_size, count))]
                 logits.append(model(torch.stack(images).to(device, non_blocking=True)).float().cpu())
-        return score(torch.cat(logits), torch.tensor(self._labels[split]), self.classes, distances)
+        found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split]), self._whose[split]
+        if self._by_patient:
+            found, labels, whose = of_patients(found, labels, whose)
+        return score(found, labels, self.classes, distances) | (summary(found, labels, whose) if distances else {})
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str) -> Classified | None:
@@ -112,6 +125,38 @@ def class_index(item: Item, classes: Sequence[str]) -> int:
     if not 0 <= item.label < len(classes):
         raise DataError(f"{item.image}: label {item.label} is outside 0..{len(classes) - 1}; {known}")
     return item.label
+
+
+def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarray) -> None:
+    """Raise DataError for a patient whose images differ in class: a score per patient needs one."""
+    first: dict[int, int] = {}
+    for item, label, patient in zip(items, labels, whose.tolist(), strict=True):
+        if first.setdefault(patient, label) != label:
+            raise DataError(f"{item.image}: another image of its patient is of another class; set task.scores.per: image")
+
+
+def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Return logits (P, C) of the mean probability over each patient's images, the patients' labels, and their numbers."""
+    count = grouped(np.ones(len(whose)), whose)
+    mean = torch.from_numpy(grouped(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
+    first = np.unique(whose, return_index=True)[1]
+    return mean.clamp_min(torch.finfo(torch.float32).tiny).log(), labels[torch.from_numpy(first)], np.arange(len(count))
+
+
+def summary(logits: Tensor, labels: Tensor, whose: np.ndarray) -> dict[str, float]:
+    """Return how many were scored, and 95 % intervals of accuracy and macro F1 by a bootstrap over patients."""
+    groups, true, guess = int(whose.max()) + 1, labels.numpy(), logits.argmax(1).numpy()
+    hits, of_true, of_guess = (np.zeros((groups, logits.shape[1])) for _ in range(3))
+    np.add.at(of_true, (whose, true), 1)
+    np.add.at(of_guess, (whose, guess), 1)
+    np.add.at(hits, (whose[true == guess], true[true == guess]), 1)
+
+    def means(weights: np.ndarray) -> dict[str, np.ndarray]:
+        hit, there, said = weights @ hits, weights @ of_true, weights @ of_guess
+        f1 = np.divide(2 * hit, there + said, out=np.zeros_like(hit), where=there > 0).sum(1) / (there > 0).sum(1)
+        return {"accuracy": hit.sum(1) / there.sum(1), "f1": f1}
+
+    return {COUNT: float(len(labels))} | intervals(groups, means)
 
 
 def score(logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: bool = False) -> dict[str, float]:

@@ -10,6 +10,8 @@ from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+from consilium.tasks.segmentation import scores
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 if TYPE_CHECKING:
     from consilium.data.check import Findings
@@ -25,6 +27,7 @@ class SegmentationConfig(PictureSettings, TaskConfig):
     classes: Annotated[dict[ClassName, LabelValues], Field(min_length=1, max_length=MOST_CLASSES)]
     prompt: Literal["none", "box"] = "none"
     augment: bool = True
+    scores: SegmentationScoresConfig = SegmentationScoresConfig()
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -34,12 +37,9 @@ class SegmentationConfig(PictureSettings, TaskConfig):
         return {name: [i] for i, name in enumerate(each_once(value), start=1)}
 
 
-NAMES = ("dice", "iou", "hd95")
-
-
 def metric_names(config: SegmentationConfig) -> frozenset[str]:
     """Return every metric a segmentation task can report."""
-    return frozenset({"loss", *NAMES, *(f"{name}/{c}" for name in NAMES for c in config.classes)})
+    return scores.metric_names(config.classes)
 
 
 def _read(path: Path) -> DataList:
@@ -55,7 +55,9 @@ def _prepare(config: Any, data: DataList) -> DataList:
 def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "SegmentationTask":
     from consilium.tasks.segmentation.task import SegmentationTask
 
-    return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment, config)
+    return SegmentationTask(
+        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding
+    )
 
 
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
@@ -64,10 +66,10 @@ def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: in
     return check_datalist(path, config.classes if config else None)
 
 
-SCORES = Scores(
-    ("dice",),
-    ("iou", "hd95"),
-    {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "loss": "Loss"},
-    ", resized grid; HD95 in pixels of it",
-)
-SEGMENTATION = TaskKind(SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare)
+def _scores(config: SegmentationConfig) -> Scores:
+    return scores.scores(config.scores)
+
+
+SCORES = scores.scores(SegmentationScoresConfig())
+"""How the scores of a job that says nothing of them are shown."""
+SEGMENTATION = TaskKind(SegmentationConfig, _scores, metric_names, _read, _build, _check, prepare=_prepare)

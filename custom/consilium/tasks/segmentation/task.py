@@ -1,25 +1,27 @@
-"""Segmentation: batches of images and masks, Dice + cross-entropy, Dice / IoU / HD95 per class from MONAI.
+"""Segmentation: batches of images and masks, Dice + cross-entropy, Dice / IoU / HD95 / ASSD per class.
 
 Classes may nest (a cup lies in its disc), so every class is a binary problem of its own: sigmoid, not softmax.
 """
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from monai.losses import DiceLoss
-from monai.metrics import DiceMetric, HausdorffDistanceMetric, MeanIoU
 from torch import Tensor, nn
 
 from consilium.data.augment import augment, augmentation
 from consilium.data.cache import SampleCache
-from consilium.data.datalist import DataList
-from consilium.data.images import Sample, read_sample
+from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.images import BLACK, Colour, Sample, inner, read_masks, read_sample
 from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.errors import DataError
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
+from consilium.tasks.segmentation.measures import counts, overlaps
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation.units import Plane, Row, Units, order, shape_of, summary
 
 EXAMPLES = 3
 """How many pictures of a split are shown: its first."""
@@ -28,9 +30,10 @@ EXAMPLES = 3
 class SegmentationTask:
     """One site's images. All samples are opened once at the start, so that bad data stops before any training.
 
-    Metrics are per image on the resized grid, averaged over the images where they are defined: an image whose reference lacks
-    the class counts for neither Dice, IoU nor HD95. HD95 is in pixels of that grid; a prediction without the class counts
-    with the grid's diagonal. "dice" and so on are means over the classes.
+    Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
+    lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
+    class counts with the grid's diagonal. Distances are in millimetres where the spacing is known ("hd95_mm"), else in pixels.
+    "dice" and so on are means over the classes. A class that a site did not annotate in an item counts nowhere in it.
     """
 
     def __init__(
@@ -41,12 +44,16 @@ class SegmentationTask:
         prompt: str = "none",
         augment: bool = True,
         settings: PictureSettings = DEFAULTS,
+        scores: SegmentationScoresConfig = SegmentationScoresConfig(),  # noqa: B008
+        padding: Colour = BLACK,
     ) -> None:
         self.data, self.classes, self.size = data, classes, image_size
-        self.by_box, self.augment = prompt == "box", augment
+        self.by_box, self.augment, self.settings, self.scores = prompt == "box", augment, settings, scores
+        self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
-        self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
-        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size, settings))
+        self._transforms = augmentation()
+        self._dice, self._dice_each = DiceLoss(sigmoid=True), DiceLoss(sigmoid=True, reduction="none")
+        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size, settings, padding))
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -57,26 +64,34 @@ class SegmentationTask:
         return self._collate([self._training_sample(i, seed) for i in indices])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of Dice loss plus binary cross-entropy, in float32."""
-        logits, label = self._forward(model, batch)
-        return self._loss(logits, label)
+        """Return the mean of Dice loss plus binary cross-entropy, in float32.
+
+        Padding counts as background, as in MedSAM's, micro-sam's and lightning-sam's fine-tuning: what is never scored costs
+        little, and the model answers nothing there.
+        """
+        logits, label, annotated = self._forward(model, batch)
+        return self._loss(logits, label, annotated)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances` adds HD95. The model's mode is restored."""
+        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds HD95, ASSD and intervals.
+
+        The model's mode is restored.
+        """
         items = self.data.splits[split]
         if not items:
             return {}
-        scores: dict[str, list[Tensor]] = {}
-        losses = 0.0
+        units, losses, wanted = Units(items, self.scores, distances), 0.0, order(items, self.scores)
         with evaluating(model):
             for start in range(0, len(items), batch_size):
-                samples = [self._sample(split, i) for i in range(start, min(start + batch_size, len(items)))]
-                logits, label = self._forward(model, self._collate([self._with_boxes(s) for s in samples]))
-                losses += float(self._loss(logits, label)) * len(samples)
-                for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
-                    scores.setdefault(name, []).append(values)
-        return {"loss": losses / len(items)} | self._average({n: torch.cat(v) for n, v in scores.items()})
+                part = wanted[start : start + batch_size]
+                samples = [self._annotated(split, i, self._with_boxes(self._sample(split, i))) for i in part]
+                logits, label, annotated = self._forward(model, self._collate(samples))
+                losses += float(self._loss(logits, label, annotated)) * len(samples)
+                for plane in self._planes([items[i] for i in part], logits, label):
+                    units.add(plane)
+        found, table = units.scores()
+        return {"loss": losses / len(items)} | self._average(table) | (summary(found, table) if distances else {})
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
@@ -90,11 +105,16 @@ class SegmentationTask:
         with evaluating(model):
             logits = [self._forward(model, self._collate([self._with_boxes(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
-        dice = score(guess.float(), shown["label"], False)["dice"].nanmean(1)
+        for item, mask in zip(self.data.splits[split], guess, strict=False):
+            rows, columns = self._inner(item)
+            mask[:, rows:], mask[:, :, columns:] = False, False
+        found = [overlaps(counts(*masks), False)["dice"] for masks in zip(guess, shown["label"].bool(), strict=True)]
+        known = torch.stack([self._known(item) for item in self.data.splits[split][: len(found)]])
+        dice = torch.stack(found).masked_fill(~known, float("nan")).nanmean(1)
         return Segmented(shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes))
 
-    def _average(self, scores: dict[str, Tensor]) -> dict[str, float]:
-        """Return the mean per class over images where it is defined, and their mean."""
+    def _average(self, scores: Row) -> dict[str, float]:
+        """Return the mean per class over the units where it is defined, and their mean."""
         result: dict[str, float] = {}
         for metric, values in scores.items():
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
@@ -103,18 +123,48 @@ class SegmentationTask:
             result |= {metric: sum(known.values()) / len(known)} if known else {}
         return result
 
-    def _forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         device = next(model.parameters()).device
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
-        return model(moved["image"], moved.get("box")).float(), moved["label"]
+        return model(moved["image"], moved.get("box")).float(), moved["label"], moved.get("annotated")
 
-    def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
-        return self._dice(logits, label) + F.binary_cross_entropy_with_logits(logits, label)
+    def _loss(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> Tensor:
+        """Return the loss; where `annotated` (N, C) is given, each sample's mean over its annotated classes alone.
+
+        A sample's share is then 1 / N whatever the others lack: its gradient must not depend on them (DP-SGD).
+        """
+        if annotated is None:
+            return self._dice(logits, label) + F.binary_cross_entropy_with_logits(logits, label)
+        entropy = F.binary_cross_entropy_with_logits(logits, label, reduction="none").flatten(2).mean(2)
+        each = (self._dice_each(logits, label).flatten(1) + entropy) * annotated
+        return (each.sum(1) / annotated.sum(1).clamp(min=1)).mean()
+
+    def _planes(self, items: Sequence[Item], logits: Tensor, label: Tensor) -> Iterator[Plane]:
+        """Yield predictions and references on the grid that is scored, without padding."""
+        for item, one, mask in zip(items, logits, label, strict=True):
+            rows, columns = self._inner(item)
+            one, mask = one[:, :rows, :columns], mask[:, :rows, :columns].bool().cpu()
+            if self.scores.grid == "original":
+                mask = torch.from_numpy(read_masks(item, self.classes, self.settings))
+                one = F.interpolate(one[None], tuple(mask.shape[1:]), mode="bilinear", align_corners=False)[0]
+            yield Plane(item, (one > 0).cpu(), mask, self._known(item))
+
+    def _inner(self, item: Item) -> tuple[int, int]:
+        return (self.size, self.size) if self.settings.resize == "stretch" else inner(shape_of(item), self.size, self.settings)
+
+    def _known(self, item: Item) -> Tensor:
+        return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
+
+    def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
+        """Return a sample with the classes (C,) its site annotated, where some sample of the split lacks one."""
+        if split not in self._partial:
+            return sample
+        return sample | {"annotated": self._known(self.data.splits[split][index]).float()}
 
     def _training_sample(self, index: int, seed: int) -> Sample:
         sample = self._sample("training", index)
         moved = augment(self._transforms, sample, seed, index) if self.augment else sample
-        return self._with_boxes(moved, seed_for(seed, "box", index))
+        return self._annotated("training", index, self._with_boxes(moved, seed_for(seed, "box", index)))
 
     def _with_boxes(self, sample: Sample, seed: int | None = None) -> Sample:
         return sample | {"box": boxes(sample["label"], seed)} if self.by_box else sample
@@ -124,16 +174,17 @@ class SegmentationTask:
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def score(guess: Tensor, label: Tensor, distances: bool) -> dict[str, Tensor]:
-    """Return metrics (N, C) for binary masks (N, C, S, S); NaN where the reference lacks the class."""
-    empty = label.flatten(2).sum(-1) == 0
-    found = {"dice": DiceMetric(ignore_empty=True)(guess, label), "iou": MeanIoU(ignore_empty=True)(guess, label)}
-    if distances:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # MONAI warns of empty predictions, which the next line scores
-            far = HausdorffDistanceMetric(include_background=True, percentile=95)(guess, label)
-        found["hd95"] = torch.where(far.isfinite(), far, torch.tensor(float(np.hypot(*label.shape[-2:]))))
-    return {name: values.masked_fill(empty, float("nan")).double() for name, values in found.items()}
+def partly_annotated(data: DataList, classes: Sequence[str] | dict[str, list[int]]) -> set[str]:
+    """Return the splits with an item that lacks the annotation of a class. Raises DataError for a name that is no class."""
+    found = set()
+    for split in SPLITS:
+        for item in data.splits[split]:
+            if unknown := [name for name in item.annotated or () if name not in classes]:
+                known = f"task.classes has {', '.join(classes)}"
+                raise DataError(f"{item.image}: annotated class {unknown[0][:80]!r} is no class of the task; {known}")
+            if item.annotated is not None and not set(classes) <= set(item.annotated):
+                found.add(split)
+    return found
 
 
 def boxes(label: Tensor, seed: int | None = None) -> Tensor:

@@ -1,0 +1,62 @@
+"""Dice, IoU, HD95 and ASSD of binary masks, in two dimensions or three."""
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from monai.metrics.utils import get_edge_surface_distance
+from torch import Tensor
+
+_MOST_SORTED = 2**24
+"""torch.quantile takes no more values."""
+
+
+def counts(guess: Tensor, reference: Tensor) -> Tensor:
+    """Return (3, C) whole numbers of masks (C, ...) bool: voxels of both, of the prediction, of the reference."""
+    return torch.stack([mask.flatten(1).sum(1) for mask in (guess & reference, guess, reference)])
+
+
+def overlaps(found: Tensor, count_empty: bool) -> dict[str, Tensor]:
+    """Return Dice and IoU (C,) of `counts`.
+
+    Where the reference is empty they are NaN, or with `count_empty` 1 if the prediction is empty too, else 0.
+    """
+    both, guess, reference = found.float()
+    absent = torch.where(guess == 0, 1.0, 0.0) if count_empty else torch.full_like(guess, float("nan"))
+    ratios = {"dice": 2.0 * both / (guess + reference), "iou": both / (guess + reference - both)}
+    return {name: torch.where(reference == 0, absent, ratio).double() for name, ratio in ratios.items()}
+
+
+def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]) -> tuple[float, float]:
+    """Return (HD95, ASSD) of two masks of one class, in the unit of `spacing` along each axis.
+
+    HD95: the larger of the 95th percentiles of both directions. ASSD: the mean over both surfaces. Without a reference NaN;
+    a prediction without the class lies the grid's diagonal away.
+    """
+    if not reference.any():
+        return float("nan"), float("nan")
+    if not guess.any():
+        far = float(np.float32(np.sqrt(sum((n * step) ** 2 for n, step in zip(guess.shape, spacing, strict=True)))))
+        return far, far
+    cut = _box(guess | reference)
+    masks = torch.from_numpy(guess[cut]), torch.from_numpy(reference[cut])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MONAI warns of its own use of an argument
+        _, both, _ = get_edge_surface_distance(*masks, spacing=list(spacing), symmetric=True)
+    return max(map(_percentile, both)), float(torch.cat(list(both)).mean())
+
+
+def _percentile(values: Tensor) -> float:
+    if values.numel() > _MOST_SORTED:
+        return float(np.quantile(values.numpy(), 0.95))
+    return float(torch.quantile(values, 0.95))
+
+
+def _box(mask: np.ndarray) -> tuple[slice, ...]:
+    """Return the smallest box around a mask: nothing of a surface lies outside it, and most of a volume does."""
+    found = []
+    for axis in range(mask.ndim):
+        there = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
+        found.append(slice(there[0], there[-1] + 1))
+    return tuple(found)

@@ -1,0 +1,51 @@
+"""What a segmentation job scores: settings, names of the metrics, how tables call them. Free of torch."""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from consilium.schema import Section
+from consilium.tasks.bootstrap import interval_names
+from consilium.tasks.registry import Scores
+
+
+class SegmentationScoresConfig(Section):
+    """What a score is taken of, and on which grid."""
+
+    grid: Annotated[
+        Literal["resized", "original"],
+        Field(
+            description="the model's pixels without their padding, or the file's: there a prediction is enlarged from logits"
+        ),
+    ] = "resized"
+    per: Annotated[
+        Literal["image", "volume", "patient"],
+        Field(description="each picture or plane, all planes of a volume as one, or the mean of a patient's volumes"),
+    ] = "image"
+    empty_references: Annotated[
+        Literal["skip", "count"],
+        Field(description="what lacks the class is left out, or Dice and IoU are 1 without a false positive and 0 with one"),
+    ] = "skip"
+
+
+OVERLAPS, DISTANCES = ("dice", "iou"), ("hd95", "assd")
+MILLIMETRES = "_mm"
+"""Ends the name of a distance in millimetres; without it a distance is in pixels, so that no mean ever mixes them."""
+NAMES = (*OVERLAPS, *(f"{name}{unit}" for name in DISTANCES for unit in ("", MILLIMETRES)))
+HEADINGS = {
+    "dice": "Dice", "iou": "IoU", "hd95": "HD95 px", "hd95_mm": "HD95 mm", "assd": "ASSD px", "assd_mm": "ASSD mm",
+    "loss": "Loss",
+}  # fmt: skip
+
+
+def metric_names(classes: Iterable[str]) -> frozenset[str]:
+    """Return every metric a segmentation task can report."""
+    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in NAMES)})
+
+
+def scores(config: SegmentationScoresConfig) -> Scores:
+    """Return how the scores are shown; the title of the closing table says what they are taken of."""
+    title = f", per {config.per}, {config.grid} grid"
+    title += "; empty references count" if config.empty_references == "count" else ""
+    return Scores(("dice",), NAMES[1:], HEADINGS, title)

@@ -1,0 +1,76 @@
+"""Intervals: worked by hand, seeded, over patients, and the same whatever else goes on in the process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from consilium.tasks.bootstrap import grouped, intervals, numbered
+from tests.tasks.scoring import Bright, evaluated, picture, task_of
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    return intervals(len(values), lambda weights: {"x": weights @ np.array(values) / weights.sum(1)})
+
+
+def test_two_values_and_one() -> None:
+    """Resamples of 0 and 1 have the means 0, 1/2, 1 with the chances 1/4, 1/2, 1/4."""
+    assert interval([0.0, 1.0]) == {"x_low": 0, "x_high": 1}
+    assert interval([0.5]) == {}
+    assert interval([0.25] * 7) == {"x_low": 0.25, "x_high": 0.25}
+
+
+def test_a_share_s_interval_is_the_binomial_s() -> None:
+    """Half of 100 values are 1. A quantile of 1,000 draws has a standard error of about 0.015 here, and steps of 0.01."""
+    found = interval([0.0, 1.0] * 50)
+    assert (found["x_low"], found["x_high"]) == pytest.approx(tuple(binom.ppf([0.025, 0.975], 100, 0.5) / 100), abs=0.03)
+
+
+def test_many_groups_come_in_parts_and_stay_within_memory() -> None:
+    found = interval([0.0, 1.0] * 50_000)
+    assert (found["x_low"], found["x_high"]) == pytest.approx((0.5 - 0.0031, 0.5 + 0.0031), abs=0.0006)
+
+
+def test_groups_are_numbered_as_they_come_and_summed() -> None:
+    numbers = numbered(["b", "a", "b"])
+    assert numbers.tolist() == [0, 1, 0]
+    assert grouped(np.array([[1.0, 2], [3, 4], [5, 6]]), numbers).tolist() == [[6, 8], [3, 4]]
+
+
+def entries(folder: Path, patients: list[str]) -> list[dict[str, str]]:
+    """Write pictures whose Dice is 1, 0, 1, 0 ... of these patients."""
+    some, other, found = np.zeros((8, 8), bool), np.zeros((8, 8), bool), []
+    some[:2], other[4:] = True, True
+    for index, patient in enumerate(patients):
+        entry = picture(folder, f"p{index}", other if index % 2 else some, some)
+        found.append(entry | ({"patient": patient} if patient else {}))
+    return found
+
+
+def test_whole_patients_are_drawn(tmp_path: Path) -> None:
+    """Two patients of Dice 1 and 0 on average 1/2, or four pictures: then a mean of 1/4 is drawn, between patients never."""
+    together = evaluated(task_of(tmp_path, entries(tmp_path, ["a", "a", "b", "b"])))
+    assert (together["dice_low"], together["dice_high"]) == (0.5, 0.5)
+    apart = evaluated(task_of(tmp_path, entries(tmp_path, [""] * 4)))
+    assert (apart["dice_low"], apart["dice_high"]) == (0, 1)
+    assert together["n"] == apart["n"] == 4
+
+
+def test_nothing_else_moves_an_interval(tmp_path: Path) -> None:
+    """Neither random numbers drawn before, nor another site evaluated before, nor another batch size."""
+    (tmp_path / "other").mkdir()
+    task, other = (
+        task_of(tmp_path, entries(tmp_path, [""] * 5)),
+        task_of(tmp_path / "other", entries(tmp_path / "other", ["c"] * 3)),
+    )
+    first = evaluated(task)
+    evaluated(other)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    again = evaluated(task, batch_size=2)
+    assert {**again, "loss": 0} == {**first, "loss": 0}
+    names = {f"{name}{end}" for name in ("dice", "iou", "hd95", "assd") for end in ("_low", "_high")}
+    assert names <= first.keys()
+    assert not [name for name in task.evaluate(Bright(), "test", 2) if name.endswith(("_low", "_high"))]
