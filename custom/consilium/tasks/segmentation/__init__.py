@@ -58,6 +58,12 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
     return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment, config)
 
 
+def _look(config: Any, item: Any) -> None:
+    from consilium.data.inspect import look_at_sample
+
+    look_at_sample(item, config.classes, config)
+
+
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
@@ -70,4 +76,6 @@ SCORES = Scores(
     {"dice": "Dice", "iou": "IoU", "hd95": "HD95", "loss": "Loss"},
     ", resized grid; HD95 in pixels of it",
 )
-SEGMENTATION = TaskKind(SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare)
+SEGMENTATION = TaskKind(
+    SegmentationConfig, lambda config: SCORES, metric_names, _read, _build, _check, prepare=_prepare, look=_look
+)

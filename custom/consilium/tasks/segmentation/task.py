@@ -13,11 +13,13 @@ from monai.losses import DiceLoss
 from monai.metrics import DiceMetric, HausdorffDistanceMetric, MeanIoU
 from torch import Tensor, nn
 
-from consilium.data.augment import augment, augmentation
-from consilium.data.cache import SampleCache
+from consilium.data.augment import augment
+from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList
-from consilium.data.images import Sample, read_sample
-from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.images import Sample, read_bytes
+from consilium.data.inspect import look_at_sample
+from consilium.data.settings import DEFAULTS, PictureSettings, read_as
+from consilium.data.store import Raw
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
 
@@ -26,7 +28,7 @@ EXAMPLES = 3
 
 
 class SegmentationTask:
-    """One site's images. All samples are opened once at the start, so that bad data stops before any training.
+    """One site's images. All samples are looked at once at the start, so that bad data stops before any training.
 
     Metrics are per image on the resized grid, averaged over the images where they are defined: an image whose reference lacks
     the class counts for neither Dice, IoU nor HD95. HD95 is in pixels of that grid; a prediction without the class counts
@@ -45,16 +47,27 @@ class SegmentationTask:
         self.data, self.classes, self.size = data, classes, image_size
         self.by_box, self.augment = prompt == "box", augment
         self.num_samples = len(data.splits["training"])
-        self._transforms, self._dice = augmentation(), DiceLoss(sigmoid=True)
-        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size, settings))
+        self._dice, self.workers = DiceLoss(sigmoid=True), data.loading.workers
+        self._samples = SampleCache(
+            data,
+            lambda item: read_bytes(item, classes, image_size, settings),
+            lambda item: look_at_sample(item, classes, settings),
+            read_as("segmentation", settings, image_size, classes),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """How many samples were left out so far because they cannot be read."""
+        return self._samples.skipped
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return these samples of the training split, augmented as `seed` says."""
-        return self._collate([self._training_sample(i, seed) for i in indices])
+        """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
+        found = self._samples.many("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
+        return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean of Dice loss plus binary cross-entropy, in float32."""
@@ -64,20 +77,19 @@ class SegmentationTask:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         """Return metrics of a split, {} if it is empty; `distances` adds HD95. The model's mode is restored."""
-        items = self.data.splits[split]
-        if not items:
-            return {}
         scores: dict[str, list[Tensor]] = {}
-        losses, was_training = 0.0, model.training
+        losses, count, was_training = 0.0, 0, model.training
         model.eval()
-        for start in range(0, len(items), batch_size):
-            samples = [self._sample(split, i) for i in range(start, min(start + batch_size, len(items)))]
+        for part in self._samples.parts(split, batch_size):
+            if not (samples := [sample for _, sample in part]):
+                continue
+            count += len(samples)
             logits, label = self._forward(model, self._collate([self._with_boxes(s) for s in samples]))
             losses += float(self._loss(logits, label)) * len(samples)
             for name, values in score((logits > 0).float().cpu(), label.cpu(), distances).items():
                 scores.setdefault(name, []).append(values)
         model.train(was_training)
-        return {"loss": losses / len(items)} | self._average({n: torch.cat(v) for n, v in scores.items()})
+        return {"loss": losses / count} | self._average({n: torch.cat(v) for n, v in scores.items()}) if count else {}
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
@@ -85,7 +97,8 @@ class SegmentationTask:
 
         The model sees one at a time, to save memory.
         """
-        samples = [self._sample(split, i) for i in range(min(EXAMPLES, len(self.data.splits[split])))]
+        first = range(min(EXAMPLES, len(self.data.splits[split])))
+        samples = [sample for _, sample in self._samples.many(split, first, to_float)]
         if not samples:
             return None
         with evaluating(model):
@@ -112,9 +125,8 @@ class SegmentationTask:
     def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
         return self._dice(logits, label) + F.binary_cross_entropy_with_logits(logits, label)
 
-    def _training_sample(self, index: int, seed: int) -> Sample:
-        sample = self._sample("training", index)
-        moved = augment(self._transforms, sample, seed, index) if self.augment else sample
+    def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
+        moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
         return self._with_boxes(moved, seed_for(seed, "box", index))
 
     def _with_boxes(self, sample: Sample, seed: int | None = None) -> Sample:
@@ -122,7 +134,7 @@ class SegmentationTask:
 
     @staticmethod
     def _collate(samples: list[Sample]) -> Batch:
-        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
 
 
 def score(guess: Tensor, label: Tensor, distances: bool) -> dict[str, Tensor]:
