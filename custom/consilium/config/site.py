@@ -21,8 +21,9 @@ PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z
 class CacheConfig(Section):
     """Decoded, resized samples on the site's disk, readable by the site's own user only.
 
-    `folder` holds them; by default it is the site's state. Those used longest ago go first where there are more than
-    `gigabytes`; 0 keeps none. `consilium data cache FOLDER` shows what is there, with `--clear` it removes it.
+    They are made again from what the data list names whenever they are missing. `folder`: they get a folder of their own in it;
+    by default in the site's state, and in a simulation in its workspace, until it ends. `gigabytes`: beyond so many, those go
+    first that were used longest ago; 0 keeps none.
     """
 
     folder: Path | None = None
@@ -46,8 +47,8 @@ class SiteConfig(Section):
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    workers: Annotated[int, Field(ge=0, le=256)] | None = None
     cache: CacheConfig = CacheConfig()
+    workers: Annotated[int, Field(ge=0, le=256)] | None = None
     bad_samples: Literal["refuse", "skip"] = "refuse"
     share_metrics: bool | None = None
     approve: Literal["digest"] | None = None

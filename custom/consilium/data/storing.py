@@ -49,6 +49,12 @@ def private(name: str, flags: int) -> int:
     return os.open(name, flags, PRIVATE)
 
 
+def discard(root: Path) -> None:
+    """Remove the cache that `root` holds, if any."""
+    if (root / FOLDER).is_dir():
+        clear(root / FOLDER)
+
+
 def samples(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield (time of last use, bytes, path) of every sample."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
