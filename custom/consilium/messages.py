@@ -81,6 +81,8 @@ SPLITS = ("validation", "test")
 """Splits that are evaluated."""
 TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS = "train/loss", "train/steps", "train/seconds"
 """What the training loop itself reports."""
+SKIPPED = "data/skipped"
+"""How many samples a site has left out because they cannot be read, where its site.yaml says so; not there for none."""
 BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"
 """What the server adds to a site's result: bytes of tensors."""
 
@@ -108,7 +110,7 @@ class MetricKey:
 
 
 def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
-    """Return the names a site may report: of every split and model the task's metrics, and the training loop's own."""
+    """Return the names a site may report: of every split and model the task's metrics; the loop's own; what was skipped."""
     metrics = list(task_metrics)
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
-    return frozenset({TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS, *scores})
+    return frozenset({TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS, SKIPPED, *scores})

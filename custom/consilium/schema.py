@@ -216,7 +216,7 @@ def nearest(word: str | None, known: Any) -> str:
 
 def all_fields(model: type[BaseModel]) -> list[str]:
     """Return the names of a section's fields and of all sections below it."""
-    names = list(model.model_fields)
+    names = [info.alias or name for name, info in model.model_fields.items()]
     for info in model.model_fields.values():
         names += [name for mark in info.metadata if hasattr(mark, "fields") for name in mark.fields()]
         for kind in get_args(info.annotation) or (info.annotation,):

@@ -6,12 +6,21 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from monai.transforms import (
+    Compose,
+    RandAdjustContrastd,
+    RandFlipd,
+    RandGaussianNoised,
+    RandRotate90d,
+    RandScaleIntensityd,
+)
 from PIL import Image
 
-from consilium.data.augment import augment, augmentation
+from consilium.data.augment import augment
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, read_mask, read_sample
 from consilium.errors import DataError
+from consilium.seeding import seed_for
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 
@@ -108,16 +117,50 @@ def test_bad_masks_are_named(tmp_path: Path) -> None:
         read_image(tmp_path / "broken.png")
 
 
+def random_bytes(side: int, seed: int) -> dict[str, np.ndarray]:
+    state = np.random.RandomState(seed)
+    image, label = state.randint(3, 250, (3, side, side)), state.randint(0, 2, (2, side, side))
+    return {"image": image.astype(np.uint8), "label": label.astype(np.uint8)}
+
+
 def test_augmentation_depends_on_seed_and_index_only() -> None:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.rand(3, 16, 16, generator=generator) * 255
-    samples = [{"image": image, "label": (image[:1] > 128).float()} for _ in range(6)]
-    transforms = augmentation()
-    forward = [augment(transforms, samples[i], 7, i) for i in range(6)]
-    backward = [augment(augmentation(), samples[i], 7, i) for i in reversed(range(6))][::-1]
+    sample = random_bytes(16, 0)
+    before = {key: array.copy() for key, array in sample.items()}
+    forward = [augment(sample, 7, i) for i in range(6)]
+    backward = [augment(sample, 7, i) for i in reversed(range(6))][::-1]
     for one, other in zip(forward, backward, strict=True):
         assert torch.equal(one["image"], other["image"])
-        assert one["label"].sum() == samples[0]["label"].sum()
+        assert one["label"].sum() == sample["label"].sum()
         assert 0 <= one["image"].min() <= one["image"].max() <= 255
-    assert any(not torch.equal(f["label"], samples[0]["label"]) for f in forward)
-    assert torch.equal(samples[0]["image"], image)
+    assert any(not np.array_equal(f["label"].numpy(), sample["label"]) for f in forward)
+    assert all(np.array_equal(sample[key], before[key]) for key in sample)
+
+
+@pytest.mark.parametrize(("side", "tolerance"), [(16, 0.0), (64, 0.0), (37, 1e-4)])
+def test_augmentation_is_monais(side: int, tolerance: float) -> None:
+    """The same draws, flips, turns, gamma, factor and noise as a Compose with the same seed; 60 of them see every change."""
+    both = ["image", "label"]
+    theirs = Compose(
+        [
+            RandFlipd(both, prob=0.5, spatial_axis=0),
+            RandFlipd(both, prob=0.5, spatial_axis=1),
+            RandRotate90d(both, prob=0.5, max_k=3),
+            RandAdjustContrastd("image", prob=0.3, gamma=(0.8, 1.25)),
+            RandScaleIntensityd("image", factors=0.15, prob=0.3),
+            RandGaussianNoised("image", prob=0.2, std=4.0),
+        ]
+    )
+    for index in range(60):
+        sample = random_bytes(side, index)
+        theirs.set_random_state(seed=seed_for(5, "augment", index) % 2**32)
+        expected = theirs({key: torch.from_numpy(array).float() for key, array in sample.items()})
+        found = augment(sample, 5, index)
+        assert torch.equal(found["label"], expected["label"].as_tensor())
+        assert float((found["image"] - expected["image"].as_tensor().clamp(0, 255)).abs().max()) <= tolerance
+
+
+def test_only_what_is_to_move_is_moved() -> None:
+    sample = random_bytes(8, 1)
+    found = [augment(sample, 0, index, moved=["image"]) for index in range(8)]
+    assert all(np.array_equal(one["label"].numpy(), sample["label"]) for one in found)
+    assert len({one["image"].numpy().tobytes() for one in found}) > 4

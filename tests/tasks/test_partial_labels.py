@@ -42,7 +42,7 @@ def entries_of(folder: Path, *annotated: list[str] | None) -> list[dict[str, Any
 
 def batch_of(folder: Path, *annotated: list[str] | None) -> tuple[Any, dict[str, Tensor]]:
     task = task_of(folder, entries_of(folder, *annotated), classes=CLASSES)
-    samples = [task._annotated("test", i, task._sample("test", i)) for i in range(len(annotated))]
+    samples = [task._annotated("test", i, task._samples("test", i)) for i in range(len(annotated))]
     return task, task._collate(samples)
 
 

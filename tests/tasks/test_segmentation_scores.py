@@ -125,7 +125,7 @@ def test_padding_is_not_scored(grid: str, dice: float, tmp_path: Path) -> None:
     entry = picture(tmp_path, "p", np.ones((8, 16), bool), block((8, 16), (0, 8), (0, 8)))
     task = task_of(tmp_path, [entry], resize="pad", scores={"grid": grid})
     task._sample = lambda split, index: {"image": 255 + 0 * sample["image"], "label": sample["label"]}  # padding is bright too
-    sample = task_of(tmp_path, [entry], resize="pad")._sample("test", 0)
+    sample = task_of(tmp_path, [entry], resize="pad")._samples("test", 0)
     found = evaluated(task)
     assert found["dice"] == pytest.approx(dice)
     assert found["hd95"] == pytest.approx(4 if grid == "resized" else 8, abs=0.5)

@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli.cache import data_cache
 from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.registry import NO_PLUGINS
@@ -89,6 +90,9 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
         typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
     files = "JSONL files" if summary["classes"] is None else "datalist.json"
     typer.echo(f"{dest}: a folder with {files} per site, and import.json")
+
+
+app.command("cache")(data_cache)
 
 
 @app.command("check")

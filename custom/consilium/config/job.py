@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig
 from consilium.config.data import PHANTOMS, DataConfig
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from consilium.strategies.strategy import Strategy
 else:
     Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
+
+
+class ValidateConfig(Section):
+    """When the validation split is scored: in rounds `every`, 2 `every` and so on, counted from 1, and by which models.
+
+    The closing evaluation comes in any case.
+    """
+
+    every: Annotated[int, Field(ge=1, le=100_000, description="score in every so many rounds")] = 1
+    stages: Annotated[
+        tuple[Literal["global", "personalized"], ...],
+        Field(max_length=2, description="the model as it comes from the server, and after the site's training; [] for none"),
+    ] = ("global", "personalized")
 
 
 class TrainingConfig(Section):
@@ -44,6 +57,13 @@ class TrainingConfig(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
     seed: Seed = 0
+    validation: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    def validates(self, round: int, stage: str) -> bool:
+        """Tell whether the validation split is scored in this round, counted from 0, by the model of this stage."""
+        return stage in self.validation.stages and (round + 1) % self.validation.every == 0
 
     def steps_per_round(self, num_samples: int) -> int:
         """Return the optimizer steps of one round at a site with `num_samples` training samples."""

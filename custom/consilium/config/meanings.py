@@ -23,6 +23,7 @@ MEANINGS: dict[str, str] = {
     "TrainingConfig.weight_decay": "of the optimizer",
     "TrainingConfig.precision": "`auto` is bf16 where the GPU has it",
     "TrainingConfig.gradient_checkpointing": "less memory for more time",
+    "TrainingConfig.validation": "when the validation split is scored",
     "TrainingConfig.seed": "with round and site it fixes every random choice but privacy noise",
     "FederationConfig.min_sites": "the quorum of a round",
     "FederationConfig.fraction_train": "the share of the sites that a round asks to train",
@@ -84,6 +85,7 @@ MEANINGS: dict[str, str] = {
     "UnequalRanks.tiers": "ranks per layer, on average, that each class of sites trains and downloads",
     "UnequalRanks.profile": "how likely a site that says nothing is of each tier",
     # site.yaml
+    "SiteConfig.cache": "where decoded samples are kept, and how many",
     "SiteConfig.datalist": f"the data list, a folder per class or a folder of JSONL lists; {_RELATIVE}",
     "SiteConfig.checkpoints": "the folder that `${SITE}` in `model.checkpoint` stands for",
     "SiteConfig.state": "the folder for private state, ledger and records; back it up",

@@ -21,10 +21,10 @@ from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DataConfig, PhantomConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
-from consilium.config.job import FederationConfig, JobConfig, TrainingConfig
+from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import CacheConfig, SiteConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
 from consilium.strategies.registry import STRATEGIES
@@ -165,7 +165,7 @@ def _section_fields(section: type[BaseModel]) -> list[Field]:
     for name, info in section.model_fields.items():
         if not (name in KEYS and len(get_args(info.annotation)) == 1):
             said = meaning(section, name, info, names)
-            found.append(Field(name, shown_type(info.annotation, info.metadata), _default_of(info), said))
+            found.append(Field(info.alias or name, shown_type(info.annotation, info.metadata), _default_of(info), said))
     return found
 
 
@@ -227,6 +227,7 @@ def job_reference() -> str:
     from consilium.strategies.unequal.ranks import UnequalRanks
 
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
+    parts += [chapter("`training: {validate:}`", ValidateConfig)]
     parts += [chapter("`federation:`", FederationConfig)]
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
@@ -238,7 +239,8 @@ def job_reference() -> str:
 
 def site_reference() -> str:
     """Return all of site.yaml and sites.yml."""
-    site = [("site.yaml", SiteConfig), ("`capacity:`", CapacityConfig), ("`privacy:`", HospitalPrivacyPolicy)]
+    site = [("site.yaml", SiteConfig), ("`cache:`", CacheConfig), ("`capacity:`", CapacityConfig)]
+    site += [("`privacy:`", HospitalPrivacyPolicy)]
     deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
     chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]
     return "\n\n".join(chapter(title, section) for title, section in chapters)

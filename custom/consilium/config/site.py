@@ -18,6 +18,18 @@ from consilium.schema import Section, read_yaml, validate
 PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
 
 
+class CacheConfig(Section):
+    """Decoded, resized samples on the site's disk, readable by the site's own user only.
+
+    They are made again from what the data list names whenever they are missing. `folder`: they get a folder of their own in it;
+    by default in the site's state, and in a simulation in its workspace, until it ends. `gigabytes`: beyond so many, those go
+    first that were used longest ago; 0 keeps none.
+    """
+
+    folder: Path | None = None
+    gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 20.0
+
+
 class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
@@ -25,7 +37,9 @@ class SiteConfig(Section):
     because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
     `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
     packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
-    Without the list none are, in a simulation all.
+    Without the list none are, in a simulation all. `workers`: threads that read samples ahead of training, 0 for none; by
+    default as many as torch uses, at most 8. `bad_samples`: what a sample that cannot be read does: `refuse` ends the job here,
+    `skip` leaves the sample out and counts it in the result.
     """
 
     datalist: Path | None = None
@@ -33,6 +47,9 @@ class SiteConfig(Section):
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    cache: CacheConfig = CacheConfig()
+    workers: Annotated[int, Field(ge=0, le=256)] | None = None
+    bad_samples: Literal["refuse", "skip"] = "refuse"
     share_metrics: bool | None = None
     approve: Literal["digest"] | None = None
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
@@ -64,6 +81,8 @@ def load_site(path: Path) -> SiteConfig:
     """Read and validate a site.yaml; relative paths are resolved against its folder. Raises ConfigError."""
     site = validate(SiteConfig, read_yaml(path) or {}, path)
     paths = {k: path.parent / v for k in ("datalist", "checkpoints", "state") if (v := getattr(site, k)) is not None}
+    if site.cache.folder is not None:
+        paths["cache"] = site.cache.model_copy(update={"folder": path.parent / site.cache.folder})
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)

@@ -1,35 +1,167 @@
-"""Decoded samples, kept in memory as bytes."""
+"""Samples as a task sees them: read once, kept on disk or in memory as bytes, several at a time, ahead of who needs them."""
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
+from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
+from consilium.data.inspect import Check, faults
+from consilium.data.loading import ahead
+from consilium.data.store import Raw, open_store
+from consilium.errors import DataError
 
 CACHE_BYTES = 2 * 1024**3
-"""Samples are kept up to here; beyond it they are read again."""
+"""Samples that the disk has no room for are kept in memory up to here; beyond it they are read again."""
+T = TypeVar("T")
+Change = Callable[[int, Raw], T]
+"""Makes of a sample's bytes, which it must not change, what a batch needs; called with the index, in any thread."""
+_log = logging.getLogger(__name__)
+
+
+def to_float(index: int, raw: Raw) -> Sample:
+    """Return a sample's bytes as tensors of float32."""
+    return {key: torch.from_numpy(array.astype(np.float32)) for key, array in raw.items()}
 
 
 class SampleCache:
-    """Call it with a split and an index. All samples are opened once at the start, so that bad data stops before any training.
+    """A site's samples; call it with a split and an index, or ask for `many` or for `parts` of a split.
 
-    `read` must return values that are whole numbers of 0..255 up to rounding. Raises what `read` raises.
+    `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for what is bad at a
+    look, and every sample is looked at before this returns; without it every one is read instead. Where the list's loading
+    says `skip`, who made the list has looked already, and what cannot be read later is left out and counted. `settings`: all
+    that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check` raise.
     """
 
-    def __init__(self, data: DataList, read: Callable[[Item], Sample]) -> None:
-        self._data, self._read, self._room = data, read, CACHE_BYTES
-        self._kept: dict[tuple[str, int], Sample] = {}
-        for split, items in data.splits.items():
-            for index in range(len(items)):
-                self(split, index)
+    def __init__(self, data: DataList, read: Callable[[Item], Sample], check: Check | None = None, settings: str = "") -> None:
+        self._data, self._read, self._settings, self._room = data, read, settings, CACHE_BYTES
+        self._store = open_store(data.loading.folder, data.loading.most) if settings else None
+        self._kept: dict[tuple[str, int], Raw] = {}
+        self._lost: dict[tuple[str, int], DataError] = {}
+        self._lock = threading.RLock()
+        self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
+        self._planes = _planes(data)
+        self._locks = {path: threading.Lock() for path in self._planes}
+        if not data.loading.skip:
+            self._look(check)
+
+    def _look(self, check: Check | None) -> None:
+        if check is not None:
+            for _, error in faults(self._data, check, self._settings, self._store):
+                raise error
+            return
+        for split, items in self._data.splits.items():
+            self.many(split, range(len(items)), lambda index, raw: None)
+
+    @property
+    def skipped(self) -> int:
+        """How many samples were left out so far because they cannot be read."""
+        return self._data.skipped + len(self._lost)
 
     def __call__(self, split: str, index: int) -> Sample:
-        """Return a decoded sample as float32."""
-        if (found := self._kept.get((split, index))) is None:
-            sample = self._read(self._data.splits[split][index])
-            found = {key: tensor.round().to(torch.uint8) for key, tensor in sample.items()}
-            self._room -= sum(tensor.numel() for tensor in found.values())
-            if self._room > 0:
-                self._kept[split, index] = found
-        return {key: tensor.float() for key, tensor in found.items()}
+        """Return a decoded sample as float32. Raises DataError."""
+        return to_float(index, self.raw(split, index))
+
+    def many(self, split: str, indices: Sequence[int], change: Change[T]) -> list[tuple[int, T]]:
+        """Return (index, what `change` makes of the sample), in order, without samples that are left out. Raises DataError."""
+        one = partial(self._one, split, change=change)
+        found = self._pool.map(one, indices) if self._pool and len(indices) > 1 else map(one, indices)
+        return [made for made in found if made is not None]
+
+    def parts(self, split: str, size: int, order: Sequence[int] | None = None) -> Iterator[list[tuple[int, Sample]]]:
+        """Yield the split, in this order of its indices, in parts of `size` samples, as (index, sample).
+
+        The next ones are read meanwhile.
+        """
+        wanted = range(len(self._data.splits[split])) if order is None else order
+        starts = range(0, len(wanted), size)
+        calls = (partial(self.many, split, wanted[start : start + size], to_float) for start in starts)
+        yield from ahead(calls, self._data.loading.ahead)
+
+    def _one(self, split: str, index: int, change: Change[T]) -> tuple[int, T] | None:
+        try:
+            return index, change(index, self.raw(split, index))
+        except DataError as error:
+            if not self._data.loading.skip:
+                raise
+            with self._lock:
+                if (split, index) not in self._lost:
+                    self._lost[split, index] = error
+                    _log.warning(f"left out of {split}: {error}")
+            return None
+
+    def raw(self, split: str, index: int) -> Raw:
+        """Return a sample's bytes. Raises DataError."""
+        item = self._data.splits[split][index]
+        if (lock := self._locks.get(item.image)) is None:
+            return self._look_up(split, index) or self._make(split, index)[0]
+        if (found := self._look_up(split, index)) is not None:
+            return found
+        with lock:
+            return self._look_up(split, index) or self._fill(split, index)
+
+    def _look_up(self, split: str, index: int) -> Raw | None:
+        if (found := self._kept.get((split, index))) is not None:
+            return found
+        return self._store.get(self._name(split, index)) if self._store else None
+
+    def _name(self, split: str, index: int) -> str:
+        assert self._store is not None
+        return self._store.fingerprints.name(self._data.splits[split][index], self._settings)
+
+    def _make(self, split: str, index: int) -> tuple[Raw, bool]:
+        """Return a sample read from its files, and whether there was room to keep it."""
+        name = self._name(split, index) if self._store else ""
+        raw = {key: _bytes(tensor) for key, tensor in self._read(self._data.splits[split][index]).items()}
+        if self._store and name == self._name(split, index) and self._store.put(name, raw):  # no file changed meanwhile
+            return raw, True
+        return raw, self._remember(split, index, raw)
+
+    def _remember(self, split: str, index: int, raw: Raw) -> bool:
+        size = sum(array.nbytes for array in raw.values())
+        with self._lock:
+            fits = size < self._room
+            if fits:
+                self._room -= size
+                self._kept[split, index] = raw
+        return fits
+
+    def _fill(self, split: str, index: int) -> Raw:
+        """Return a plane of a volume, and keep all its planes while it is unpacked, if there is room for them."""
+        with volumes.UNPACKED:
+            found, room = self._make(split, index)
+            for place in self._planes[self._data.splits[split][index].image]:
+                if not room:
+                    break
+                if place != (split, index):
+                    room = self._keep_too(*place)
+        return found
+
+    def _keep_too(self, split: str, index: int) -> bool:
+        try:
+            return self._look_up(split, index) is not None or self._make(split, index)[1]
+        except DataError:  # it is told when its turn comes
+            return True
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = (tensor if tensor.dtype == torch.uint8 else tensor.round().to(torch.uint8)).contiguous().numpy()
+    return found
+
+
+def _planes(data: DataList) -> dict[Path, list[tuple[str, int]]]:
+    """Return where the planes of each volume are that has several in the list."""
+    found: dict[Path, list[tuple[str, int]]] = {}
+    for split, items in data.splits.items():
+        for index, item in enumerate(items):
+            if isinstance(item, Item) and item.slice is not None:
+                found.setdefault(item.image, []).append((split, index))
+    return {path: places for path, places in found.items() if len(places) > 1}

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from consilium.data.folders import read_folders
 from consilium.data.labels import Value
+from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.opening import check_file, read_text, whole
 from consilium.data.settings import Axis
 from consilium.data.volumes import is_volume
@@ -62,10 +63,15 @@ class Item:
 
 @dataclass(frozen=True)
 class DataList:
-    """A site's samples by split, Items or the Texts of text.py; every split of SPLITS is present, possibly empty."""
+    """A site's samples by split, Items or the Texts of text.py; every split of SPLITS is present, possibly empty.
+
+    `loading`: how the site reads them. `skipped`: samples that were left out because they cannot be read.
+    """
 
     path: Path
     splits: dict[str, tuple[Any, ...]]
+    loading: Loading = IN_MEMORY
+    skipped: int = 0
 
 
 def read_datalist(path: Path, classes: bool | None = False) -> DataList:
@@ -107,7 +113,8 @@ def pool(lists: Iterable[DataList]) -> DataList:
     """Return all samples of several sites as one list, for a centralized reference run. Patients of two sites are two."""
     lists = list(lists)
     own = list(enumerate(lists))
-    return DataList(lists[0].path, {s: tuple(_of_site(item, n) for n, one in own for item in one.splits[s]) for s in SPLITS})
+    splits = {split: tuple(_of_site(item, n) for n, one in own for item in one.splits[split]) for split in SPLITS}
+    return DataList(lists[0].path, splits, lists[0].loading, sum(one.skipped for one in lists))
 
 
 def _of_site(item: Any, site: int) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, pseudonym
+from consilium.data.inspect import tell
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig
 from consilium.errors import DataError
 from consilium.seeding import seed_for
@@ -17,26 +18,37 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
 
     Only headers are read, and the masks of training volumes if planes without labels are to be left out; which of these
-    stay depends on nothing but their place. Raises DataError.
+    stay depends on nothing but their place. Raises DataError; where the list's loading says `skip`, volumes that cannot be
+    read are left out and counted instead.
     """
-    return DataList(data.path, {split: tuple(_expanded(items, split, settings)) for split, items in data.splits.items()})
+    errors: list[DataError] | None = [] if data.loading.skip else None
+    splits = {split: tuple(_expanded(items, split, settings, errors)) for split, items in data.splits.items()}
+    tell(data.path, errors or [])
+    return replace(data, splits=splits, skipped=data.skipped + len(errors or []))
 
 
-def _expanded(items: Iterable[Item], split: str, settings: PictureSettings) -> Iterator[Item]:
+def _expanded(items: Iterable[Item], split: str, settings: PictureSettings, errors: list[DataError] | None) -> Iterator[Item]:
     for index, item in enumerate(items):
-        if not volumes.is_volume(item.image):
-            yield item
-            continue
-        header = volumes.header(item.image)
-        known = replace(
-            item,
-            patient=item.patient or pseudonym(header.patient),
-            study=item.study or pseudonym(header.study or str(item.image)),
-        )
-        if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
-            yield known
-        else:
-            yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
+        try:
+            yield from [item] if not volumes.is_volume(item.image) else list(_opened(item, index, split, settings))
+        except DataError as error:
+            if errors is None:
+                raise
+            errors.append(error)
+
+
+def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
+    """Yield a volume's planes, or the one that it has or its entry names."""
+    header = volumes.header(item.image)
+    known = replace(
+        item,
+        patient=item.patient or pseudonym(header.patient),
+        study=item.study or pseudonym(header.study or str(item.image)),
+    )
+    if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
+        yield known
+    else:
+        yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
 
 
 def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:

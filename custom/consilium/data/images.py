@@ -33,12 +33,19 @@ def read_sample(
 
     Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
     """
+    return {key: tensor.float() for key, tensor in read_bytes(item, classes, size, settings, padding).items()}
+
+
+def read_bytes(
+    item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
+) -> Sample:
+    """Return what `read_sample` does, as 8 bits. Raises DataError."""
     image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
     check_pair(item, image.shape[:2], labels)
     check_values(item, labels, classes)
     small = labels.map(lambda values: shrink_labels(values, size, settings))
     masks = np.stack([small.where(wanted) for wanted in classes.values()])
-    return {"image": _tensor(shrink(image, size, settings, padding)), "label": torch.from_numpy(masks).float()}
+    return {"image": _tensor(shrink(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
 
 
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
@@ -49,6 +56,11 @@ def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULT
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
     """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
+    return read_picture_bytes(item, size, settings, padding).float()
+
+
+def read_picture_bytes(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
+    """Return what `read_picture` does, as 8 bits. Raises DataError."""
     return _tensor(shrink(read_image(item, settings), size, settings, padding))
 
 
@@ -57,7 +69,7 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     item = item if isinstance(item, Item) else Item(item, None)
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image), volumes.voxels(item.image)
-        plane = header.grid.cut(values, item.axis, _plane(item, item.image, header))
+        plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
         grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
     else:
         plane = pictures.read(item.image)
@@ -77,7 +89,7 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     if not volumes.is_volume(label):
         return pictures.labels(label)
     image = volumes.header(item.image if volumes.is_volume(item.image) else label)
-    number = _plane(item, label, image)
+    number = plane_of(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
 
 
@@ -142,10 +154,10 @@ def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
 
 
 def _tensor(image: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))).float()
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
-def _plane(item: Item, path: Path, header: volumes.Header) -> int:
+def plane_of(item: Item, path: Path, header: volumes.Header) -> int:
     """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:

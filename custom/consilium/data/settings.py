@@ -1,5 +1,6 @@
 """What a job says about reading pictures: which planes of a volume, which window of values, which shape."""
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -45,3 +46,9 @@ class PictureSettings(Section):
 
 
 DEFAULTS = PictureSettings()
+
+
+def read_as(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
+    """Return all that decides how a task of this kind reads its pictures, as a text that is equal for what is read alike."""
+    said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
+    return json.dumps([kind, said, size, classes], sort_keys=True, default=str)

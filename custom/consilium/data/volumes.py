@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from threading import BoundedSemaphore
 from types import ModuleType
 
 import numpy as np
@@ -15,6 +16,10 @@ from consilium.errors import DataError
 
 _KINDS = ("consilium.data.nifti", "consilium.data.dicom")
 """Each offers is_own(path), header(path), voxels(path) and labels(path, image): see nifti.py."""
+KEPT = 2
+"""Volumes that are held in memory, and as many masks."""
+UNPACKED = BoundedSemaphore(KEPT)
+"""Held by a thread while it goes through the planes of one volume: with more at a time each would unpack it anew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +87,12 @@ def _header(path: Path, stamp: tuple[int, int]) -> Header:
     return found
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: tuple[int, int]) -> np.ndarray:
     return check_numbers(path, _known(path).voxels(path))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -> Labels:
     found: Labels = _known(path).labels(path, image)
     if found.regions is not None and found.grid is None:

@@ -1,6 +1,7 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
+from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.errors import ConfigError
 from consilium.federation.site import Site
 from consilium.messages import Observer, Tensors, allowed_metrics
@@ -124,11 +126,46 @@ def metric_names(config: JobConfig) -> frozenset[str]:
     return TASKS[config.task.name].metric_names(config.task)
 
 
-def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
-    """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
+def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None) -> DataList:
+    """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
+
+    `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
+    are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
+    """
+    task, loading = TASKS[config.task.name], _loading(site, root or folder)
+    data = replace(_read(config, name, site, folder), loading=loading)
+    if not loading.skip:
+        return task.prepare(config.task, data)
+    key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
+    if key not in _looked_at:
+        _looked_at[key] = _without_bad(config, task.prepare(config.task, data))
+    return _looked_at[key]
+
+
+_looked_at: dict[tuple[object, ...], DataList] = {}
+"""This process' lists without bad samples, by job, site and list."""
+
+
+def _loading(site: SiteConfig, root: Path) -> Loading:
+    workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
+    return Loading(site.cache.folder or root, int(site.cache.gigabytes * 1e9), workers, site.bad_samples == "skip")
+
+
+def _without_bad(config: JobConfig, data: DataList) -> DataList:
+    look = TASKS[config.task.name].look
+    if look is None:
+        return data
+    from consilium.data.inspect import without_faults
+    from consilium.data.store import open_store
+
+    store = open_store(data.loading.folder, data.loading.most)
+    return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
+
+
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     if site.datalist:
-        return task.prepare(config.task, task.read(site.datalist))
+        return task.read(site.datalist)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
@@ -137,14 +174,25 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> D
     from consilium.data.synthetic.phantoms import make_phantoms
 
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
-    return task.prepare(config.task, task.read(make_phantoms(folder / "phantoms", site=name, **spec)))
+    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
 
-def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
-    """Return a ready site; `folder` is its private folder. `model` lets sites of one process share the frozen base."""
+def build_site(
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    observer: Observer,
+    model: nn.Module | None = None,
+    root: Path | None = None,
+) -> Site:
+    """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
+
+    `model` lets sites of one process share the frozen base.
+    """
     if site.threads:
         torch.set_num_threads(site.threads)
-    task = build_task(job.config, site_data(job.config, name, site, folder), site)
+    task = build_task(job.config, site_data(job.config, name, site, folder, root), site)
     return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site))
 
 
@@ -162,7 +210,7 @@ def build_guard(
 
     In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
     """
-    data = site_data(job.config, name, site, folder)
+    data = site_data(job.config, name, site, folder, root)
     shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
     return Guard(
         name,

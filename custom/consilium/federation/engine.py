@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from consilium.config.site import SiteConfig, check_packages
+from consilium.data.storing import discard
 from consilium.errors import ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
@@ -59,6 +60,8 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
             run_phase(coordinator, trainers)
         _evaluate(coordinator, members)
         coordinator.finish()
+        for name in (*sites, POOLED):
+            discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
     finally:
         coordinator.close()
     return coordinator

@@ -19,6 +19,7 @@ from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedErr
 from consilium.federation import probe
 from consilium.messages import (
     HELD_OUT,
+    SKIPPED,
     TRAIN_LOSS,
     TRAIN_SECONDS,
     TRAIN_STEPS,
@@ -103,13 +104,13 @@ class Site:
         if last is not None and last > (payload.round, payload.phase):
             raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
         start = self._receive(own, payload)
-        metrics = self._evaluate("validation", Stage.GLOBAL, payload)
+        metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
         trained = self._train(payload)
         seconds = time.monotonic() - began
         end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
-        metrics |= self._evaluate("validation", Stage.PERSONALIZED, payload)
-        metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds}
+        metrics |= self._validate(Stage.PERSONALIZED, payload)
+        metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
@@ -136,6 +137,7 @@ class Site:
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
+        metrics |= self._skipped()
         export_adapter(self.folder / "adapter", final, self.config)
         self._draw(examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -174,6 +176,15 @@ class Site:
         if self.noise_seed is None:
             return None
         return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase)
+
+    def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
+        """Return validation metrics, {} where the job wants none of this model in this round."""
+        return self._evaluate("validation", stage, payload) if self.config.training.validates(payload.round, stage) else {}
+
+    def _skipped(self) -> dict[str, float]:
+        """Return how many samples were left out, {} for none or for a task that leaves none out."""
+        count = getattr(self.task, "skipped", 0)
+        return {SKIPPED: float(count)} if count else {}
 
     def _evaluate(self, split: str, stage: Stage, payload: Payload, distances: bool = False) -> dict[str, float]:
         self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})

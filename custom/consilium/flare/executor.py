@@ -60,7 +60,8 @@ class SiteExecutor(Executor):
             name = fl_ctx.get_identity_name()
             job, site = context.approved(fl_ctx, name)
             folder = context.site_folder(fl_ctx, job, name, site)
-            self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name))
+            root = context.site_root(fl_ctx, job, name, site)
+            self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name), root=root)
         self._site.should_stop = lambda: _stop_if(abort_signal)
         return self._site
 

@@ -14,6 +14,7 @@ import yaml
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
+from consilium.data.storing import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import GIVEN, OUTPUT
@@ -72,6 +73,8 @@ def run_simulator(
             process.wait()
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
+    for name in sites:
+        discard(workspace / "sites" / name)
 
 
 def tell(given: Given, workspace: Path) -> None:

@@ -20,7 +20,7 @@ def progress(folder: Path) -> dict[str, Any]:
     """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
 
     `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. Per site: the
-    round of its last result, that result's metrics (as far as the site shares them), bytes of tensors up and down so far, its
+    round of its last result, its last metrics (as far as the site shares them), bytes of tensors up and down so far, its
     weight in the last mean it was part of and its share of that mean's whole weight (None before there is one).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
@@ -99,7 +99,8 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
         metrics = dict(line["metrics"])
         for way, name in (("up", BYTES_UP), ("down", BYTES_DOWN)):
             site[f"bytes_{way}"] += int(metrics.pop(name, 0))
-        site |= {"round": line["round"], "metrics": metrics}
+        before = site["metrics"] if line["event"] == "result" else {}  # a round without validation keeps the scores of the last
+        site |= {"round": line["round"], "metrics": before | metrics}
     return {name: values | weights.get(name, {"weight": None, "share": None}) for name, values in found.items()}
 
 

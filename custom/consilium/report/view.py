@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
+from consilium.messages import SKIPPED, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.clean import line, shown
 from consilium.report.means import BY_N, INTERVAL, LEFT_OUT, MEAN, NOTE, Results, cell, mean_cell, number, optional
 from consilium.report.progress import when
@@ -98,13 +98,14 @@ class LiveView:
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
-        self.score = self.scores.lead(reported(metrics))
-        found = {stage: score_of(metrics, stage, self.score) for stage in Stage}
-        row |= {k: v for k, v in found.items() if v is not None} | {"state": "done", "part": 1.0}
+        if found := reported(metrics):  # a round may go without validation
+            self.score = self.scores.lead(found)
+        scored = {stage: score_of(metrics, stage, self.score) for stage in Stage}
+        row |= {k: v for k, v in scored.items() if v is not None} | {"state": "done", "part": 1.0}
         if not closing:
             self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
         if not self._live:
-            self._say(f"{self._when(event, closing)}  {shown(event['site'])}: {self._scores(found, row, closing)}")
+            self._say(f"{self._when(event, closing)}  {shown(event['site'])}: {self._scores(scored, row, closing)}")
 
     def _when(self, event: Mapping[str, Any], closing: bool) -> str:
         if closing:
@@ -162,18 +163,26 @@ def result_table(
     if not keys:
         found = fit([partial(_unscored, results, title, losses)] * 2, map(shown, results), width)
         found.min_width = min(width, len(str(found.title)))  # so that its title is one line
+        found.caption = _caption("", results)
         return found
     split = "test" if any(key.split == "test" for key in keys) else "validation"
     columns = partial(_columns, split, scores, {key.metric for key in keys})
     table = partial(_wide, results, f"{shown(title)}: {split} split{scores.remark}", columns)
     layouts = [partial(table, " "), partial(table, "\n"), partial(table, "\n", lean=True), partial(_tall, *table.args)]
     found = fit(layouts, map(shown, [*results, *_means(columns(" "))]), width)
-    without = sorted(site for site in results if not any(name.startswith(f"{split}/") for name in results[site]))
-    notes = [f"no {split} split, so not scored here: {', '.join(map(shown, without))}"] if without else []
-    notes += [str(found.caption)] if found.caption else []
+    notes = [str(one) for one in (_caption(split, results), found.caption) if one]
     notes += [NOTE] if BY_N in _means(columns(" ")) else []
     found.caption = Text("\n".join(notes)) if notes else None
     return found
+
+
+def _caption(split: str, results: Results) -> Text | None:
+    """Return what a table does not tell: who has no such split, and who left samples out; None for nothing."""
+    without = sorted(site for site in results if split and not any(name.startswith(f"{split}/") for name in results[site]))
+    skipped = [f"{shown(site)} {results[site][SKIPPED]:.0f}" for site in sorted(results) if results[site].get(SKIPPED)]
+    lines = [f"no {split} split, so not scored here: {', '.join(map(shown, without))}"] if without else []
+    lines += [f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else []
+    return Text("\n".join(lines)) if lines else None
 
 
 def _columns(split: str, scores: Scores, reported: set[str], joint: str) -> dict[str, str]:

@@ -52,7 +52,9 @@ class Task(Protocol):
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split. The first dimension is the sample.
 
-        A sample's augmentation depends on `seed` and its own index only, never on the samples beside it.
+        A sample's augmentation depends on `seed` and its own index only, never on the samples beside it. Without those that
+        cannot be read, where the site leaves them out; {} if none is left. A task with `workers`, a number of threads, has
+        its next batches made by another thread, one at a time.
         """
         ...
 

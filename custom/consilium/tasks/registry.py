@@ -60,7 +60,8 @@ class TaskKind:
     """What the rest must know of a task. `build(config, model, data, tokenizer)`: the task on one site's data.
 
     `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
-    that this job makes of it, such as a volume's planes; `file`: what such a list is called;
+    that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
+    look, which a site may have left out; `file`: what such a list is called;
     `models`: names of models made for another task that do this one too, their head having the task's `outputs`.
     """
 
@@ -73,6 +74,7 @@ class TaskKind:
     file: str = "datalist.json"
     models: frozenset[str] = frozenset()
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
+    look: Callable[[Any, Any], None] | None = None
 
 
 TASKS: Registry[TaskKind] = Registry(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from consilium.errors import ConsiliumError, Reason
 
+CPU = torch.device("cpu")
+
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return bf16 autocast where it is wanted and the device computes in it ("auto" means on GPUs only)."""
@@ -16,6 +18,11 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     if (precision == "bf16" and (gpu or device.type == "cpu")) or (precision == "auto" and gpu):
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
+
+
+def pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return a batch in pinned memory if it is for a GPU, to which it is then copied while the GPU computes."""
+    return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -1,21 +1,23 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.errors import ConsiliumError, Reason
+from consilium.data.loading import AHEAD, ahead
+from consilium.errors import ConsiliumError, DataError, Reason
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
-from consilium.training.device import autocast, cuda_devices
+from consilium.training.device import CPU, autocast, cuda_devices, pinned
 from consilium.training.optim import learning_rate, make_optimizer
 
 
@@ -65,7 +67,7 @@ def train(
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
-        _steps(model, task, optimizer, config, seed, active, dp) as take_step,
+        _steps(model, task, optimizer, config, seed, active, total, dp) as take_step,
     ):
         torch.manual_seed(seed)
         for step in range(1, total + 1):
@@ -85,12 +87,13 @@ def _steps(
     config: TrainingConfig,
     seed: int,
     trained: Mapping[str, nn.Parameter],
+    total: int,
     dp: DpSgd | None,
 ) -> Iterator[Callable[[LocalStep, Regularizer], float]]:
-    """Yield what takes one optimizer step and returns its task loss."""
+    """Yield what takes one optimizer step, of `total`, and returns its task loss."""
     if dp is None:
-        stream = _stream(task, config, seed)
-        yield lambda step, regularizer: _step(model, task, optimizer, stream, config, regularizer, step)
+        with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
+            yield lambda step, regularizer: _step(model, task, optimizer, made, config, regularizer, step)
         return
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
     seeds = (seed_for(seed, "step", number) for number in itertools.count())
@@ -128,16 +131,20 @@ def _private_step(
 ) -> float:
     """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
 
+    A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
+    it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
     `seed` is the step's: were it the batch's, one more record would change the augmentation of all others, and with it more
     of the clipped sum than the clip, which is what the noise is made for.
     """
     penalty, trained = regularizer(step), private.gradients.trained
     indices, total = private.draw(), 0.0
-    for start in range(0, len(indices), config.batch_size):
-        part = indices[start : start + config.batch_size]
-        with private.gradients.collect(len(part)):
-            share = len(part) / len(indices)
-            total += share * _backward(model, task, task.batch(part, seed), config, 1.0)
+    starts = range(0, len(indices), config.batch_size)
+    calls = (partial(_batch, task, _device(model), indices[start : start + config.batch_size], seed) for start in starts)
+    with closing(ahead(calls, _ahead(task))) as made:
+        for batch in filter(None, made):
+            count = len(next(iter(batch.values())))
+            with private.gradients.collect(count):
+                total += count / len(indices) * _backward(model, task, batch, config, 1.0)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
     return total
@@ -150,7 +157,7 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
 
 def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
     """Add the gradients of one batch's loss times `share`; return that loss."""
-    with autocast(next(model.parameters()).device, config.precision):
+    with autocast(_device(model), config.precision):
         loss = _scalar(task.loss(model, batch)) * share
     if not torch.isfinite(loss):
         raise ConsiliumError(
@@ -168,16 +175,44 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss
 
 
-def _stream(task: Task, config: TrainingConfig, seed: int) -> Iterator[Batch]:
-    """Yield batches for ever, each epoch shuffled by its own seed."""
-    epoch = 0
-    while True:
-        yield from batches(task, config.batch_size, seed_for(seed, "epoch", epoch))
-        epoch += 1
+def stream(
+    task: Task, config: TrainingConfig, seed: int, count: int, device: torch.device = CPU
+) -> Generator[Batch, None, None]:
+    """Yield `count` batches, each epoch shuffled by its own seed; the next are made ready meanwhile where the task can.
+
+    A batch of which no sample can be read is passed over. Raises DataError where that is so for a whole epoch.
+    """
+    epochs = (_calls(task, config.batch_size, seed_for(seed, "epoch", epoch), device) for epoch in itertools.count())
+    calls, empty, length = itertools.chain.from_iterable(epochs), 0, -(-task.num_samples // config.batch_size)
+    while count and length:
+        with closing(ahead(itertools.islice(calls, count), _ahead(task))) as made:
+            for batch in made:
+                if batch:
+                    empty, count = 0, count - 1
+                    yield batch
+                elif (empty := empty + 1) >= length:
+                    raise DataError("no training sample can be read; see the site's log, and repair the data")
 
 
 def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
     """Yield one epoch of the training split, shuffled by `seed`; the last batch may be smaller."""
+    yield from (call() for call in _calls(task, batch_size, seed, CPU))
+
+
+def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     for start in range(0, len(order), batch_size):
-        yield task.batch(order[start : start + batch_size], seed)
+        yield partial(_batch, task, device, order[start : start + batch_size], seed)
+
+
+def _batch(task: Task, device: torch.device, indices: list[int], seed: int) -> Batch:
+    return pinned(task.batch(indices, seed), device)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _ahead(task: Task) -> int:
+    """Return how many batches may be made ready by another thread: none unless the task says that it has such `workers`."""
+    return AHEAD if getattr(task, "workers", 0) else 0

@@ -73,6 +73,12 @@ def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tok
     )
 
 
+def _look(config: Any, item: Any) -> None:
+    from consilium.tasks.classification.task import look_at
+
+    look_at(item, config.classes, config)
+
+
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
@@ -85,4 +91,4 @@ def scores(config: ClassificationConfig) -> Scores:
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
-CLASSIFICATION = TaskKind(ClassificationConfig, scores, metric_names, _read, _build, _check, prepare=_prepare)
+CLASSIFICATION = TaskKind(ClassificationConfig, scores, metric_names, _read, _build, _check, prepare=_prepare, look=_look)

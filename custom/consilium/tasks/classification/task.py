@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.data.augment import augment, augmentation
-from consilium.data.cache import SampleCache
+from consilium.data.augment import augment
+from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import BLACK, Colour, read_picture
-from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
+from consilium.data.inspect import look_at_picture
+from consilium.data.settings import DEFAULTS, PictureSettings, read_as
+from consilium.data.store import Raw
 from consilium.errors import DataError
 from consilium.tasks.base import Batch, Classified, evaluating
 from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
@@ -23,7 +25,7 @@ EXAMPLES = 6
 
 
 class ClassificationTask:
-    """One site's images, each of one class. All are opened once at the start, so that bad data stops before any training.
+    """One site's images, each of one class. All are looked at once at the start, so that bad data stops before any training.
 
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
     A class without samples in the evaluated split has no recall and is left out of macro F1.
@@ -42,24 +44,38 @@ class ClassificationTask:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
-        self._transforms = augmentation(moved=["image"])
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
         if by_patient:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
-        self._sample = SampleCache(data, lambda item: {"image": read_picture(item, image_size, settings, padding)})
+        self.workers = data.loading.workers
+        self._samples = SampleCache(
+            data,
+            lambda item: {"image": read_picture_bytes(item, image_size, settings, padding)},
+            lambda item: look_at(item, self.classes, settings),
+            read_as("classification", settings, image_size, [self.classes, padding]),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """How many samples were left out so far because they cannot be read."""
+        return self._samples.skipped
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return "image" (N, 3, S, S) and "label" (N,) of these training samples, augmented as `seed` says."""
-        samples = [self._sample("training", i) for i in indices]
-        if self.augment:
-            samples = [augment(self._transforms, s, seed, i) for s, i in zip(samples, indices, strict=True)]
-        return self._collate("training", indices, [s["image"] for s in samples])
+        """Return "image" (N, 3, S, S) and "label" (N,) of these training samples, augmented as `seed` says.
+
+        {} if none of them can be read.
+        """
+
+        def made(index: int, raw: Raw) -> Sample:
+            return augment(raw, seed, index) if self.augment else to_float(index, raw)
+
+        return self._collate("training", self._samples.many("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch, in float32."""
@@ -72,14 +88,15 @@ class ClassificationTask:
 
         The model's mode is restored.
         """
-        if not (count := len(self.data.splits[split])):
-            return {}
-        device, logits = next(model.parameters()).device, []
+        device, logits, kept = next(model.parameters()).device, [], []
         with evaluating(model):
-            for start in range(0, count, batch_size):
-                images = [self._sample(split, i)["image"] for i in range(start, min(start + batch_size, count))]
-                logits.append(model(torch.stack(images).to(device, non_blocking=True)).float().cpu())
-        found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split]), self._whose[split]
+            for part in self._samples.parts(split, batch_size):
+                if batch := self._collate(split, part):
+                    logits.append(model(batch["image"].to(device, non_blocking=True)).float().cpu())
+                    kept += [index for index, _ in part]
+        if not kept:
+            return {}
+        found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split])[kept], self._whose[split][kept]
         if self._by_patient:
             found, labels, whose = of_patients(found, labels, whose)
         return score(found, labels, self.classes, distances) | (summary(found, labels, whose) if distances else {})
@@ -91,16 +108,19 @@ class ClassificationTask:
         The model sees one at a time, to save memory.
         """
         picked = spread(self._labels[split], EXAMPLES)
-        if not picked:
+        batch = self._collate(split, self._samples.many(split, picked, to_float))
+        if not batch:
             return None
-        device, images = next(model.parameters()).device, [self._sample(split, i)["image"] for i in picked]
+        device = next(model.parameters()).device
         with evaluating(model):
-            logits = torch.cat([model(image[None].to(device)).float().cpu() for image in images])
-        references = torch.tensor([self._labels[split][i] for i in picked])
-        return Classified(torch.stack(images).byte(), references, logits.softmax(1), tuple(self.classes))
+            logits = torch.cat([model(image[None].to(device)).float().cpu() for image in batch["image"]])
+        return Classified(batch["image"].byte(), batch["label"], logits.softmax(1), tuple(self.classes))
 
-    def _collate(self, split: str, indices: Sequence[int], images: list[Tensor]) -> Batch:
-        return {"image": torch.stack(images), "label": torch.tensor([self._labels[split][i] for i in indices])}
+    def _collate(self, split: str, samples: Sequence[tuple[int, Sample]]) -> Batch:
+        if not samples:
+            return {}
+        labels = torch.tensor([self._labels[split][index] for index, _ in samples])
+        return {"image": torch.stack([sample["image"] for _, sample in samples]), "label": labels}
 
 
 def spread(labels: Sequence[int], count: int) -> list[int]:
@@ -111,6 +131,12 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
         turns.append((seen[label], index))
         seen[label] += 1
     return sorted(index for _, index in sorted(turns)[:count])
+
+
+def look_at(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
+    """Raise DataError for a sample without a class of the task, or whose header tells that it cannot be read."""
+    class_index(item, classes)
+    look_at_picture(item, settings)
 
 
 def class_index(item: Item, classes: Sequence[str]) -> int:

@@ -60,6 +60,12 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
     )
 
 
+def _look(config: Any, item: Any) -> None:
+    from consilium.data.inspect import look_at_sample
+
+    look_at_sample(item, config.classes, config)
+
+
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
@@ -72,4 +78,4 @@ def _scores(config: SegmentationConfig) -> Scores:
 
 SCORES = scores.scores(SegmentationScoresConfig())
 """How the scores of a job that says nothing of them are shown."""
-SEGMENTATION = TaskKind(SegmentationConfig, _scores, metric_names, _read, _build, _check, prepare=_prepare)
+SEGMENTATION = TaskKind(SegmentationConfig, _scores, metric_names, _read, _build, _check, prepare=_prepare, look=_look)

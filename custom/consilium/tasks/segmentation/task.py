@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from monai.losses import DiceLoss
 from torch import Tensor, nn
 
-from consilium.data.augment import augment, augmentation
-from consilium.data.cache import SampleCache
+from consilium.data.augment import augment
+from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import BLACK, Colour, Sample, inner, read_masks, read_sample
-from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.images import BLACK, Colour, Sample, inner, read_bytes, read_masks
+from consilium.data.inspect import look_at_sample
+from consilium.data.settings import DEFAULTS, PictureSettings, read_as
+from consilium.data.store import Raw
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
@@ -28,7 +30,7 @@ EXAMPLES = 3
 
 
 class SegmentationTask:
-    """One site's images. All samples are opened once at the start, so that bad data stops before any training.
+    """One site's images. All samples are looked at once at the start, so that bad data stops before any training.
 
     Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
     lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
@@ -51,17 +53,28 @@ class SegmentationTask:
         self.by_box, self.augment, self.settings, self.scores = prompt == "box", augment, settings, scores
         self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
-        self._transforms = augmentation()
         self._dice, self._dice_each = DiceLoss(sigmoid=True), DiceLoss(sigmoid=True, reduction="none")
-        self._sample = SampleCache(data, lambda item: read_sample(item, classes, image_size, settings, padding))
+        self.workers = data.loading.workers
+        self._samples = SampleCache(
+            data,
+            lambda item: read_bytes(item, classes, image_size, settings, padding),
+            lambda item: look_at_sample(item, classes, settings),
+            read_as("segmentation", settings, image_size, [classes, padding]),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """How many samples were left out so far because they cannot be read."""
+        return self._samples.skipped
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return these samples of the training split, augmented as `seed` says."""
-        return self._collate([self._training_sample(i, seed) for i in indices])
+        """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
+        found = self._samples.many("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
+        return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean of Dice loss plus binary cross-entropy, in float32.
@@ -79,19 +92,20 @@ class SegmentationTask:
         The model's mode is restored.
         """
         items = self.data.splits[split]
-        if not items:
-            return {}
-        units, losses, wanted = Units(items, self.scores, distances), 0.0, order(items, self.scores)
+        units, losses, count = Units(items, self.scores, distances), 0.0, 0
         with evaluating(model):
-            for start in range(0, len(items), batch_size):
-                part = wanted[start : start + batch_size]
-                samples = [self._annotated(split, i, self._with_boxes(self._sample(split, i))) for i in part]
+            for part in self._samples.parts(split, batch_size, order(items, self.scores)):
+                samples = [self._annotated(split, i, self._with_boxes(sample)) for i, sample in part]
+                if not samples:
+                    continue
                 logits, label, annotated = self._forward(model, self._collate(samples))
-                losses += float(self._loss(logits, label, annotated)) * len(samples)
-                for plane in self._planes([items[i] for i in part], logits, label):
+                losses, count = losses + float(self._loss(logits, label, annotated)) * len(samples), count + len(samples)
+                for plane in self._planes([items[i] for i, _ in part], logits, label):
                     units.add(plane)
+        if not count:
+            return {}
         found, table = units.scores()
-        return {"loss": losses / len(items)} | self._average(table) | (summary(found, table) if distances else {})
+        return {"loss": losses / count} | self._average(table) | (summary(found, table) if distances else {})
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
@@ -99,18 +113,20 @@ class SegmentationTask:
 
         The model sees one at a time, to save memory.
         """
-        samples = [self._sample(split, i) for i in range(min(EXAMPLES, len(self.data.splits[split])))]
-        if not samples:
+        first = range(min(EXAMPLES, len(self.data.splits[split])))
+        found = self._samples.many(split, first, to_float)
+        if not found:
             return None
+        items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]
         with evaluating(model):
             logits = [self._forward(model, self._collate([self._with_boxes(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
-        for item, mask in zip(self.data.splits[split], guess, strict=False):
+        for item, mask in zip(items, guess, strict=True):
             rows, columns = self._inner(item)
             mask[:, rows:], mask[:, :, columns:] = False, False
-        found = [overlaps(counts(*masks), False)["dice"] for masks in zip(guess, shown["label"].bool(), strict=True)]
-        known = torch.stack([self._known(item) for item in self.data.splits[split][: len(found)]])
-        dice = torch.stack(found).masked_fill(~known, float("nan")).nanmean(1)
+        each = [overlaps(counts(*masks), False)["dice"] for masks in zip(guess, shown["label"].bool(), strict=True)]
+        known = torch.stack([self._known(item) for item in items])
+        dice = torch.stack(each).masked_fill(~known, float("nan")).nanmean(1)
         return Segmented(shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes))
 
     def _average(self, scores: Row) -> dict[str, float]:
@@ -161,9 +177,8 @@ class SegmentationTask:
             return sample
         return sample | {"annotated": self._known(self.data.splits[split][index]).float()}
 
-    def _training_sample(self, index: int, seed: int) -> Sample:
-        sample = self._sample("training", index)
-        moved = augment(self._transforms, sample, seed, index) if self.augment else sample
+    def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
+        moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
         return self._annotated("training", index, self._with_boxes(moved, seed_for(seed, "box", index)))
 
     def _with_boxes(self, sample: Sample, seed: int | None = None) -> Sample:
@@ -171,7 +186,7 @@ class SegmentationTask:
 
     @staticmethod
     def _collate(samples: list[Sample]) -> Batch:
-        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
 
 
 def partly_annotated(data: DataList, classes: Sequence[str] | dict[str, list[int]]) -> set[str]:

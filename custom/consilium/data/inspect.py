@@ -1,0 +1,103 @@
+"""A look at samples before training: headers, grids and labels, so that it can begin while pictures are still being read."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from consilium.data import volumes
+from consilium.data.datalist import DataList, Item
+from consilium.data.images import Classes, check_pair, check_values, classes_of, plane_of, read_labels
+from consilium.data.opening import check_pixels, open_picture, reading
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.errors import DataError
+
+if TYPE_CHECKING:
+    from consilium.data.store import Store
+
+Check = Callable[[Item], None]
+Place = tuple[str, int]
+NAMED = 10
+"""Samples left out that the log names."""
+_log = logging.getLogger(__name__)
+
+
+def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+    """Return an image's (rows, columns) by its header. Raises DataError for one that is none, too large, or lacks the plane."""
+    if volumes.is_volume(item.image):
+        header = volumes.header(item.image)
+        nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
+        rows, columns = header.grid.cut(nothing, item.axis, plane_of(item, item.image, header)).shape
+        return rows, columns
+    with reading(item.image, "image cannot be read"), open_picture(item.image) as picture:
+        check_pixels(item.image, picture)
+        turned = picture.getexif().get(0x0112, 1) >= 5
+        return (picture.width, picture.height) if turned else (picture.height, picture.width)
+
+
+def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> None:
+    """Raise DataError for what images.read_sample would, but for voxels: the image is not decoded, its labels are."""
+    shape, labels = look_at_picture(item, settings), read_labels(item, settings)
+    check_pair(item, shape, labels)
+    check_values(item, labels, classes_of(item, classes))
+
+
+def faults(data: DataList, check: Check, settings: str, store: "Store | None") -> Iterator[tuple[Place, DataError]]:
+    """Yield where a check fails and why, in the list's order but for volumes, whose planes come together.
+
+    What has passed before, by the store's word, is not looked at again. Threads share the work, a volume is one thread's.
+    """
+    groups: dict[object, list[tuple[Place, Item]]] = {}
+    for split, items in data.splits.items():
+        for index, item in enumerate(items):
+            groups.setdefault((split, index) if item.slice is None else item.image, []).append(((split, index), item))
+
+    def look(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
+        todo = [(place, item) for place, item in group if not (store and store.fingerprints.passed(item, settings))]
+        if not todo or todo[0][1].slice is None:
+            return _looked(todo, check, settings, store)
+        with volumes.UNPACKED:
+            return _looked(todo, check, settings, store)
+
+    if not data.loading.workers:
+        for group in groups.values():
+            yield from look(group)
+        return
+    with ThreadPoolExecutor(data.loading.workers, "consilium-look") as pool:
+        for found in pool.map(look, groups.values()):  # what is not begun when the caller has seen enough is not done
+            yield from found
+
+
+def _looked(
+    group: list[tuple[Place, Item]], check: Check, settings: str, store: "Store | None"
+) -> list[tuple[Place, DataError]]:
+    found = []
+    for place, item in group:
+        try:
+            check(item)
+        except DataError as error:
+            found.append((place, error))
+        else:
+            if store:
+                store.fingerprints.note_passed(item, settings)
+    return found
+
+
+def tell(path: Path, errors: Collection[DataError]) -> None:
+    """Say in the site's own log which samples are left out."""
+    for error in list(errors)[:NAMED]:
+        _log.warning(f"left out: {error}")
+    if len(errors) > NAMED:
+        _log.warning(f"{path}: {len(errors):,} samples are left out; `consilium data check` names all")
+
+
+def without_faults(data: DataList, check: Check, settings: str, store: "Store | None") -> DataList:
+    """Return the list without samples that fail the check; they are counted, and the first named in the log."""
+    bad = dict(faults(data, check, settings, store))
+    tell(data.path, bad.values())
+    kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
+    return replace(data, splits=kept, skipped=data.skipped + len(bad))
