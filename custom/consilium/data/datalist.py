@@ -7,7 +7,7 @@ class will do, see folders.py.
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,8 @@ MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "te
 ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold"}
 MOST_BYTES = 256 * 1024**2
 """A data list of over a million entries is smaller."""
+Bad = Callable[[str, int, DataError], None]
+"""Takes split and place of an entry that cannot be used, and why."""
 _KEY = secrets.token_bytes(32)
 
 
@@ -68,10 +70,11 @@ class DataList:
     splits: dict[str, tuple[Any, ...]]
 
 
-def read_datalist(path: Path, classes: bool | None = False) -> DataList:
+def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
     """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see opening.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
+    `bad`: told of every entry that cannot be used, which is then left out; without it the first one is an error.
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():
@@ -83,7 +86,7 @@ def read_datalist(path: Path, classes: bool | None = False) -> DataList:
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
     annotated = _annotated(str(path), raw.get("annotated"))
-    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated)) for split in SPLITS})
+    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
 
 
 def _json(path: Path) -> Any:
@@ -102,12 +105,19 @@ def pool(lists: Iterable[DataList]) -> DataList:
     return DataList(lists[0].path, {split: tuple(i for one in lists for i in one.splits[split]) for split in SPLITS})
 
 
-def _items(path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Iterable[Item]:
+def _items(
+    path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None, bad: Bad | None
+) -> Iterable[Item]:
     if not isinstance(entries, list):
         raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
     for index, entry in enumerate(entries):
         where = f"{path}: {split}[{index}]"
-        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
+        try:
+            yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
+        except DataError as error:
+            if bad is None:
+                raise
+            bad(split, index, error)
 
 
 def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
@@ -148,7 +158,8 @@ def _check_there(where: str, file: Path) -> None:
     except (OSError, ValueError):  # a name that no file can have
         there = False
     if not there:
-        raise DataError(f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder")
+        what = f"{str(file)[:300]}: no such file"
+        raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
         if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
             check_file(file)

@@ -61,9 +61,11 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
     label = item.label
     if label is not None and not isinstance(label, Path):
-        raise DataError(f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask")
+        raise DataError(
+            f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask", "class instead of a mask"
+        )
     if label is None:
-        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask')
+        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask', "no mask")
     if not volumes.is_volume(label):
         return pictures.labels(label)
     image = volumes.header(item.image if volumes.is_volume(item.image) else label)
@@ -89,7 +91,8 @@ def classes_of(item: Item, classes: Classes) -> Classes:
 def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
-        raise DataError(f"{item.label}: mask is {labels.shape}, its image {item.image.name} {shape}; make them equal")
+        found = f"mask is {labels.shape}, its image {item.image.name} {shape}"
+        raise DataError(f"{item.label}: {found}; make them equal", "mask of another size")
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
@@ -97,7 +100,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     declared = {0, *(value for wanted in classes.values() for value in wanted)}
     if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
         remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
-        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}")
+        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
 
 
 def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
@@ -135,7 +138,7 @@ def _plane(item: Item, path: Path, header: volumes.Header) -> int:
     """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:
-        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list')
+        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")
     if not 0 <= (item.slice or 0) < count:
-        raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there")
+        raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there", "wrong slice")
     return item.slice or 0

@@ -12,7 +12,7 @@ from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
     from consilium.tasks.classification.task import ClassificationTask
 
 
@@ -60,7 +60,7 @@ def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tok
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes if config else None)
+    return check_datalist(path, config.classes, config) if config else check_datalist(path)
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})

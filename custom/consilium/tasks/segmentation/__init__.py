@@ -12,7 +12,7 @@ from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
     from consilium.tasks.segmentation.task import SegmentationTask
 
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
@@ -61,7 +61,7 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes if config else None)
+    return check_datalist(path, config.classes, config) if config else check_datalist(path)
 
 
 SCORES = Scores(
