@@ -144,18 +144,46 @@ def cmyk(folder: Path) -> dict[str, Any]:
 
 
 STOPS: dict[str, tuple[Case, str, str]] = {
-    "NaN voxels": (lambda f: volumes(f, with_nan(phantom()), slice=2), "not finite numbers", "float32 of shape (24, 24, 5) with NaN"),
+    "NaN voxels": (
+        lambda f: volumes(f, with_nan(phantom()), slice=2),
+        "not finite numbers",
+        "float32 of shape (24, 24, 5) with NaN",
+    ),
     "NaN mask": (lambda f: volumes(f, label=with_nan(blob()), slice=2), "not finite numbers", "s.nii.gz: holds float32"),
-    "other spacing": (lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, scale=1.5)), slice=2), "mask on another grid", "corners lie 11.5 mm apart"),
-    "other origin": (lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, by=7)), slice=2), "mask on another grid", "corners lie 7.0 mm apart"),
-    "inverted affine": (lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, flip=True)), slice=2), "mask on another grid", "corners lie 46.0 mm apart"),
-    "other shape": (lambda f: volumes(f, label=blob((SIDE, SIDE, 4)), slice=2), "mask on another grid", "24x24x4 voxels, not 24x24x5"),
+    "other spacing": (
+        lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, scale=1.5)), slice=2),
+        "mask on another grid",
+        "corners lie 11.5 mm apart",
+    ),
+    "other origin": (
+        lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, by=7)), slice=2),
+        "mask on another grid",
+        "corners lie 7.0 mm apart",
+    ),
+    "inverted affine": (
+        lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, flip=True)), slice=2),
+        "mask on another grid",
+        "corners lie 46.0 mm apart",
+    ),
+    "other shape": (
+        lambda f: volumes(f, label=blob((SIDE, SIDE, 4)), slice=2),
+        "mask on another grid",
+        "24x24x4 voxels, not 24x24x5",
+    ),
     "4-D": (lambda f: volumes(f, np.zeros((8, 8, 5, 3), np.int16), slice=2), "not three dimensions", "has shape (8, 8, 5, 3)"),
     "no size of voxels": (zero_spacing, "broken geometry", "gives the voxels no size or place"),
     "slice outside": (lambda f: volumes(f, slice=5), "wrong slice", "slice 5 is outside 0..4"),
-    "flat mask of a volume": (lambda f: volumes(f) | {"label": save(f / "m.png", mask())}, "mask of another size", "its image has 5 planes"),
+    "flat mask of a volume": (
+        lambda f: volumes(f) | {"label": save(f / "m.png", mask())},
+        "mask of another size",
+        "its image has 5 planes",
+    ),
     "20k x 20k": (lambda f: pair(f) | {"image": declared(f / "b.png", 20_000)}, "too large", "over 100,000,000 pixels"),
-    "10.1k x 10.1k": (lambda f: pair(f) | {"image": declared(f / "b.png", 10_100)}, "too large", "10100x10100 pixels, at most 100,000,000"),
+    "10.1k x 10.1k": (
+        lambda f: pair(f) | {"image": declared(f / "b.png", 10_100)},
+        "too large",
+        "10100x10100 pixels, at most 100,000,000",
+    ),
     "several pages": (pages, "several pages", "has 3 pages"),
     "EXIF": (exif, "mask of another size", "mask is (24, 48), its image e.png (48, 24)"),
     "slice as text": (lambda f: volumes(f, slice="4"), "unreadable", "slice '4' is no whole number from 0"),
@@ -167,16 +195,28 @@ STOPS: dict[str, tuple[Case, str, str]] = {
     "half a PNG": (lambda f: cut_off(f, "h.png"), "unreadable", "h.png: image cannot be read"),
     "half a .nii.gz": (cut_volume, "unreadable", "v.nii.gz: cannot be read as NIfTI"),
     "no picture": (lambda f: pair(f) | {"image": write_bytes(f / "t.png", b"just text")}, "unreadable", "image cannot be read"),
-    "a picture called .nii.gz": (lambda f: pair(f) | {"image": write_bytes(f / "x.nii.gz", b"\x89PNG")}, "unreadable", "cannot be read as NIfTI"),
+    "a picture called .nii.gz": (
+        lambda f: pair(f) | {"image": write_bytes(f / "x.nii.gz", b"\x89PNG")},
+        "unreadable",
+        "cannot be read as NIfTI",
+    ),
     "colours as a mask": (rgba_mask, "mask of colours", "mask has 3 channels"),
-    "mask of broken numbers": (lambda f: volumes(f, label=blob() * np.float32(0.5), slice=1), "mask of broken numbers", "between whole numbers"),
-    "255 for 1": (lambda f: pair(f, label=mask(values=(255, 255))), "undeclared label value", "label value 255 belongs to no class"),
+    "mask of broken numbers": (
+        lambda f: volumes(f, label=blob() * np.float32(0.5), slice=1),
+        "mask of broken numbers",
+        "between whole numbers",
+    ),
+    "255 for 1": (
+        lambda f: pair(f, label=mask(values=(255, 255))),
+        "undeclared label value",
+        "label value 255 belongs to no class",
+    ),
     "16-bit mask": (lambda f: pair(f, label=mask().astype(np.uint16) * 1000), "undeclared label value", "label value 1000"),
     "no mask": (lambda f: {"image": pair(f)["image"]}, "no mask", "i.png"),
     "a class": (lambda f: pair(f) | {"label": 3}, "class instead of a mask", "label 3 is a class"),
     "mask of another size": (lambda f: pair(f, label=mask((SIDE, SIDE + 1))), "mask of another size", "mask is (24, 25)"),
     "unknown key": (lambda f: pair(f) | {"lable": "m.png"}, "unreadable", "unknown key 'lable'"),
-}  # fmt: skip
+}
 """What stops a training: files, kind in the report, words in its line."""
 
 
@@ -260,7 +300,7 @@ WARNS: dict[str, tuple[Case, str, str]] = {
     "class nowhere": (lambda f: pair(f, label=mask(values=(1, 1))), "class of the job that no sample shows", "cup"),
     "oblique": (lambda f: oblique(f), "oblique volume", "20 degrees off"),
     "turned square": (lambda f: turned_square(f), "turned by its EXIF tag", "its mask is not"),
-}  # fmt: skip
+}
 """What deserves a look: files, kind, words."""
 
 

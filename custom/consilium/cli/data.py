@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.data_check import data_check
+from consilium.cli.data_split import data_split
 from consilium.cli.options import MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 app.command("check")(data_check)
+app.command("split")(data_split)
 
 
 @app.command("import")

@@ -80,7 +80,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     if path.is_dir():
         found = list(read_folders(path))
         return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
-    raw = _json(path)
+    raw = read_json(path)
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
@@ -89,7 +89,8 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return what a data list's file holds. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     try:
         return json.loads(text)
