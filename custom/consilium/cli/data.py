@@ -11,6 +11,7 @@ from rich.table import Table
 
 from consilium.cli.data_check import data_check
 from consilium.cli.data_split import data_split
+from consilium.cli.data_stats import data_stats
 from consilium.cli.options import MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
@@ -18,6 +19,7 @@ from consilium.report.clean import line, shown
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 app.command("check")(data_check)
 app.command("split")(data_split)
+app.command("stats")(data_stats)
 
 
 @app.command("import")

@@ -1,21 +1,17 @@
 """Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
 
-import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from consilium.data.copies import find_copies
 from consilium.data.datalist import SPLITS, Item, read_datalist
+from consilium.data.files import by_file
 from consilium.data.findings import Findings, Trace
 from consilium.data.looking import Classes, Look, look
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 
 __all__ = ["Findings", "check_datalist"]
-AT_ONCE = 4
-"""Files read side by side: each picture may take some hundred megabytes."""
-Entry = tuple[str, Item]
 
 
 def check_datalist(path: Path, classes: Classes = None, settings: PictureSettings = DEFAULTS) -> Findings:
@@ -34,24 +30,12 @@ def check_datalist(path: Path, classes: Classes = None, settings: PictureSetting
     report.check_splits()
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
-    for (split, item), found in zip(entries, _looks(entries, settings, classes), strict=True):
+    looks = by_file([item for _, item in entries], lambda items: look(items, settings, classes))
+    for (split, item), found in zip(entries, looks, strict=True):
         _take(report, split, item, _name(item, folder), found, classes)
     _check_classes(report, classes)
     find_copies(report)
     return report
-
-
-def _looks(entries: list[Entry], settings: PictureSettings, classes: Classes) -> list[Look]:
-    """Return what each entry turned out to be; entries of one file are looked at together, a few files side by side."""
-    files: dict[Path, list[int]] = {}
-    for index, (_, item) in enumerate(entries):
-        files.setdefault(item.image, []).append(index)
-    found: dict[int, Look] = {}
-    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
-        looks = pool.map(lambda indices: look([entries[i][1] for i in indices], settings, classes), files.values())
-        for indices, ones in zip(files.values(), looks, strict=True):
-            found |= dict(zip(indices, ones, strict=True))
-    return [found[index] for index in range(len(entries))]
 
 
 def _name(item: Item, folder: Path) -> str:
