@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from consilium.data.folders import read_folders
+from consilium.data.folders import SLIDES, read_folders
 from consilium.data.labels import Value
-from consilium.data.opening import check_file, read_text, whole
+from consilium.data.opening import MOST_BYTES as MOST_FILE
+from consilium.data.opening import MOST_SLIDE, check_file, read_text, whole
 from consilium.data.settings import Axis
 from consilium.data.volumes import is_volume
 from consilium.errors import DataError
@@ -22,9 +23,11 @@ from consilium.errors import DataError
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
-ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold"}
+ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold", "tile"}
 MOST_BYTES = 256 * 1024**2
 """A data list of over a million entries is smaller."""
+Tile = tuple[int, int, int, int]
+"""Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
 """Takes split and place of an entry that cannot be used, and why."""
 _KEY = secrets.token_bytes(32)
@@ -42,8 +45,8 @@ def pseudonym(identifier: str) -> str:
 class Item:
     """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
 
-    `slice`: a plane of a volume, counted across `axis`. `patient` and `study`: pseudonyms of what belongs together, "" where
-    nobody knows. `annotated`: the classes that the mask shows, all of the task's without it. `label_map`: classes by the
+    `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
+    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it. `label_map`: classes by the
     site's own label values, where they differ from the job's.
     """
 
@@ -54,12 +57,20 @@ class Item:
     patient: str = ""
     study: str = ""
     annotated: tuple[str, ...] | None = None
+    tile: Tile | None = None
     label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
 
     @property
     def name(self) -> str:
-        """The image's file name, with the slice if there is one."""
-        return self.image.name if self.slice is None else f"{self.image.name}[{self.slice}]"
+        """The image's file name, with the slice or the tile's corner if there is one."""
+        return self.image.name + self.part
+
+    @property
+    def part(self) -> str:
+        """How a name tells the slice or the tile, "" of a whole picture."""
+        if self.tile is not None:
+            return f"[{self.tile[0]},{self.tile[1]}]"
+        return "" if self.slice is None else f"[{self.slice}]"
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,8 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
         raise DataError(f"{where}: axis {_brief(axis)} is none of {', '.join(get_args(Axis))}")
     patient, study = (pseudonym(_identifier(where, entry, key)) for key in ("patient", "study"))
     own = _annotated(where, entry.get("annotated"))
-    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, annotated if own is None else own)
+    known = annotated if own is None else own
+    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
 
 
 def _identifier(where: str, entry: dict[str, Any], key: str) -> str:
@@ -163,7 +175,7 @@ def _check_there(where: str, file: Path) -> None:
         raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
         if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-            check_file(file)
+            check_file(file, most=MOST_SLIDE if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")) else MOST_FILE)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
@@ -172,6 +184,16 @@ def _slice(where: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DataError(f'{where}: slice {_brief(value)} is no whole number from 0; write "slice": 4')
     return value
+
+
+def _tile(where: str, value: Any) -> Tile | None:
+    if value is None:
+        return None
+    whole_ones = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    if not whole_ones or len(value) != 4 or not value[2] or not value[3]:
+        raise DataError(f'{where}: tile {repr(value)[:80]} is no place; write "tile": [left, top, width, height] in pixels')
+    left, top, width, height = value
+    return left, top, width, height
 
 
 def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:

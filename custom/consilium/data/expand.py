@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from consilium.data import volumes
+from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item, pseudonym
-from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig
+from consilium.data.images import read_labels
+from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -16,8 +17,9 @@ _UNIT = 2**32
 def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
 
-    Only headers are read, and the masks of training volumes if planes without labels are to be left out; which of these
-    stay depends on nothing but their place. Raises DataError.
+    So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
+    samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
+    Raises DataError.
     """
     return DataList(data.path, {split: tuple(_expanded(items, split, settings)) for split, items in data.splits.items()})
 
@@ -25,7 +27,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 def _expanded(items: Iterable[Item], split: str, settings: PictureSettings) -> Iterator[Item]:
     for index, item in enumerate(items):
         if not volumes.is_volume(item.image):
-            yield item
+            yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
             continue
         header = volumes.header(item.image)
         known = replace(
@@ -39,7 +41,29 @@ def _expanded(items: Iterable[Item], split: str, settings: PictureSettings) -> I
             yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
 
 
+def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    """Yield a picture's tiles; of one that is no larger than a tile, or names its own, the item itself."""
+    wanted = settings.tiles
+    if wanted is None or item.tile is not None:
+        yield item
+        return
+    rows, columns = slides.shape(item.image, wanted.level)
+    if max(rows, columns) <= wanted.size and not slides.layout(item.image).levels[1:] and not slides.is_slide(item.image):
+        yield item
+        return
+    if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
+        raise DataError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
+    whole = replace(item, study=item.study or pseudonym(str(item.image)))
+    for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+        one = replace(whole, tile=tile)
+        if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+            yield one
+
+
 def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+        what = f"is one picture, and {item.image.name} has several planes"
+        raise DataError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
     slices, axis = settings.slices, settings.slices.axis
     count = header.grid.planes(axis)
     labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
@@ -48,8 +72,8 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
             yield replace(item, slice=number, axis=axis)
 
 
-def _kept(slices: SlicesConfig, seed: int, number: int) -> bool:
-    share = slices.empty if isinstance(slices.empty, float) else 0.0
+def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
+    share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
 
 

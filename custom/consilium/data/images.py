@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from consilium.data import pictures, volumes
+from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.intensity import windowed
 from consilium.data.labels import Labels, Value
@@ -49,6 +49,10 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
         header, values = volumes.header(item.image), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, _plane(item, item.image, header))
         grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
+    elif item.tile is not None or slides.is_slide(item.image):
+        level = level_of(settings)
+        plane = slides.read(item.image, slides.tile_of(item), level)
+        grey = windowed(plane, settings, None, lambda: slides.spread(item.image, level))
     else:
         plane = pictures.read(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
@@ -66,11 +70,18 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
         )
     if label is None:
         raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask', "no mask")
+    if item.tile is not None:
+        return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
         return pictures.labels(label)
     image = volumes.header(item.image if volumes.is_volume(item.image) else label)
     number = _plane(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
+
+
+def level_of(settings: PictureSettings) -> int:
+    """Return the level of a slide at which tiles are counted and read."""
+    return settings.tiles.level if settings.tiles else 0
 
 
 def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np.ndarray:

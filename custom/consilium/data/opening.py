@@ -21,6 +21,8 @@ FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 """What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
 MOST_BYTES = 2 * 1024**3
 """A file larger than this is not opened."""
+MOST_SLIDE = 1024**4
+"""The same of a TIFF or a slide, of which only parts are read at once."""
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3
@@ -54,9 +56,9 @@ def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str = TAKE_OFF) -> Iterator[None]:
+def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
     """Turn whatever a decoder of `path` raises in the block into a DataError: damaged files make them raise anything."""
-    check_file(path, remedy)
+    check_file(path, remedy, most)
     try:
         yield
     except DataError:
