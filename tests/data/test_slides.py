@@ -12,10 +12,12 @@ import tifffile
 from PIL import Image
 
 from consilium.data import slides
+from consilium.data.check import check_datalist
 from consilium.data.datalist import Item, read_datalist
 from consilium.data.expand import expand
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.settings import PictureSettings, TilesConfig
+from consilium.data.stats import site_stats
 from consilium.errors import DataError
 
 ROWS, COLUMNS = 250, 330
@@ -100,7 +102,7 @@ def test_a_slide_of_a_scanner_by_its_levels(tmp_path: Path) -> None:
     assert np.abs(slides.read(tmp_path / "a.svs", half, 1).astype(int) - cut(smooth()[::2, ::2], half)).mean() < 3
     with pytest.raises(DataError, match=r"a\.svs: is a whole slide; set task\.tiles"):
         read_image(tmp_path / "a.svs")
-    with pytest.raises(DataError, match="has 2 levels, the first is 0; set task.tiles.level lower"):
+    with pytest.raises(DataError, match=r"has 2 levels, the first is 0; set task\.tiles\.level lower"):
         slides.read(tmp_path / "a.svs", tile, 2)
 
 
@@ -207,6 +209,7 @@ import resource, sys
 import numpy as np, tifffile
 from pathlib import Path
 from consilium.data import slides
+from consilium.data.check import check_datalist
 path = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0
@@ -233,3 +236,45 @@ def test_a_picture_of_655_million_pixels_takes_little_memory(tmp_path: Path) -> 
     assert more < 200
     with pytest.raises(DataError, match=r"over 100,000,000 pixels\); save it as a tiled TIFF and set task\.tiles"):
         read_image(path)
+
+
+def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    settings = PictureSettings(tiles=TilesConfig(size=128))
+    report = check_datalist(path, {"a": [1], "b": [2]}, settings)
+    assert report.problems == {"duplicate between splits": ["test: a.tif = training: a.tif"]}
+    assert report.planes == {"training": 6, "test": 6}
+    assert report.sizes == {"250x330": 2}
+    assert set(report.label_values) == {0, 1, 2}
+    assert list(check_datalist(path, {"a": [1]}, settings).problems) == ["undeclared label value", "duplicate between splits"]
+    tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
+    assert "mask of another size" in check_datalist(path, {"a": [1], "b": [2]}, settings).problems
+
+
+def test_the_statistics_of_a_large_picture_count_every_pixel_of_its_mask_once(tmp_path: Path) -> None:
+    data = read_datalist(listed(tmp_path, labelled()))
+    found = site_stats(data, {"a": [1], "b": [2]}, PictureSettings(tiles=TilesConfig(size=128)))
+    assert found["size"] == {"rows": [250] * 3, "columns": [330] * 3}
+    assert found["classes"]["a"] == {"samples": 2, "share": round(100 / (250 * 330), 6)}
+    assert found["unreadable"] == 0
+
+
+def test_two_tiles_of_one_picture_in_two_splits_leak(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    one = {"image": "a.tif", "label": "m.tif"}
+    path.write_text(json.dumps({"training": [one | {"tile": [0, 0, 64, 64]}], "test": [one | {"tile": [64, 64, 64, 64]}]}))
+    report = check_datalist(path)
+    assert report.problems == {"volume in two splits": ["test: a.tif[64,64] = training: a.tif[0,0]"]}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_levels_of_a_plain_pyramid(inside: bool, tmp_path: Path) -> None:
+    """Smaller levels as pages within the first one, as OME and QuPath write, or after it."""
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(array(), tile=(64, 64), photometric="rgb", subifds=2 if inside else 0, metadata=None)
+        for step in (2, 4):
+            file.write(array()[::step, ::step], tile=(64, 64), photometric="rgb", subfiletype=1, metadata=None)
+    assert slides.layout(tmp_path / "a.tif").levels == ((250, 330), (125, 165), (63, 83))
+    for level, step in enumerate((1, 2, 4)):
+        tile = (10, 11, 40, 30)
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile, level), cut(array()[::step, ::step], tile))

@@ -41,7 +41,7 @@ def check_datalist(path: Path, classes: Classes = None, settings: PictureSetting
 def _name(item: Item, folder: Path) -> str:
     """Return how a sample is called: its path within the list's folder, with the slice if there is one."""
     path = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
-    return str(path) if item.slice is None else f"{path}[{item.slice}]"
+    return f"{path}{item.part}"
 
 
 def _take(report: Findings, split: str, item: Item, called: str, found: Look, classes: Classes) -> None:

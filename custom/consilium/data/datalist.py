@@ -46,8 +46,8 @@ class Item:
     """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
 
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
-    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it. `label_map`: classes by the
-    site's own label values, where they differ from the job's.
+    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
+    `label_map`: classes by the site's own label values, where they differ from the job's.
     """
 
     image: Path

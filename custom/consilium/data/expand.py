@@ -44,16 +44,13 @@ def _expanded(items: Iterable[Item], split: str, settings: PictureSettings) -> I
 def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
     """Yield a picture's tiles; of one that is no larger than a tile, or names its own, the item itself."""
     wanted = settings.tiles
-    if wanted is None or item.tile is not None:
-        yield item
-        return
-    rows, columns = slides.shape(item.image, wanted.level)
-    if max(rows, columns) <= wanted.size and not slides.layout(item.image).levels[1:] and not slides.is_slide(item.image):
+    if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
         yield item
         return
     if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
         raise DataError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
     whole = replace(item, study=item.study or pseudonym(str(item.image)))
+    rows, columns = slides.shape(item.image, wanted.level)
     for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
         one = replace(whole, tile=tile)
         if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:

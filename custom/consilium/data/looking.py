@@ -9,11 +9,11 @@ from threading import Lock
 import numpy as np
 from PIL import Image
 
-from consilium.data import pictures, volumes
+from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item, pseudonym
 from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.labels import Labels, Value
-from consilium.data.settings import PictureSettings
+from consilium.data.settings import PictureSettings, TilesConfig
 from consilium.errors import DataError
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
@@ -75,6 +75,8 @@ def _attempt(item: Item, known: tuple[volumes.Header, str] | None, settings: Pic
     try:
         if known:
             _see_volume(found, item, *known, settings, classes)
+        elif item.tile is None and slides.by_tiles(item.image, settings):
+            _see_slide(found, item, settings, classes)
         else:
             _see_picture(found, item, settings, classes)
     except DataError as error:
@@ -91,6 +93,38 @@ def _see_picture(found: Look, item: Item, settings: PictureSettings, classes: Cl
     if item.label is not None:
         labels = read_labels(item, settings) if isinstance(item.label, Path) else None
         _label(found, item, image, labels, classes)
+
+
+def _see_slide(found: Look, item: Item, settings: PictureSettings, classes: Classes) -> None:
+    """Look at some tiles of a large picture, and at all of its mask."""
+    wanted = settings.tiles or TilesConfig()
+    rows, columns = slides.shape(item.image, wanted.level)
+    found.size = f"{rows}x{columns}"
+    found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
+    some = slides.probes(item.image, wanted.level)
+    digest = hashlib.blake2b(found.size.encode(), digest_size=16)
+    for one in some:
+        digest.update(one.tobytes())
+    if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
+        found.warnings.append(("constant image", "in the parts looked at"))
+    else:
+        found.marks = _marks(item, digest.hexdigest())
+    check_class(item, classes)
+    if not isinstance(item.label, Path):
+        found.classes = () if item.label is None else (str(item.label),)
+        return
+    for block in slides.mask_blocks(item.label, (rows, columns)):
+        found.values |= block.present()
+        if isinstance(classes, Mapping):
+            check_values(item, block, classes_of(item, classes))
+    if found.values <= {0}:
+        found.warnings.append(("empty mask", ""))
+    if isinstance(classes, Mapping):
+        found.classes = _shown(item, found.values, classes)
+
+
+def _shown(item: Item, values: set[Value], classes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    return tuple(name for name, wanted in classes_of(item, classes).items() if values & set(wanted))
 
 
 def _see_volume(
@@ -157,9 +191,8 @@ def _label(found: Look, item: Item, image: np.ndarray, labels: Labels | None, cl
     elif not whole and labels.values is not None and np.array_equal(labels.values, image[..., 0]):
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
-        wanted = classes_of(item, classes)
-        check_values(item, labels, wanted)
-        found.classes = tuple(name for name, values in wanted.items() if found.values & set(values))
+        check_values(item, labels, classes_of(item, classes))
+        found.classes = _shown(item, found.values, classes)
 
 
 def appearance(image: np.ndarray) -> bytes | None:
@@ -173,12 +206,12 @@ def appearance(image: np.ndarray) -> bytes | None:
 
 
 def _place(item: Item) -> str:
-    return f"{item.image}:{item.axis}:{item.slice}"
+    return f"{item.image}:{item.axis}:{item.slice}:{item.tile}"
 
 
 def _marks(item: Item, same: str) -> tuple[tuple[str, str], ...]:
     """Return what must not be in two places, the strongest first. `same`: what makes a sample the very same."""
-    volume = str(item.image) if volumes.is_volume(item.image) else ""
-    found = ("duplicate between {}", same), ("volume in two {}", volume)
-    found += ("study in two {}", item.study), ("patient in two {}", item.patient)
+    whole = str(item.image) if volumes.is_volume(item.image) or item.tile else ""
+    own = ("study in two {}", item.study), ("patient in two {}", item.patient)
+    found = (("duplicate between {}", same), ("volume in two {}", whole), *own)
     return tuple((kind, key) for kind, key in found if key)

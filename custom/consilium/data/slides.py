@@ -4,6 +4,7 @@ Plain TIFF by tifffile, which returns values as they are stored; SVS, NDPI and o
 no places: they are read whole, up to MOST_PIXELS, and cut.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,13 +17,14 @@ from consilium.data.datalist import Item, Tile
 from consilium.data.folders import SLIDES
 from consilium.data.labels import Labels
 from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, check_numbers, reading, whole_numbers
+from consilium.data.settings import PictureSettings
 from consilium.errors import DataError
 
 MOST_BLOCK = 2**26
 """Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
 GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_SAMPLED, _PROBES = 256, 4
+_SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     return Labels(values=whole_numbers(path, values if values.ndim == 2 else values[..., 0]))
 
 
+def probes(path: Path, level: int = 0) -> list[np.ndarray]:
+    """Return some tiles of a picture, evenly spread: what tells how it looks without reading all of it. Raises DataError."""
+    rows, columns = shape(path, level)
+    side = min(_SAMPLED, rows, columns)
+    corners = [[round(n) for n in np.linspace(0, length - side, _PROBES)] for length in (rows, columns)]
+    return [read(path, (x, y, side, side), level) for y in corners[0] for x in corners[1]]
+
+
+def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
+    """Yield a mask's labels block by block, every pixel once. Raises DataError."""
+    rows, columns = wanted
+    for y in range(0, rows, _MASK_BLOCK):
+        for x in range(0, columns, _MASK_BLOCK):
+            yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
+
+
 def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
     """Return the tiles that cover a picture, row by row; the last of a row or column is moved back to end at the edge."""
     return [
@@ -89,6 +107,14 @@ def spread(path: Path, level: int = 0) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of some tiles, evenly spread, so that all tiles of a picture get one window."""
     found = path.stat()
     return _spread(path, level, (found.st_mtime_ns, found.st_size))
+
+
+def by_tiles(path: Path, settings: PictureSettings) -> bool:
+    """Tell whether a picture without a tile of its own is cut into tiles: a slide, or one larger than a tile."""
+    if settings.tiles is None:
+        return False
+    found = layout(path).levels
+    return is_slide(path) or len(found) > 1 or max(found[0]) > settings.tiles.size
 
 
 def tile_of(item: Item) -> Tile:
@@ -105,11 +131,7 @@ def _starts(length: int, size: int, stride: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _spread(path: Path, level: int, stamp: tuple[int, int]) -> tuple[float, float]:
-    rows, columns = shape(path, level)
-    side = min(_SAMPLED, rows, columns)
-    corners = [[round(n) for n in np.linspace(0, length - side, _PROBES)] for length in (rows, columns)]
-    some = [read(path, (x, y, side, side), level).reshape(-1) for y in corners[0] for x in corners[1]]
-    low, high = np.percentile(np.concatenate(some), [0.5, 99.5])
+    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in probes(path, level)]), [0.5, 99.5])
     return float(low), float(high)
 
 

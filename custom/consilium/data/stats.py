@@ -4,7 +4,7 @@ These are plain numbers of a site's own data, without any noise: they are for th
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from consilium.data import pictures, volumes
+from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import SPLITS, DataList, Item, pseudonym
 from consilium.data.files import by_file
-from consilium.data.images import classes_of, read_labels
+from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.intensity import windowed
 from consilium.data.labels import Labels, Value
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -86,9 +86,19 @@ def _attempt(item: Item, classes: Classes, settings: PictureSettings) -> Measure
 
 
 def _picture(item: Item, settings: PictureSettings) -> Measure:
-    values = pictures.read(item.image)
+    if item.tile is None and slides.by_tiles(item.image, settings):
+        return _slide(item, settings)
+    values = pictures.read(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
     found = Measure(values.shape[:2], patient=item.patient, study=item.study)
     return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
+
+
+def _slide(item: Item, settings: PictureSettings) -> Measure:
+    """Return what some tiles of a large picture tell."""
+    level = level_of(settings)
+    some = np.concatenate(slides.probes(item.image, level))
+    found = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
+    return _intensities(found, some, settings, None, lambda: slides.spread(item.image, level))
 
 
 def _volume(item: Item, settings: PictureSettings) -> Measure:
@@ -122,15 +132,24 @@ def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettin
         name = named[item.label] if isinstance(item.label, int) and 0 <= item.label < len(named) else str(item.label)
         found.classes[name], found.pixels = 1, 1
         return
-    labels = _labels(item, settings)
-    found.pixels = int(np.prod(labels.shape))
-    found.labels = _pixels(labels)
-    wanted = classes_of(item, classes) if isinstance(classes, Mapping) else {str(v): [v] for v in found.labels}
-    for name, values in wanted.items():
-        found.classes[name] = int(labels.where(values).sum())
+    for labels in _labels(item, settings):
+        found.pixels += int(np.prod(labels.shape))
+        by_value = _pixels(labels)
+        found.labels.update(by_value)
+        wanted = classes_of(item, classes) if isinstance(classes, Mapping) else {str(v): [v] for v in by_value}
+        for name, values in wanted.items():
+            found.classes[name] += int(labels.where(values).sum())
 
 
-def _labels(item: Item, settings: PictureSettings) -> Labels:
+def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
+    """Return an item's labels, those of a large picture block by block."""
+    whole = item.tile is None and not volumes.is_volume(item.image)
+    if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
+        return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
+    return [_at_once(item, settings)]
+
+
+def _at_once(item: Item, settings: PictureSettings) -> Labels:
     if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
         return read_labels(item, settings)
     image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
