@@ -49,12 +49,12 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
         header, values = volumes.header(item.image), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, _plane(item, item.image, header))
         grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
-    elif item.tile is not None or slides.is_slide(item.image):
+    elif item.tile is not None:
         level = level_of(settings)
-        plane = slides.read(item.image, slides.tile_of(item), level)
+        plane = slides.read(item.image, item.tile, level)
         grey = windowed(plane, settings, None, lambda: slides.spread(item.image, level))
     else:
-        plane = pictures.read(item.image)
+        plane = slides.whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
     return (
         grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)

@@ -49,7 +49,8 @@ class PictureSettings(Section):
 
     `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
     percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
-    `tiles`: pictures larger than a tile are cut into tiles, without it each is one sample.
+    `slices`: what becomes of a volume whose entry names no plane. `tiles`: pictures larger than a tile are cut into tiles;
+    without it each is one sample.
     `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from consilium.data import pictures
-from consilium.data.datalist import Item, Tile
+from consilium.data.datalist import Tile
 from consilium.data.folders import SLIDES
 from consilium.data.labels import Labels
 from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, check_numbers, reading, whole_numbers
@@ -117,11 +117,14 @@ def by_tiles(path: Path, settings: PictureSettings) -> bool:
     return is_slide(path) or len(found) > 1 or max(found[0]) > settings.tiles.size
 
 
-def tile_of(item: Item) -> Tile:
-    """Return an item's tile. Raises DataError where it is a slide without one."""
-    if item.tile is None:
-        raise DataError(f"{item.image}: is a whole slide; set task.tiles to read it by parts", "too large")
-    return item.tile
+def whole(path: Path) -> np.ndarray:
+    """Return a picture (H, W) or (H, W, 3) at once; some sets call small ones .svs. Raises DataError."""
+    try:
+        return pictures.read(path)
+    except DataError:
+        if not is_slide(path):
+            raise
+        raise DataError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
 
 
 def _starts(length: int, size: int, stride: int) -> list[int]:

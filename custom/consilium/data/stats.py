@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.data import pictures, slides, volumes
+from consilium.data import slides, volumes
 from consilium.data.datalist import SPLITS, DataList, Item, pseudonym
 from consilium.data.files import by_file
 from consilium.data.images import classes_of, level_of, read_labels
@@ -88,7 +88,7 @@ def _attempt(item: Item, classes: Classes, settings: PictureSettings) -> Measure
 def _picture(item: Item, settings: PictureSettings) -> Measure:
     if item.tile is None and slides.by_tiles(item.image, settings):
         return _slide(item, settings)
-    values = pictures.read(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
+    values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
     found = Measure(values.shape[:2], patient=item.patient, study=item.study)
     return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
 
