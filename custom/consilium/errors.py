@@ -61,9 +61,13 @@ class ConfigError(ConsiliumError):
 
 
 class DataError(ConsiliumError):
-    """A data list, an image or a mask cannot be used."""
+    """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
 
     reason = Reason.DATA
+
+    def __init__(self, message: str, kind: str = "unreadable") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class CheckpointError(ConsiliumError):

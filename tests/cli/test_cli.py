@@ -1,6 +1,7 @@
 """The command as a user types it: output, JSON, exit codes, one-line errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,56 @@ def test_a_private_run_ends_with_its_claim_or_where_to_find_it(
     assert "epsilon 3 at delta 1e-05 (site level, zero-out, trust local" in capsys.readouterr().out
     assert run(monkeypatch, *words, "--workspace", tmp_path / "b", "--set", f"privacy={record}") == 0
     assert "Privacy: record level, each site by its own data" in capsys.readouterr().out
+
+
+def test_data_check_of_a_folder_of_all_sites_and_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = ["--sites", 2, "--training", 2, "--validation", 1, "--test", 1, "--size", 32]
+    run(monkeypatch, "data", "phantoms", tmp_path / "sites", *made)
+    one, two = (json.loads((tmp_path / f"sites/site-{n}/datalist.json").read_text()) for n in (1, 2))
+    stolen = tmp_path / "sites/site-1" / one["training"][0]["image"]
+    (tmp_path / "sites/site-2" / two["test"][0]["image"]).write_bytes(stolen.read_bytes())
+    (tmp_path / "sites/site-2" / two["training"][1]["image"]).write_bytes(b"<script>alert(1)</script>")
+    odd = tmp_path / "sites/site-2/<img src=x onerror=alert(1)>\u202e.png"
+    odd.write_bytes(b"none")
+    two["validation"].append({"image": odd.name, "label": two["training"][0]["label"]})
+    (tmp_path / "sites/site-2/datalist.json").write_text(json.dumps(two))
+    capsys.readouterr()
+    words = ["data", "check", tmp_path / "sites", "--job", JOBS / "quickstart", "--report", tmp_path / "out"]
+    assert run(monkeypatch, *words) == 1
+    shown = capsys.readouterr().out
+    assert "1 x duplicate between sites" in shown
+    assert "training would stop at these problems: unreadable; fix them first" in shown
+    assert "it would leave out 1 of 2 training, 1 of 2 validation samples" in shown
+    found = json.loads((tmp_path / "out/check.json").read_text())
+    assert found["sites"]["site-1"]["verdict"] == ["no problems"]
+    assert found["sites"]["site-2"]["problems"]["unreadable"]["count"] == 2
+    assert len(found["between_sites"]["duplicate between sites"]) == 1
+    page = (tmp_path / "out/check.html").read_text()
+    assert "<img src=x" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;\\u202e.png" in page
+    assert not re.search(r"https?://|<script|<link|url\(", page)
+    assert (tmp_path / "out/check.html").stat().st_mode & 0o77 == 0
+
+
+def test_data_check_and_split_find_a_site_s_own_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "data", "phantoms", tmp_path, "--sites", 1, "--training", 4, "--validation", 1, "--test", 1, "--size", 32)
+    site = tmp_path / "site-1"
+    (site / "datalist.json").rename(tmp_path / "ours.json")
+    text = (tmp_path / "ours.json").read_text().replace('"images/', '"site-1/images/').replace('"masks/', '"site-1/masks/')
+    (tmp_path / "ours.json").write_text(text)
+    (site / "site.yaml").write_text("datalist: ../ours.json\n")
+    capsys.readouterr()
+    for source in (site, site / "site.yaml", tmp_path / "ours.json"):
+        assert run(monkeypatch, "data", "check", source, "--job", JOBS / "quickstart") == 0
+        assert "4 training, 1 validation, 1 test" in capsys.readouterr().out
+    assert run(monkeypatch, "data", "split", site, tmp_path / "cut", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["groups"] == 6
+    assert run(monkeypatch, "data", "check", tmp_path / "cut/datalist.json", "--job", JOBS / "quickstart") == 0
+    assert run(monkeypatch, "data", "split", site, tmp_path / "cut") == 2
+    (site / "site.yaml").write_text("device: cpu\n")
+    assert run(monkeypatch, "data", "check", site) == 2
+    assert "names no data list" in capsys.readouterr().err

@@ -40,7 +40,10 @@ def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
         "no mask": 1,
         "duplicate between splits": 1,
     }
-    assert report.warnings == {"empty mask": ["training: d.png"]}
+    assert report.warnings == {
+        "empty mask": ["training: d.png"],
+        "class of the job that a split lacks": ["test: nucleus"],
+    }
     assert report.problems["duplicate between splits"] == ["validation: a.png = training: a.png"]
     shown = report.to_dict()
     assert shown["samples"] == {"training": 5, "validation": 1, "test": 1}
@@ -54,7 +57,10 @@ def test_classes_are_counted_and_checked(tmp_path: Path) -> None:
     path.write_text(json.dumps({"training": [*entries, picture(tmp_path / "x.png", 9)], "test": []}))
     report = check_datalist(path, ["a", "b"])
     assert report.problems == {
-        "undeclared class": ["training: 3.png: 2", "training: 4.png: c"],
+        "undeclared class": [
+            "training: 3.png: label '2' is no class of the job; it has a, b",
+            "training: 4.png: label 'c' is no class of the job; it has a, b",
+        ],
         "no class": ["training: x.png"],
     }
     assert report.to_dict()["images_of_class"]["a"] == {"training": 1}

@@ -14,8 +14,8 @@ def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
     found = check_texts(tmp_path).to_dict()
     assert found["samples"] == {"training": 3, "validation": 0, "test": 1}
     assert found["problems"]["empty answer"] == {"count": 1, "first": ["training.jsonl:2"]}
-    assert found["problems"]["duplicate between splits"]["first"] == ["test.jsonl:1 = training.jsonl:1"]
-    assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1"]
+    assert found["problems"]["duplicate between splits"]["first"] == ["test: test.jsonl:1 = training: training.jsonl:1"]
+    assert found["warnings"]["prompt more than once in a split"]["first"] == ["training: 1 of 3"]
     assert found["warnings"]["empty split"]["first"] == ["validation"]
     assert found["sizes"] == {}
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE
@@ -10,16 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.cache import data_cache
-from consilium.cli.options import LONGEST_LINE, MOST_SITES, Format, FormatOption, check_finite
+from consilium.cli.data_check import data_check
+from consilium.cli.data_split import data_split
+from consilium.cli.data_stats import data_stats
+from consilium.cli.options import MOST_SITES, Format, FormatOption, check_finite
 from consilium.errors import ConfigError
-from consilium.registry import NO_PLUGINS
 from consilium.report.clean import line, shown
 
-if TYPE_CHECKING:
-    from consilium.data.check import Findings
-    from consilium.tasks.registry import TaskKind
-
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
+app.command("check")(data_check)
+app.command("split")(data_split)
+app.command("stats")(data_stats)
 
 
 @app.command("import")
@@ -93,57 +94,6 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
 
 
 app.command("cache")(data_cache)
-
-
-@app.command("check")
-def data_check(
-    datalist: Annotated[
-        Path, typer.Argument(metavar="LIST", help="a datalist.json, a folder per class, or a folder of JSONL lists")
-    ],
-    job: Annotated[
-        Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
-    ] = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
-    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """Open every image and label of a data list, or every record of JSONL lists; exit code 1 if there are problems."""
-    from consilium.config.job import load_job
-    from consilium.config.site import kit_plugins
-
-    config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
-    report = _check(datalist, config, checkpoints)
-    if format is Format.JSON:
-        print(json.dumps(report.to_dict(), indent=1))
-    else:
-        _print_report(report.to_dict())
-    raise typer.Exit(1 if report.problems else 0)
-
-
-def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
-    """Return what is found in a data list of the kind that the job, or without one the path, says."""
-    from consilium.config.site import SiteConfig
-    from consilium.data.text import has_texts
-    from consilium.federation.build import tokenizer_of
-    from consilium.tasks.registry import TASKS
-
-    name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
-    kind = TASKS[config.task.name if config else name]
-    if kind.check is None:
-        return _read_only(path, kind)
-    if config is None:
-        return kind.check(path)
-    tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
-    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
-
-
-def _read_only(path: Path, kind: "TaskKind") -> "Findings":
-    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
-    from consilium.data.check import Findings
-
-    found = Findings.of(path, kind.read(path))
-    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
-    return found
 
 
 @app.command("phantoms")
@@ -223,23 +173,3 @@ def data_partition(
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
     typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
-
-
-def _print_report(report: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
-    console.print(line(f"{report['path']}: " + ", ".join(f"{n} {split}" for split, n in report["samples"].items())))
-    if sizes := report["sizes"]:
-        console.print(line("sizes: " + ", ".join(f"{size} ({n})" for size, n in sizes.items()), limit=LONGEST_LINE))
-    if values := report["images_with_label_value"]:
-        console.print(
-            line("images with label value: " + ", ".join(f"{v} ({n})" for v, n in values.items()), limit=LONGEST_LINE)
-        )
-    for name, by_split in report["images_of_class"].items():
-        console.print(line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
-    for kind, style in (("problems", "red"), ("warnings", "yellow")):
-        for what, found in report[kind].items():
-            console.print(line(f"{found['count']} x {what}", style))
-            for name in found["first"]:
-                console.print(line(f"    {name}", limit=LONGEST_LINE))
-    end = "training would stop at these problems; fix them first" if report["problems"] else "no problems"
-    console.print(line(end))

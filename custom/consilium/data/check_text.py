@@ -1,12 +1,14 @@
 """Look at instruction data before anyone trains on it: counts, empty answers, lengths, records that two splits share."""
 
+import hashlib
 from collections import Counter
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from consilium.data.check import Findings
-from consilium.data.datalist import SPLITS, DataList
+from consilium.data.copies import find_copies
+from consilium.data.datalist import SPLITS
+from consilium.data.findings import Findings, Trace
 from consilium.data.text import Text, read_texts
 
 
@@ -20,13 +22,19 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
     for split in SPLITS:
         for text in data.splits[split]:
             _check(report, text, tokenizer, max_length)
-    _check_duplicates(report, data)
+            key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
+            mark = ("duplicate between {}", key)
+            report.traces.append(Trace(split, text.name, (mark,), training=split == "training"))
+    find_copies(report)
+    within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
+    for split, count in within.items():
+        report.warn("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
     return report
 
 
 def _check(report: Findings, text: Text, tokenizer: PreTrainedTokenizerBase | None, max_length: int) -> None:
     if not all(output.strip() for output in text.outputs):
-        report.problems.setdefault("empty answer", []).append(text.name)
+        report.problem("empty answer", text.name)
     if tokenizer is None:
         return
     length = sum(
@@ -34,18 +42,4 @@ def _check(report: Findings, text: Text, tokenizer: PreTrainedTokenizerBase | No
     )
     report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += 1
     if length >= max_length:  # one more, the end token
-        report.warnings.setdefault(f"longer than {max_length} tokens", []).append(f"{text.name}: {length + 1}")
-
-
-def _check_duplicates(report: Findings, data: DataList) -> None:
-    seen: dict[str, tuple[str, str]] = {}
-    within: Counter[str] = Counter()
-    for split in SPLITS:
-        for text in data.splits[split]:
-            other, first = seen.setdefault(text.prompt, (split, text.name))
-            if other != split:
-                report.problems.setdefault("duplicate between splits", []).append(f"{text.name} = {first}")
-            elif first != text.name:
-                within[split] += 1
-    for split, count in within.items():
-        report.warnings.setdefault("prompt more than once in a split", []).append(f"{split}: {count}")
+        report.warn(f"longer than {max_length} tokens", f"{text.name}: {length + 1}")

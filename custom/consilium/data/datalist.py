@@ -7,15 +7,16 @@ class will do, see folders.py.
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from consilium.data.folders import read_folders
+from consilium.data.folders import SLIDES, read_folders
 from consilium.data.labels import Value
 from consilium.data.loading import IN_MEMORY, Loading
-from consilium.data.opening import check_file, read_text, whole
+from consilium.data.opening import MOST_BYTES as MOST_FILE
+from consilium.data.opening import MOST_SLIDE, check_file, read_text, whole
 from consilium.data.settings import Axis
 from consilium.data.volumes import is_volume
 from consilium.errors import DataError
@@ -23,9 +24,13 @@ from consilium.errors import DataError
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
-ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold"}
+ENTRY_KEYS = {"image", "label", "slice", "axis", "patient", "study", "annotated", "fold", "tile"}
 MOST_BYTES = 256 * 1024**2
 """A data list of over a million entries is smaller."""
+Tile = tuple[int, int, int, int]
+"""Left, top, width and height in pixels."""
+Bad = Callable[[str, int, DataError], None]
+"""Takes split and place of an entry that cannot be used, and why."""
 _KEY = secrets.token_bytes(32)
 
 
@@ -41,9 +46,9 @@ def pseudonym(identifier: str) -> str:
 class Item:
     """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
 
-    `slice`: a plane of a volume, counted across `axis`. `patient` and `study`: pseudonyms of what belongs together, "" where
-    nobody knows. `annotated`: the classes that the mask shows, all of the task's without it. `label_map`: classes by the
-    site's own label values, where they differ from the job's.
+    `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
+    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
+    `label_map`: classes by the site's own label values, where they differ from the job's.
     """
 
     image: Path
@@ -53,12 +58,20 @@ class Item:
     patient: str = ""
     study: str = ""
     annotated: tuple[str, ...] | None = None
+    tile: Tile | None = None
     label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
 
     @property
     def name(self) -> str:
-        """The image's file name, with the slice if there is one."""
-        return self.image.name if self.slice is None else f"{self.image.name}[{self.slice}]"
+        """The image's file name, with the slice or the tile's corner if there is one."""
+        return self.image.name + self.part
+
+    @property
+    def part(self) -> str:
+        """How a name tells the slice or the tile, "" of a whole picture."""
+        if self.tile is not None:
+            return f"[{self.tile[0]},{self.tile[1]}]"
+        return "" if self.slice is None else f"[{self.slice}]"
 
 
 @dataclass(frozen=True)
@@ -74,25 +87,27 @@ class DataList:
     skipped: int = 0
 
 
-def read_datalist(path: Path, classes: bool | None = False) -> DataList:
+def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
     """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see opening.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
+    `bad`: told of every entry that cannot be used, which is then left out; without it the first one is an error.
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():
         found = list(read_folders(path))
         return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
-    raw = _json(path)
+    raw = read_json(path)
     if not isinstance(raw, dict) or "training" not in raw:
         raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
     annotated = _annotated(str(path), raw.get("annotated"))
-    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated)) for split in SPLITS})
+    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return what a data list's file holds. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     try:
         return json.loads(text)
@@ -104,7 +119,7 @@ def _json(path: Path) -> Any:
 
 def own_names(path: Path) -> dict[str, str]:
     """Return the patients that a data list itself names, by pseudonym: to copy them into another list. Raises DataError."""
-    raw = {} if path.is_dir() else _json(path)
+    raw = {} if path.is_dir() else read_json(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
     return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
 
@@ -121,12 +136,19 @@ def _of_site(item: Any, site: int) -> Any:
     return replace(item, patient=f"{site}:{item.patient}") if getattr(item, "patient", "") else item
 
 
-def _items(path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Iterable[Item]:
+def _items(
+    path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None, bad: Bad | None
+) -> Iterable[Item]:
     if not isinstance(entries, list):
         raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
     for index, entry in enumerate(entries):
         where = f"{path}: {split}[{index}]"
-        yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
+        try:
+            yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
+        except DataError as error:
+            if bad is None:
+                raise
+            bad(split, index, error)
 
 
 def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
@@ -145,7 +167,8 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
         raise DataError(f"{where}: axis {_brief(axis)} is none of {', '.join(get_args(Axis))}")
     patient, study = (pseudonym(_identifier(where, entry, key)) for key in ("patient", "study"))
     own = _annotated(where, entry.get("annotated"))
-    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, annotated if own is None else own)
+    known = annotated if own is None else own
+    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
 
 
 def _identifier(where: str, entry: dict[str, Any], key: str) -> str:
@@ -167,10 +190,11 @@ def _check_there(where: str, file: Path) -> None:
     except (OSError, ValueError):  # a name that no file can have
         there = False
     if not there:
-        raise DataError(f"{where}: {str(file)[:300]}: no such file; paths are relative to the data list's folder")
+        what = f"{str(file)[:300]}: no such file"
+        raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
         if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-            check_file(file)
+            check_file(file, most=MOST_SLIDE if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")) else MOST_FILE)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
@@ -179,6 +203,16 @@ def _slice(where: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DataError(f'{where}: slice {_brief(value)} is no whole number from 0; write "slice": 4')
     return value
+
+
+def _tile(where: str, value: Any) -> Tile | None:
+    if value is None:
+        return None
+    whole_ones = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    if not whole_ones or len(value) != 4 or not value[2] or not value[3]:
+        raise DataError(f'{where}: tile {repr(value)[:80]} is no place; write "tile": [left, top, width, height] in pixels')
+    left, top, width, height = value
+    return left, top, width, height
 
 
 def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from consilium.data import volumes
+from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item, pseudonym
+from consilium.data.images import read_labels
 from consilium.data.inspect import tell
-from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig
+from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -17,9 +18,9 @@ _UNIT = 2**32
 def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
 
-    Only headers are read, and the masks of training volumes if planes without labels are to be left out; which of these
-    stay depends on nothing but their place. Raises DataError; where the list's loading says `skip`, volumes that cannot be
-    read are left out and counted instead.
+    So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
+    samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
+    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead.
     """
     errors: list[DataError] | None = [] if data.loading.skip else None
     splits = {split: tuple(_expanded(items, split, settings, errors)) for split, items in data.splits.items()}
@@ -30,7 +31,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 def _expanded(items: Iterable[Item], split: str, settings: PictureSettings, errors: list[DataError] | None) -> Iterator[Item]:
     for index, item in enumerate(items):
         try:
-            yield from [item] if not volumes.is_volume(item.image) else list(_opened(item, index, split, settings))
+            yield from list(_opened(item, index, split, settings))
         except DataError as error:
             if errors is None:
                 raise
@@ -38,7 +39,10 @@ def _expanded(items: Iterable[Item], split: str, settings: PictureSettings, erro
 
 
 def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a volume's planes, or the one that it has or its entry names."""
+    """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
+    if not volumes.is_volume(item.image):
+        yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
+        return
     header = volumes.header(item.image)
     known = replace(
         item,
@@ -51,7 +55,26 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
 
 
+def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    """Yield a picture's tiles; of one that is no larger than a tile, or names its own, the item itself."""
+    wanted = settings.tiles
+    if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
+        yield item
+        return
+    if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
+        raise DataError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
+    whole = replace(item, study=item.study or pseudonym(str(item.image)))
+    rows, columns = slides.shape(item.image, wanted.level)
+    for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+        one = replace(whole, tile=tile)
+        if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+            yield one
+
+
 def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+        what = f"is one picture, and {item.image.name} has several planes"
+        raise DataError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
     slices, axis = settings.slices, settings.slices.axis
     count = header.grid.planes(axis)
     labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
@@ -60,8 +83,8 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
             yield replace(item, slice=number, axis=axis)
 
 
-def _kept(slices: SlicesConfig, seed: int, number: int) -> bool:
-    share = slices.empty if isinstance(slices.empty, float) else 0.0
+def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
+    share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
 
 

@@ -10,7 +10,7 @@ import PIL
 
 from consilium.data.datalist import Item
 from consilium.data.index import Index, salted
-from consilium.data.opening import check_file
+from consilium.data.opening import MOST_SLIDE, check_file
 from consilium.errors import DataError
 
 VERSION = 1
@@ -56,7 +56,7 @@ class Fingerprints:
         return salted(self._salt, "folder", *(self._file(one) for one in sorted(path.rglob("*")) if one.is_file()))
 
     def _file(self, path: Path) -> str:
-        check_file(path)
+        check_file(path, most=MOST_SLIDE)
         key = salted(self._salt, "file", path.absolute(), *_stamp(path))
         if (found := self._index.get(key)) is not None:
             return found

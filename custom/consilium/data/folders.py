@@ -7,7 +7,9 @@ from consilium.errors import DataError
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".nii", ".nii.gz")
+SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
+"""What whole slides are called that no picture reader takes."""
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".nii", ".nii.gz", *SLIDES)
 
 
 def has_classes(folder: Path) -> bool:

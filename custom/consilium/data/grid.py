@@ -34,6 +34,14 @@ class Grid:
         i, j, k = np.linalg.norm(self.affine[:3, :3], axis=0)
         return float(i), float(j), float(k)
 
+    @property
+    def tilt(self) -> float:
+        """Degrees between the stored axes and the patient's closest ones, at most."""
+        if self.affine is None:
+            return 0.0
+        steps = np.abs(self.affine[:3, :3]) / np.linalg.norm(self.affine[:3, :3], axis=0)
+        return float(np.degrees(np.arccos(np.clip(steps.max(0), 0, 1))).max())
+
     def across(self, axis: Axis) -> int:
         """Return the stored axis, 0 to 2, that `axis` counts along: the one closest to it where the volume lies obliquely."""
         if axis == "stored" or self.affine is None:

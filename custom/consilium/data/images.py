@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from consilium.data import pictures, volumes
+from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.intensity import windowed
 from consilium.data.labels import Labels, Value
@@ -71,8 +71,12 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
         header, values = volumes.header(item.image), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
         grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
+    elif item.tile is not None:
+        level = level_of(settings)
+        plane = slides.read(item.image, item.tile, level)
+        grey = windowed(plane, settings, None, lambda: slides.spread(item.image, level))
     else:
-        plane = pictures.read(item.image)
+        plane = slides.whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
     return (
         grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
@@ -83,14 +87,23 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
     label = item.label
     if label is not None and not isinstance(label, Path):
-        raise DataError(f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask")
+        raise DataError(
+            f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask", "class instead of a mask"
+        )
     if label is None:
-        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask')
+        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask', "no mask")
+    if item.tile is not None:
+        return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
         return pictures.labels(label)
     image = volumes.header(item.image if volumes.is_volume(item.image) else label)
     number = plane_of(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
+
+
+def level_of(settings: PictureSettings) -> int:
+    """Return the level of a slide at which tiles are counted and read."""
+    return settings.tiles.level if settings.tiles else 0
 
 
 def read_mask(path: Path, plane: int | None = None, axis: Axis = "stored") -> np.ndarray:
@@ -111,7 +124,8 @@ def classes_of(item: Item, classes: Classes) -> Classes:
 def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
-        raise DataError(f"{item.label}: mask is {labels.shape}, its image {item.image.name} {shape}; make them equal")
+        found = f"mask is {labels.shape}, its image {item.image.name} {shape}"
+        raise DataError(f"{item.label}: {found}; make them equal", "mask of another size")
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
@@ -119,7 +133,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     declared = {0, *(value for wanted in classes.values() for value in wanted)}
     if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
         remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
-        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}")
+        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
 
 
 def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
@@ -161,7 +175,7 @@ def plane_of(item: Item, path: Path, header: volumes.Header) -> int:
     """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:
-        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list')
+        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")
     if not 0 <= (item.slice or 0) < count:
-        raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there")
+        raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there", "wrong slice")
     return item.slice or 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from consilium.data import volumes
+from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import Classes, check_pair, check_values, classes_of, plane_of, read_labels
+from consilium.data.images import Classes, check_pair, check_values, classes_of, level_of, plane_of, read_labels
 from consilium.data.opening import check_pixels, open_picture, reading
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
@@ -32,6 +32,12 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
         header = volumes.header(item.image)
         nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
         rows, columns = header.grid.cut(nothing, item.axis, plane_of(item, item.image, header)).shape
+        return rows, columns
+    if item.tile is not None:
+        slides.shape(item.image, level_of(settings))
+        return item.tile[3], item.tile[2]
+    if slides.is_slide(item.image):
+        rows, columns = slides.whole(item.image).shape[:2]
         return rows, columns
     with reading(item.image, "image cannot be read"), open_picture(item.image) as picture:
         check_pixels(item.image, picture)

@@ -49,6 +49,6 @@ def _shape(path: Path, volume: Any) -> tuple[int, int, int]:
     """Return the three dimensions; further ones may only be 1."""
     shape = tuple(int(n) for n in volume.shape)
     if len(shape) < 2 or any(n != 1 for n in shape[3:]):
-        raise DataError(f"{path}: has shape {shape}; save it as volumes of three dimensions")
+        raise DataError(f"{path}: has shape {shape}; save it as volumes of three dimensions", "not three dimensions")
     i, j, k = (*shape, 1)[:3]
     return i, j, k

@@ -21,6 +21,8 @@ FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 """What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
 MOST_BYTES = 2 * 1024**3
 """A file larger than this is not opened."""
+MOST_SLIDE = 1024**4
+"""The same of a TIFF or a slide, of which only parts are read at once."""
 MOST_PIXELS = 100_000_000
 """Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3
@@ -54,9 +56,9 @@ def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str = TAKE_OFF) -> Iterator[None]:
+def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
     """Turn whatever a decoder of `path` raises in the block into a DataError: damaged files make them raise anything."""
-    check_file(path, remedy)
+    check_file(path, remedy, most)
     try:
         yield
     except DataError:
@@ -70,16 +72,23 @@ def open_picture(path: Path) -> Image.Image:
     """Return an opened picture of one of FORMATS, not yet decoded. Use within `reading`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels says it, at a limit of our own
-        return Image.open(path, formats=FORMATS)
+        try:
+            return Image.open(path, formats=FORMATS)
+        except Image.DecompressionBombError:
+            raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
 
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
     """Raise DataError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
     if (pages := getattr(picture, "n_frames", 1)) > 1:
-        raise DataError(f"{path}: has {pages} pages; save each as a picture of its own")
+        raise DataError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
-        found = f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,} are read at once"
-        raise DataError(f'{path}: cannot be read as one picture ({found}); name a part of it by "tile"')
+        raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+
+
+def _too_large(path: Path, found: str) -> DataError:
+    what = f"cannot be read as one picture ({found})"
+    return DataError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
 
 
 def check_volume(path: Path, volume: Any) -> None:
@@ -88,7 +97,9 @@ def check_volume(path: Path, volume: Any) -> None:
     needed = math.prod(volume.shape) * (8 if scaled else volume.get_data_dtype().itemsize)
     if min(volume.shape, default=0) < 1 or needed > MOST_VOLUME:
         found = f"{'x'.join(map(str, volume.shape))} voxels, {needed:,} bytes"
-        raise DataError(f"{path}: cannot be read as NIfTI ({found}; at most {MOST_VOLUME:,} are); cut it into smaller ones")
+        raise DataError(
+            f"{path}: cannot be read as NIfTI ({found}; at most {MOST_VOLUME:,} are); cut it into smaller ones", "too large"
+        )
 
 
 def whole(text: str) -> bool:
@@ -104,7 +115,7 @@ def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
     """Return an array that holds something, each a finite real number. Raises DataError for any other."""
     if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
         what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
-        raise DataError(f"{path}: holds {what}; save it as real, finite numbers")
+        raise DataError(f"{path}: holds {what}; save it as real, finite numbers", "not finite numbers")
     return array
 
 
@@ -113,5 +124,6 @@ def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
     if check_numbers(path, array).dtype.kind != "f":
         return array
     if not np.array_equal(array, np.rint(array)):
-        raise DataError(f"{path}: mask holds values between whole numbers; save label values as whole numbers")
+        what = "mask holds values between whole numbers"
+        raise DataError(f"{path}: {what}; save label values as whole numbers", "mask of broken numbers")
     return array.astype(np.int64)

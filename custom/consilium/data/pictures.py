@@ -20,6 +20,12 @@ def size(path: Path) -> tuple[int, int]:
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
 
+def turned(path: Path) -> bool:
+    """Tell whether a picture is shown turned or mirrored by the camera's EXIF tag. Raises DataError."""
+    with reading(path, "image cannot be read"), open_picture(path) as picture:
+        return picture.getexif().get(0x0112, 1) > 1
+
+
 def read(path: Path, what: str = "image") -> np.ndarray:
     """Return (H, W) or (H, W, 3) real, finite numbers, turned as the camera's EXIF tag says. Raises DataError."""
     with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
@@ -34,5 +40,6 @@ def labels(path: Path) -> Labels:
     """Return the label values (H, W) of a mask. Raises DataError for a colour picture, or values that are no whole numbers."""
     array = read(path, "mask")
     if array.ndim != 2:
-        raise DataError(f"{path}: mask has {array.shape[2]} channels; save it as one channel of label values")
+        what = f"mask has {array.shape[2]} channels"
+        raise DataError(f"{path}: {what}; save it as one channel of label values", "mask of colours")
     return Labels(values=whole_numbers(path, array))

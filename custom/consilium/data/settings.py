@@ -24,6 +24,20 @@ class SlicesConfig(Section):
     ] = "keep"
 
 
+class TilesConfig(Section):
+    """Parts of a large picture or a slide that its entry in the data list names none of.
+
+    The last tile of a row or column is moved back to end at the edge. `empty` thins out the training split only.
+    """
+
+    size: Annotated[int, Field(ge=16, le=8192, description="pixels of a side")] = 512
+    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one to the next; by default the size")] | None = None
+    level: Annotated[int, Field(ge=0, le=20, description="of a slide's levels, 0 is the finest")] = 0
+    empty: Annotated[
+        Literal["keep", "drop"] | Share, Field(description="training tiles without any label, or the share kept of them")
+    ] = "keep"
+
+
 class WindowConfig(Section):
     """Values from `center` - `width` / 2 (black) to `center` + `width` / 2 (white), in the file's unit, such as HU."""
 
@@ -36,10 +50,13 @@ class PictureSettings(Section):
 
     `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
     percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
+    `slices`: what becomes of a volume whose entry names no plane. `tiles`: pictures larger than a tile are cut into tiles;
+    without it each is one sample.
     `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
     """
 
     slices: SlicesConfig = SlicesConfig()
+    tiles: TilesConfig | None = None
     window: WindowConfig | None = None
     resize: Literal["stretch", "pad"] = "stretch"
     resample_masks: bool = False

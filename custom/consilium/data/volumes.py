@@ -84,6 +84,10 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 @lru_cache(maxsize=4096)
 def _header(path: Path, stamp: tuple[int, int]) -> Header:
     found: Header = _known(path).header(path)
+    affine = found.grid.affine
+    if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
+        what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
+        raise DataError(f"{path}: {what}; write the header anew", "broken geometry")
     return found
 
 
@@ -102,7 +106,8 @@ def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
         return found.map(lambda values: resampled(values, own, image.grid))
-    raise DataError(f"{path}: the mask's grid differs from its image's ({wrong}); set task.resample_masks, or fix the file")
+    what = f"the mask's grid differs from its image's ({wrong})"
+    raise DataError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from consilium.schema import Section
 from consilium.tasks.base import Task
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
 
 
 class TaskConfig(Section):

@@ -14,7 +14,7 @@ from consilium.tasks.bootstrap import interval_names
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
     from consilium.tasks.classification.task import ClassificationTask
 
 
@@ -82,7 +82,7 @@ def _look(config: Any, item: Any) -> None:
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes if config else None)
+    return check_datalist(path, config.classes, config) if config else check_datalist(path)
 
 
 def scores(config: ClassificationConfig) -> Scores:

@@ -12,7 +12,7 @@ from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
     from consilium.tasks.language.task import LanguageTask
 
 WRITTEN: dict[str, tuple[str, ...]] = {

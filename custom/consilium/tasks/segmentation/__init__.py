@@ -14,7 +14,7 @@ from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 if TYPE_CHECKING:
-    from consilium.data.check import Findings
+    from consilium.data.findings import Findings
     from consilium.tasks.segmentation.task import SegmentationTask
 
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
@@ -69,7 +69,7 @@ def _look(config: Any, item: Any) -> None:
 def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes if config else None)
+    return check_datalist(path, config.classes, config) if config else check_datalist(path)
 
 
 def _scores(config: SegmentationConfig) -> Scores:

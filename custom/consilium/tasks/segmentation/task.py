@@ -15,7 +15,7 @@ from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import BLACK, Colour, Sample, inner, read_bytes, read_masks
-from consilium.data.inspect import look_at_sample
+from consilium.data.inspect import look_at_picture, look_at_sample
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.errors import DataError
@@ -23,7 +23,7 @@ from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
 from consilium.tasks.segmentation.measures import counts, overlaps
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Row, Units, order, shape_of, summary
+from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
 
 EXAMPLES = 3
 """How many pictures of a split are shown: its first."""
@@ -166,7 +166,9 @@ class SegmentationTask:
             yield Plane(item, (one > 0).cpu(), mask, self._known(item))
 
     def _inner(self, item: Item) -> tuple[int, int]:
-        return (self.size, self.size) if self.settings.resize == "stretch" else inner(shape_of(item), self.size, self.settings)
+        if self.settings.resize == "stretch":
+            return self.size, self.size
+        return inner(look_at_picture(item, self.settings), self.size, self.settings)
 
     def _known(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])

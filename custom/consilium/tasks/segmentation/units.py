@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consilium.data import pictures, volumes
+from consilium.data import volumes
 from consilium.data.datalist import Item
+from consilium.data.inspect import look_at_picture
 from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
@@ -93,21 +94,12 @@ def volume_of(item: Item) -> object:
     return item.image, item.axis, None if volumes.is_volume(item.image) else item.label
 
 
-def shape_of(item: Item) -> tuple[int, int]:
-    """Return the (rows, columns) of an item's picture by the header alone. Raises DataError."""
-    if not volumes.is_volume(item.image):
-        return pictures.size(item.image)
-    grid = volumes.header(item.image).grid
-    rows, columns = grid.cut(np.broadcast_to(False, grid.shape), item.axis, 0).shape
-    return rows, columns
-
-
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
     """Return millimetres between planes, rows and columns of an item brought to `shape`; None where nobody knows."""
     grid = volumes.header(item.image).grid if volumes.is_volume(item.image) else None
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
-    rows, columns = (step * old / new for step, old, new in zip(pixel, shape_of(item), shape, strict=True))
+    rows, columns = (step * old / new for step, old, new in zip(pixel, look_at_picture(item), shape, strict=True))
     found = grid.voxel[grid.across(item.axis)], rows, columns
     return found if all(math.isfinite(step) and step > 0 for step in found) else None
 

@@ -1,0 +1,163 @@
+"""The command `consilium data check`: one list, a site's folder, or a folder of all sites."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import LONGEST_LINE, Format, FormatOption
+from consilium.errors import DataError
+from consilium.registry import NO_PLUGINS
+from consilium.report.clean import line, shown
+
+if TYPE_CHECKING:
+    from consilium.data.findings import Findings
+    from consilium.tasks.registry import TaskKind
+
+
+def data_check(
+    source: Annotated[
+        Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="receives check.json and check.html: all samples, with pictures")
+    ] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
+    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
+    from consilium.config.job import load_job
+    from consilium.config.site import kit_plugins
+    from consilium.data.copies import shared_by_sites
+
+    config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
+    found = {name: _check(path, config, checkpoints) for name, path in lists_of(source).items()}
+    shared = shared_by_sites(found.items()) if len(found) > 1 else {}
+    if report is not None:
+        from consilium.report.check_page import write_report
+
+        write_report(report, found, shared, config.task if config else None)
+    if format is Format.JSON:
+        print(json.dumps(_json(found, shared), indent=1))
+    else:
+        _print(found, shared, report)
+    raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
+
+
+def lists_of(path: Path) -> dict[str, Path]:
+    """Return the data lists of a path by name: one of a list or a site's folder, one a site of a folder of sites."""
+    from consilium.config.site import is_site_folder
+    from consilium.data.folders import has_classes
+
+    if not path.is_dir():
+        return _of_site(path.parent.name, path) if path.suffix in (".yaml", ".yml") else {path.stem: path}
+    if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
+        below = [one for one in _folders(path) if _named(one)]
+    else:
+        below = [] if is_site_folder(path) else [one for one in _folders(path) if is_site_folder(one)]
+    if below:
+        return {name: found for one in below for name, found in _of_site(one.name, one).items()}
+    return _of_site(path.resolve().name, path)
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+
+
+def _named(folder: Path) -> bool:
+    """Tell whether a folder says itself that it is a site's, not only by pictures that lie in it."""
+    from consilium.data.text import has_texts
+
+    return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
+
+
+def _of_site(name: str, path: Path) -> dict[str, Path]:
+    """Return a site's data lists; a folder without any is read as one of pictures, which says what is missing."""
+    from consilium.config.site import load_site, read_site_folder
+
+    site = read_site_folder(path) if path.is_dir() else load_site(path)
+    several = getattr(site, "datasets", None) or {}
+    if several:
+        return {f"{name}/{key}": one.datalist for key, one in several.items()}
+    if site is not None and site.datalist is None:
+        raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
+    return {name: path if site is None or site.datalist is None else site.datalist}
+
+
+def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
+    """Return what is found in a data list of the kind that the job, or without one the path, says."""
+    from consilium.config.site import SiteConfig
+    from consilium.data.text import has_texts
+    from consilium.federation.build import tokenizer_of
+    from consilium.tasks.registry import TASKS
+
+    name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
+    kind = TASKS[config.task.name if config else name]
+    if kind.check is None:
+        return _read_only(path, kind)
+    if config is None:
+        return kind.check(path)
+    tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
+    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+
+
+def _read_only(path: Path, kind: "TaskKind") -> "Findings":
+    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
+    from consilium.data.findings import Findings
+
+    found = Findings.of(path, kind.read(path))
+    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+    return found
+
+
+def _json(found: dict[str, "Findings"], shared: dict[str, list[str]]) -> dict[str, Any]:
+    """Return one list's findings as they are, several by site."""
+    from consilium.data.findings import NAMED
+
+    if len(found) == 1:
+        return next(iter(found.values())).to_dict()
+    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
+    return {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
+
+
+def _print(found: dict[str, "Findings"], shared: dict[str, list[str]], report: Path | None) -> None:
+    console = Console(soft_wrap=True)
+    for name, one in found.items():
+        if len(found) > 1:
+            console.print(line(name, "bold"))
+        _print_one(console, one.to_dict())
+    for kind, lines in shared.items():
+        _print_kind(console, kind, {"count": len(lines), "first": lines[:10]}, "yellow")
+    if report is not None:
+        console.print(line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site"))
+
+
+def _print_one(console: Console, report: dict[str, Any]) -> None:
+    counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
+    console.print(line(f"{report['path']}: {counts}", limit=LONGEST_LINE))
+    if sum(report["planes"].values()) > sum(report["samples"].values()):
+        console.print(line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items())))
+    for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
+        if found := report[key]:
+            console.print(line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE))
+    for name, by_split in report["images_of_class"].items():
+        console.print(line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
+    for key, style in (("problems", "red"), ("warnings", "yellow")):
+        for what, found in report[key].items():
+            _print_kind(console, what, found, style)
+    for sentence in report["verdict"]:
+        console.print(line(sentence, limit=LONGEST_LINE))
+
+
+def _print_kind(console: Console, what: str, found: dict[str, Any], style: str) -> None:
+    console.print(line(f"{found['count']} x {what}", style))
+    for name in found["first"]:
+        console.print(line(f"    {name}", limit=LONGEST_LINE))
+    if (more := found["count"] - len(found["first"])) > 0:
+        console.print(line(f"    and {more} more; --report FOLDER names all"))

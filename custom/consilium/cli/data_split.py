@@ -1,0 +1,57 @@
+"""The command `consilium data split`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.errors import ConfigError
+from consilium.report.clean import line
+
+
+def data_split(
+    source: Annotated[Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder per class")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="receives datalist.json, or fold-1 and so on, and split.json")],
+    validation: Annotated[
+        float, typer.Option(min=0, max=0.9, help="share of all; with --folds or --keep-test of what is left")
+    ] = 0.1,
+    test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
+    folds: Annotated[int, typer.Option(min=0, max=100, help="so many lists; each part is the test split once")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
+    keep_test: Annotated[bool, typer.Option("--keep-test", help="the list's own test split stays as it is")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
+    from consilium.cli.data_check import lists_of
+    from consilium.data.split import Cut, split_list
+
+    check_finite(validation=validation, test=test)
+    if folds == 1 or (folds and keep_test):
+        raise ConfigError("--folds: take 2 or more, and without --keep-test")
+    lists = lists_of(source)
+    if len(lists) > 1:
+        raise ConfigError(f"{source}: holds {len(lists)} lists; cut them one by one")
+    found = split_list(next(iter(lists.values())), dest, Cut(validation, test, folds, seed, keep_test))
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    _print(found, dest)
+
+
+def _print(found: dict[str, Any], dest: Path) -> None:
+    table = Table(title=f"{found['groups']} groups", title_justify="left", box=SIMPLE, pad_edge=False)
+    for heading in ("list", "split", "samples", "groups", "samples by label"):
+        table.add_column(heading, justify="right" if heading in ("samples", "groups") else "left")
+    for name, parts in found["lists"].items():
+        for split, counts in parts.items():
+            labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
+            table.add_row(line(name), split, str(counts["samples"]), str(counts["groups"]), line(labels))
+    Console().print(table)
+    for note in found["notes"]:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{dest}: {', '.join(found['lists'])} and split.json")

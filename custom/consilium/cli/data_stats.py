@@ -1,0 +1,50 @@
+"""The command `consilium data stats`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import Format, FormatOption
+from consilium.errors import ConfigError
+from consilium.registry import NO_PLUGINS
+
+
+def data_stats(
+    source: Annotated[
+        Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder with a folder per site")
+    ],
+    job: Annotated[Path | None, typer.Option(help="read as this job does, and count its classes")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives stats.json and stats.png")] = None,
+    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
+    from consilium.cli.data_check import lists_of
+    from consilium.config.job import load_job
+    from consilium.config.site import kit_plugins
+    from consilium.data.datalist import read_datalist
+    from consilium.data.settings import DEFAULTS, PictureSettings
+    from consilium.data.stats import site_stats
+    from consilium.report.site_stats import tables, write_stats
+
+    task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS).task if job else None
+    if task is not None and not isinstance(task, PictureSettings):
+        raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
+    classes = getattr(task, "classes", None)
+    masks = None if classes is None else not isinstance(classes, dict)
+    lists = {name: read_datalist(path, masks) for name, path in lists_of(source).items()}
+    settings = task if isinstance(task, PictureSettings) else DEFAULTS
+    stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
+    if report is not None:
+        write_stats(report, stats, lists, settings)
+    if format is Format.JSON:
+        print(json.dumps(stats, indent=1))
+        return
+    console = Console()
+    for table in tables(stats, console.width):
+        console.print(table)
+    if report is not None:
+        typer.echo(f"{report}: stats.json and stats.png, which shows patients: keep them at the site")

@@ -1,0 +1,117 @@
+"""What a check of a data list finds: counts, problems, warnings, and what training would do about them."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.labels import Value
+
+NAMED = 10
+"""Samples of a kind that are named in a terminal; a report names all."""
+LEAKS = ("duplicate between splits", "volume in two splits", "study in two splits", "patient in two splits")
+WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
+"""Problems that let training run, while its scores say nothing. All others stop it."""
+NO_TRAINING = "no training samples"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What tells a sample again elsewhere.
+
+    `place`: its split, or its site; `marks`: (kind, key) pairs that no other place may share, the strongest first; `hash`:
+    256 bits of how it looks, None of a constant picture.
+    """
+
+    place: str
+    name: str
+    marks: tuple[tuple[str, str], ...]
+    hash: bytes | None = None
+    training: bool = True
+
+
+@dataclass
+class Findings:
+    """What was found. `problems` stop training or make its scores worthless, `warnings` deserve a look.
+
+    Both map a kind to a line for each sample it concerns; `shown`: samples by such a line. `bad`: entries that training cannot
+    read, by split; `planes`: what volumes and slides come apart into.
+    """
+
+    path: str
+    samples: dict[str, int]
+    sizes: Counter[str] = field(default_factory=Counter)
+    label_values: Counter[Value] = field(default_factory=Counter)
+    images_of_class: dict[str, Counter[str]] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    warnings: dict[str, list[str]] = field(default_factory=dict)
+    planes: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+    shown: dict[str, Item] = field(default_factory=dict)
+    traces: list[Trace] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path, data: DataList) -> Self:
+        """Return what is found before any sample is opened: how many there are, and splits without any.
+
+        No training samples is a problem, an empty split otherwise a warning.
+        """
+        found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
+        found.check_splits()
+        return found
+
+    def check_splits(self) -> None:
+        """Report splits without any sample."""
+        if not self.samples["training"]:
+            self.problem(NO_TRAINING, self.path)
+        for split in SPLITS:
+            if split != "training" and not self.samples[split]:
+                self.warn("empty split", split)
+
+    def problem(self, kind: str, line: str, item: Item | None = None) -> None:
+        """Add a problem."""
+        self._add(self.problems, kind, line, item)
+
+    def warn(self, kind: str, line: str, item: Item | None = None) -> None:
+        """Add a warning."""
+        self._add(self.warnings, kind, line, item)
+
+    def _add(self, where: dict[str, list[str]], kind: str, line: str, item: Item | None) -> None:
+        where.setdefault(kind, []).append(line)
+        if item is not None and len(where[kind]) <= NAMED:
+            self.shown[line] = item
+
+    @property
+    def verdict(self) -> list[str]:
+        """What training would do, a sentence each."""
+        stops = [kind for kind in self.problems if kind not in WORTHLESS]
+        said = []
+        if stops:
+            said.append(f"training would stop at these problems: {', '.join(stops)}; fix them first")
+        if self.bad and NO_TRAINING not in stops:
+            said.append(self._skipped())
+        if worthless := [kind for kind in self.problems if kind in WORTHLESS]:
+            said.append(f"these do not stop training, but make its scores worthless: {', '.join(worthless)}")
+        warned = f", {len(self.warnings)} kinds of warnings" if self.warnings else ""
+        return said or [f"no problems{warned}"]
+
+    def _skipped(self) -> str:
+        parts = ", ".join(f"{self.bad[split]} of {self.samples[split]} {split}" for split in SPLITS if self.bad[split])
+        left = self.samples["training"] - self.bad["training"]
+        end = "" if left else ", and stop, for no training sample is left"
+        return f"with bad_samples: skip in site.yaml it would leave out {parts} samples{end}"
+
+    def to_dict(self, named: int | None = NAMED) -> dict[str, Any]:
+        """Return plain JSON values: counts of every kind, the first samples named, or all."""
+        found: dict[str, Any] = {"path": self.path, "samples": self.samples, "planes": dict(self.planes)}
+        found["sizes"] = dict(self.sizes)
+        found["images_with_label_value"] = {str(v): n for v, n in sorted(self.label_values.items(), key=_order)}
+        found["images_of_class"] = {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())}
+        for kind in ("problems", "warnings"):
+            found[kind] = {k: {"count": len(v), "first": v[:named]} for k, v in getattr(self, kind).items()}
+        return found | {"unusable": dict(self.bad), "verdict": self.verdict}
+
+
+def _order(pair: tuple[Value, int]) -> tuple[bool, Value]:
+    return isinstance(pair[0], str), pair[0]

@@ -1,0 +1,270 @@
+"""Whole slides and large pictures, read by tiles: no more of a file is in memory than a tile and the blocks it lies in.
+
+Plain TIFF by tifffile, which returns values as they are stored; SVS, NDPI and other slides by OpenSlide. PNG, JPEG and BMP know
+no places: they are read whole, up to MOST_PIXELS, and cut.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consilium.data import pictures
+from consilium.data.datalist import Tile
+from consilium.data.folders import SLIDES
+from consilium.data.labels import Labels
+from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, check_numbers, reading, whole_numbers
+from consilium.data.settings import PictureSettings
+from consilium.errors import DataError
+
+MOST_BLOCK = 2**26
+"""Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
+GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
+_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A picture's levels as (rows, columns), the largest first; `reader`: tifffile, openslide, or pictures for all others."""
+
+    levels: tuple[tuple[int, int], ...]
+    reader: str
+
+
+def is_slide(path: Path) -> bool:
+    """Tell whether a file is a whole slide by its name."""
+    return path.name.lower().endswith(SLIDES)
+
+
+def layout(path: Path) -> Layout:
+    """Return a picture's levels, by its header alone. Raises DataError."""
+    found = path.stat() if path.exists() else None
+    return _layout(path, (found.st_mtime_ns, found.st_size) if found else (0, 0))
+
+
+def shape(path: Path, level: int = 0) -> tuple[int, int]:
+    """Return the (rows, columns) of a level. Raises DataError for one that is not there."""
+    levels = layout(path).levels
+    if level >= len(levels):
+        raise DataError(f"{path}: has {len(levels)} levels, the first is 0; set task.tiles.level lower", "wrong tile")
+    return levels[level]
+
+
+def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndarray:
+    """Return a tile (H, W) or (H, W, 3) of a picture's level, real and finite numbers. Raises DataError.
+
+    `what`: of a "mask" with a palette its numbers, of an "image" its colours.
+    """
+    x, y, width, height = tile
+    rows, columns = shape(path, level)
+    if x + width > columns or y + height > rows:
+        raise DataError(f"{path}: tile {list(tile)} is outside its {columns}x{rows} pixels; name one within", "wrong tile")
+    if width * height > MOST_PIXELS:
+        raise DataError(f"{path}: tile {list(tile)} has over {MOST_PIXELS:,} pixels; name a smaller one", "wrong tile")
+    with reading(path, "tile cannot be read", most=MOST_SLIDE):
+        return check_numbers(path, _READERS[layout(path).reader](path, tile, level, what))
+
+
+def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
+    """Return the labels of a mask's tile; the mask, or a level of it, has the (rows, columns) `wanted`. Raises DataError."""
+    levels = layout(path).levels
+    if wanted not in levels:
+        raise DataError(f"{path}: mask is {levels[0]}, its image {wanted}; make them equal", "mask of another size")
+    values = read(path, tile, levels.index(wanted), "mask")
+    if values.ndim == 3 and not (values == values[..., :1]).all():
+        raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
+    return Labels(values=whole_numbers(path, values if values.ndim == 2 else values[..., 0]))
+
+
+def probes(path: Path, level: int = 0) -> list[np.ndarray]:
+    """Return some tiles of a picture, evenly spread: what tells how it looks without reading all of it. Raises DataError."""
+    rows, columns = shape(path, level)
+    side = min(_SAMPLED, rows, columns)
+    corners = [[round(n) for n in np.linspace(0, length - side, _PROBES)] for length in (rows, columns)]
+    return [read(path, (x, y, side, side), level) for y in corners[0] for x in corners[1]]
+
+
+def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
+    """Yield a mask's labels block by block, every pixel once. Raises DataError."""
+    rows, columns = wanted
+    for y in range(0, rows, _MASK_BLOCK):
+        for x in range(0, columns, _MASK_BLOCK):
+            yield read_labels(path, (x, y, min(_MASK_BLOCK, columns - x), min(_MASK_BLOCK, rows - y)), wanted)
+
+
+def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
+    """Return the tiles that cover a picture, row by row; the last of a row or column is moved back to end at the edge."""
+    return [
+        (x, y, min(size, columns), min(size, rows)) for y in _starts(rows, size, stride) for x in _starts(columns, size, stride)
+    ]
+
+
+def spread(path: Path, level: int = 0) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of some tiles, evenly spread, so that all tiles of a picture get one window."""
+    found = path.stat()
+    return _spread(path, level, (found.st_mtime_ns, found.st_size))
+
+
+def by_tiles(path: Path, settings: PictureSettings) -> bool:
+    """Tell whether a picture without a tile of its own is cut into tiles: a slide, or one larger than a tile."""
+    if settings.tiles is None:
+        return False
+    found = layout(path).levels
+    return is_slide(path) or len(found) > 1 or max(found[0]) > settings.tiles.size
+
+
+def whole(path: Path) -> np.ndarray:
+    """Return a picture (H, W) or (H, W, 3) at once; some sets call small ones .svs. Raises DataError."""
+    try:
+        return pictures.read(path)
+    except DataError:
+        if not is_slide(path):
+            raise
+        raise DataError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
+
+
+def _starts(length: int, size: int, stride: int) -> list[int]:
+    last = max(0, length - size)
+    return sorted({*range(0, last, stride), last})
+
+
+@lru_cache(maxsize=1024)
+def _spread(path: Path, level: int, stamp: tuple[int, int]) -> tuple[float, float]:
+    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in probes(path, level)]), [0.5, 99.5])
+    return float(low), float(high)
+
+
+@lru_cache(maxsize=4096)
+def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
+    with reading(path, "slide cannot be read", most=MOST_SLIDE):
+        with path.open("rb") as file:
+            tiff = file.read(4) in _MAGIC
+        if not tiff and not is_slide(path):
+            return Layout((pictures.size(path),), "pictures")
+        try:
+            import tifffile  # noqa: F401
+            from openslide import OpenSlide
+        except ImportError:
+            if not is_slide(path):
+                return Layout((pictures.size(path),), "pictures")
+            raise DataError(f"{path}: is a whole slide; install consilium[slides] to read it") from None
+        if (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff":
+            with OpenSlide(str(path)) as slide:
+                return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
+        return _tiff_layout(path)
+
+
+def _tiff_layout(path: Path) -> Layout:
+    from tifffile import TiffFile
+
+    with TiffFile(path) as file:
+        first = file.pages[0]
+        if any(len(series.pages) > 1 for series in file.series):
+            pages = len(file.pages)
+            raise DataError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
+        levels = [level.pages[0] for level in file.series[0].levels]
+        for page in levels:
+            _check(path, page)
+        sizes = tuple((int(page.imagelength), int(page.imagewidth)) for page in levels)
+        turned = 274 in first.tags and first.tags[274].value not in (0, 1)
+    if turned:
+        raise DataError(f"{path}: is turned by its Orientation tag; save it upright")
+    return Layout(sizes, "tifffile")
+
+
+def _check(path: Path, page: Any) -> None:
+    """Raise DataError for a TIFF that cannot be read by tiles."""
+    if page.planarconfig != 1 or page.samplesperpixel not in (1, 3, 4) or page.imagedepth != 1:
+        raise DataError(f"{path}: is a TIFF of separate planes or layers; save it as grey or RGB")
+    if page.photometric not in (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS):
+        raise DataError(f"{path}: is a TIFF in {page.photometric}; save it as grey or RGB")
+    rows, columns = _block(page)
+    if rows * columns * page.samplesperpixel > MOST_BLOCK:
+        what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
+        raise DataError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+
+
+def _block(page: Any) -> tuple[int, int]:
+    """Return the (rows, columns) of a stored block: a tile, or a strip as wide as the picture."""
+    if page.is_tiled:
+        return int(page.tilelength), int(page.tilewidth)
+    return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
+
+
+def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+    from tifffile import TiffFile
+
+    x, y, width, height = tile
+    with TiffFile(path) as file:
+        page = file.series[0].levels[level].pages[0]
+        rows, columns = _block(page)
+        across = -(-page.imagewidth // columns)
+        found = np.zeros((height, width, page.samplesperpixel), page.dtype)
+        for row in range(y // rows, (y + height - 1) // rows + 1):
+            for column in range(x // columns, (x + width - 1) // columns + 1):
+                block = _decoded(file, page, row * across + column)
+                if block is not None:
+                    _paste(found, block, (column * columns - x, row * rows - y))
+        return _as_seen(found, page, what)
+
+
+def _decoded(file: Any, page: Any, index: int) -> np.ndarray | None:
+    """Return a stored block (rows, columns, samples), None of one that the file leaves out: nothing was scanned there."""
+    offset, count = page.dataoffsets[index], page.databytecounts[index]
+    if not count:
+        return None
+    file.filehandle.seek(offset)
+    data = file.filehandle.read(count)
+    if len(data) < count:
+        raise ValueError("it ends early")
+    block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0]
+    found: np.ndarray = block[0]
+    return found
+
+
+def _paste(found: np.ndarray, block: np.ndarray, corner: tuple[int, int]) -> None:
+    """Write a block into a tile at `corner` (x, y), as far as it lies in it."""
+    x, y = corner
+    height, width = min(found.shape[0], y + block.shape[0]), min(found.shape[1], x + block.shape[1])
+    found[max(0, y) : height, max(0, x) : width] = block[max(0, -y) : height - y, max(0, -x) : width - x]
+
+
+def _as_seen(found: np.ndarray, page: Any, what: str) -> np.ndarray:
+    """Return a tile without alpha, dark where the file means dark; the numbers of a mask stay as they are stored."""
+    if found.shape[2] > 1:
+        return found[..., :3]
+    grey = found[..., 0]
+    if what == "image" and page.photometric == PALETTE:
+        return (page.colormap[:, grey] >> 8).astype(np.uint8).transpose(1, 2, 0)
+    if page.photometric == INVERTED:
+        grey = ~grey if grey.dtype == bool else np.iinfo(grey.dtype).max - grey
+    return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
+
+
+def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+    from openslide import OpenSlide
+
+    x, y, width, height = tile
+    with OpenSlide(str(path)) as slide:
+        scale = slide.level_downsamples[level]
+        region = np.asarray(slide.read_region((round(x * scale), round(y * scale)), level, (width, height)))
+    seen = region[..., :3].astype(np.float32) + (255.0 - region[..., 3:])  # nothing was scanned where it is clear: white
+    return np.clip(seen, 0, 255).astype(np.uint8)
+
+
+def _by_pictures(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+    x, y, width, height = tile
+    found = path.stat()
+    return _whole(path, what, (found.st_mtime_ns, found.st_size))[y : y + height, x : x + width]
+
+
+@lru_cache(maxsize=2)
+def _whole(path: Path, what: str, stamp: tuple[int, int]) -> np.ndarray:
+    return pictures.read(path, what)
+
+
+_READERS = {"tifffile": _by_tifffile, "openslide": _by_openslide, "pictures": _by_pictures}

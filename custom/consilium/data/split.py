@@ -1,0 +1,199 @@
+"""Cut a data list into training, validation and test, or into folds. What belongs together is never cut apart.
+
+Together are entries of one patient, one study, one volume, or one mask, as the list's own keys and DICOM files tell. Labels are
+spread alike by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011), group by group instead of sample
+by sample: the rarest label first, each of its groups to the part that lacks most of it. Same list, numbers and seed, same cut.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consilium.data import volumes
+from consilium.data.datalist import SPLITS, Item, pseudonym, read_datalist, read_json
+from consilium.data.images import read_mask
+from consilium.errors import DataError
+from consilium.seeding import seed_for
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How to cut: shares of all samples, or `folds` parts each of which is the test split once.
+
+    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of what is left then.
+    """
+
+    validation: float = 0.1
+    test: float = 0.2
+    folds: int = 0
+    seed: int = 0
+    keep_test: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An entry as it is written again, with the labels it shows; `split`: where the source had it."""
+
+    split: str
+    entry: dict[str, Any]
+    keys: tuple[Hashable, ...]
+    labels: frozenset[str]
+
+
+Parts = dict[str, list[Sample]]
+
+
+def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
+    """Write `folder`/datalist.json, or one in fold-1, fold-2, ..., and split.json, whose content is returned.
+
+    Paths are absolute, nothing is copied. Entries keep their own keys; nothing that was read from a file is added.
+    Raises DataError for a list or mask that cannot be read, shares of 1 or more, too few groups, or a folder in use.
+    """
+    if any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")):
+        raise DataError(f"{folder}: holds a cut already; give another folder")
+    if cut.validation + cut.test >= 1:
+        raise DataError(f"--validation and --test: {cut.validation:g} + {cut.test:g} leave nothing to train on; ask for less")
+    samples, more = _read(source)
+    lists = _folds(source, samples, cut) if cut.folds else {"": _once(samples, cut)}
+    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(grouped(samples))}
+    summary["lists"] = {}
+    for name, parts in lists.items():
+        path = folder / name / "datalist.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(more | {split: [s.entry for s in parts[split]] for split in SPLITS}, indent=1))
+        summary["lists"][name or "datalist.json"] = {split: _counts(parts[split]) for split in SPLITS}
+    summary["notes"] = _notes(samples, lists, cut)
+    (folder / "split.json").write_text(json.dumps(summary, indent=1))
+    return summary
+
+
+def _once(samples: Sequence[Sample], cut: Cut) -> Parts:
+    kept = [s for s in samples if cut.keep_test and s.split == "test"]
+    rest = [s for s in samples if not (cut.keep_test and s.split == "test")]
+    test = 0.0 if cut.keep_test else cut.test
+    shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
+    parts = share_out(rest, shares, cut.seed)
+    return parts | {"test": kept} if cut.keep_test else parts
+
+
+def _folds(source: Path, samples: Sequence[Sample], cut: Cut) -> dict[str, Parts]:
+    if (groups := len(grouped(samples))) < cut.folds:
+        raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
+    names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
+    tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
+    found = {}
+    for number, name in enumerate(names):
+        rest = [s for other in names if other != name for s in tests[other]]
+        shares = {"training": 1 - cut.validation, "validation": cut.validation}
+        found[name] = share_out(rest, shares, seed_for(cut.seed, "fold", number)) | {"test": tests[name]}
+    return found
+
+
+def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) -> Parts:
+    """Return the samples by part, near the shares in number and in every label; groups stay whole."""
+    groups = grouped(samples)
+    order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
+    left = sorted((groups[i] for i in order), key=len, reverse=True)
+    wanted = {part: Counter({key: share * n for key, n in _weight(samples).items()}) for part, share in shares.items()}
+    found: dict[str, list[Sample]] = {part: [] for part in shares}
+    while left:
+        counts = _weight([s for group in left for s in group])
+        rarest = min(counts, key=lambda label: (counts[label], label))
+        now, left = [g for g in left if rarest in _weight(g)], [g for g in left if rarest not in _weight(g)]
+        for group in now:
+            part = max((p for p in shares if shares[p] > 0), key=lambda p: (wanted[p][rarest], wanted[p][""]))
+            found[part] += group
+            wanted[part].subtract(_weight(group))
+    return found
+
+
+def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
+    head = list(range(len(samples)))
+
+    def root(index: int) -> int:
+        while head[index] != index:
+            head[index] = head[head[index]]
+            index = head[index]
+        return index
+
+    first: dict[Hashable, int] = {}
+    for index, sample in enumerate(samples):
+        for key in sample.keys:
+            one, other = sorted((root(first.setdefault(key, index)), root(index)))
+            head[other] = one
+    found: dict[int, list[Sample]] = {}
+    for index, sample in enumerate(samples):
+        found.setdefault(root(index), []).append(sample)
+    return list(found.values())
+
+
+def _weight(samples: Sequence[Sample]) -> Counter[str]:
+    """Return how many samples show each label; "" counts all."""
+    return Counter(label for sample in samples for label in (*sample.labels, ""))
+
+
+def _counts(samples: Sequence[Sample]) -> dict[str, Any]:
+    found = _weight(samples)
+    return {"samples": found.pop("", 0), "groups": len(grouped(samples)), "labels": dict(sorted(found.items()))}
+
+
+def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
+    notes = []
+    if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
+        notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
+    for name, parts in lists.items():
+        for split in SPLITS:
+            if not parts[split] and (split != "validation" or cut.validation):
+                notes.append(f"{name or 'datalist.json'}: {split}: no sample; there are too few groups for its share")
+    return notes
+
+
+def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
+    """Return all samples, and what else the list says."""
+    data = read_datalist(source, None)
+    raw = {} if source.is_dir() else read_json(source)
+    found = []
+    for split in SPLITS:
+        entries = raw.get(split) or [{}] * len(data.splits[split])
+        for item, entry in zip(data.splits[split], entries, strict=True):
+            found.append(_sample(split, item, entry if isinstance(entry, dict) else {}))
+    volumes.forget()
+    if not found:
+        raise DataError(f"{source}: holds no samples; give a list with some")
+    return found, {key: value for key, value in raw.items() if key not in SPLITS}
+
+
+def _sample(split: str, item: Item, entry: dict[str, Any]) -> Sample:
+    label = {} if item.label is None else {"label": item.label}
+    if isinstance(item.label, Path):
+        label = {"label": str(item.label.resolve())}
+    return Sample(split, entry | {"image": str(item.image.resolve())} | label, _keys(item), frozenset(_labels(item)))
+
+
+def _keys(item: Item) -> tuple[Hashable, ...]:
+    header = volumes.header(item.image) if volumes.is_volume(item.image) else None
+    found: list[Hashable] = [("file", str(item.image.resolve()))]
+    if isinstance(item.label, Path):
+        found.append(("file", str(item.label.resolve())))
+    for kind, own, read in (
+        ("patient", item.patient, header.patient if header else ""),
+        ("study", item.study, header.study if header else ""),
+    ):
+        if key := own or pseudonym(read):
+            found.append((kind, key))
+    return tuple(found)
+
+
+def _labels(item: Item) -> set[str]:
+    if not isinstance(item.label, Path):
+        return set() if item.label is None else {str(item.label)}
+    if item.slice is None and volumes.is_volume(item.label):
+        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
+        return {str(value) for value in volumes.labels(item.label, image, True).present() - {0}}
+    return {str(value) for value in np.unique(read_mask(item.label, item.slice, item.axis)) if value}

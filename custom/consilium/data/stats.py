@@ -1,0 +1,187 @@
+"""What one site's data are like: counts, sizes, spacing, intensities, classes. It tells how far sites lie apart.
+
+These are plain numbers of a site's own data, without any noise: they are for the site itself.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from consilium.data import slides, volumes
+from consilium.data.datalist import SPLITS, DataList, Item, pseudonym
+from consilium.data.files import by_file
+from consilium.data.images import classes_of, level_of, read_labels
+from consilium.data.intensity import windowed
+from consilium.data.labels import Labels, Value
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.errors import DataError
+
+PERCENTILES = (1, 25, 50, 75, 99)
+BINS = 32
+MOST_VALUES = 2**20
+"""Values of one image that are looked at, evenly spread."""
+Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
+_VOLUMES = Lock()
+
+
+@dataclass
+class Measure:
+    """One entry: rows and columns (and planes), mm between voxels, percentiles of the file's values, its 8-bit histogram.
+
+    `labels`: pixels by label value; `classes`: pixels by class; `pixels`: of the mask in all.
+    """
+
+    size: tuple[int, ...] = ()
+    voxel: tuple[float, float, float] | None = None
+    percentiles: tuple[float, ...] = ()
+    histogram: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    labels: Counter[Value] = field(default_factory=Counter)
+    classes: Counter[str] = field(default_factory=Counter)
+    pixels: int = 0
+    patient: str = ""
+    study: str = ""
+
+
+def site_stats(data: DataList, classes: Classes = None, settings: PictureSettings = DEFAULTS) -> dict[str, Any]:
+    """Return plain JSON values of one site; entries that cannot be read are counted and left out.
+
+    "size" and "spacing": lowest, median and highest; "intensity": medians over the images of each one's percentiles, in the
+    file's unit; "histogram": shares of 8-bit values in 32 bins; "classes": samples with each, and its share of all pixels.
+    """
+    items = [item for split in SPLITS for item in data.splits[split]]
+    found = by_file(items, lambda ones: _measure(ones, classes, settings))
+    seen = [one for one in found if one is not None]
+    stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
+    stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
+    stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
+    stats["size"] = _ranges([m.size for m in seen], ("rows", "columns", "planes"))
+    stats["spacing"] = _ranges([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
+    stats["intensity"] = _medians([m.percentiles for m in seen])
+    total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
+    stats["histogram"] = [round(float(n), 5) for n in total / max(1, total.sum())]
+    return stats | {"classes": _shares(seen)}
+
+
+def _measure(items: list[Item], classes: Classes, settings: PictureSettings) -> list[Measure | None]:
+    if not volumes.is_volume(items[0].image):
+        return [_attempt(item, classes, settings) for item in items]
+    with _VOLUMES:
+        found = [_attempt(item, classes, settings) for item in items]
+        volumes.forget()
+        return found
+
+
+def _attempt(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
+    try:
+        found = _volume(item, settings) if volumes.is_volume(item.image) else _picture(item, settings)
+        _count(found, item, classes, settings)
+    except DataError:
+        return None
+    return found
+
+
+def _picture(item: Item, settings: PictureSettings) -> Measure:
+    if item.tile is None and slides.by_tiles(item.image, settings):
+        return _slide(item, settings)
+    values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
+    found = Measure(values.shape[:2], patient=item.patient, study=item.study)
+    return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
+
+
+def _slide(item: Item, settings: PictureSettings) -> Measure:
+    """Return what some tiles of a large picture tell."""
+    level = level_of(settings)
+    some = np.concatenate(slides.probes(item.image, level))
+    found = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
+    return _intensities(found, some, settings, None, lambda: slides.spread(item.image, level))
+
+
+def _volume(item: Item, settings: PictureSettings) -> Measure:
+    header, values = volumes.header(item.image), volumes.voxels(item.image)
+    whole = item.slice is None and header.grid.planes(settings.slices.axis) > 1
+    size: tuple[int, ...] = values.shape[:3]
+    if not whole:
+        values = header.grid.cut(values, item.axis, item.slice or 0)
+        size = values.shape[:2]
+    patient, study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
+    found = Measure(size, header.grid.voxel, patient=patient, study=study)
+    return _intensities(found, values, settings, header.window, lambda: volumes.spread(item.image))
+
+
+def _intensities(found: Measure, values: np.ndarray, settings: PictureSettings, window: Any, spread: Any) -> Measure:
+    colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
+    flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
+    some = flat[:: max(1, len(flat) // MOST_VALUES)]
+    found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
+    grey = windowed(some, settings, window, spread)
+    found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
+    return found
+
+
+def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
+    """Keep how many pixels each label and each class has; a class of the whole picture has all."""
+    if item.label is None:
+        return
+    if not isinstance(item.label, Path):
+        named = list(classes) if classes is not None and isinstance(item.label, int) else []
+        name = named[item.label] if isinstance(item.label, int) and 0 <= item.label < len(named) else str(item.label)
+        found.classes[name], found.pixels = 1, 1
+        return
+    for labels in _labels(item, settings):
+        found.pixels += int(np.prod(labels.shape))
+        by_value = _pixels(labels)
+        found.labels.update(by_value)
+        wanted = classes_of(item, classes) if isinstance(classes, Mapping) else {str(v): [v] for v in by_value}
+        for name, values in wanted.items():
+            found.classes[name] += int(labels.where(values).sum())
+
+
+def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
+    """Return an item's labels, those of a large picture block by block."""
+    whole = item.tile is None and not volumes.is_volume(item.image)
+    if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
+        return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
+    return [_at_once(item, settings)]
+
+
+def _at_once(item: Item, settings: PictureSettings) -> Labels:
+    if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
+        return read_labels(item, settings)
+    image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
+    return volumes.labels(item.label, image, settings.resample_masks)
+
+
+def _pixels(labels: Labels) -> Counter[Value]:
+    if labels.values is not None:
+        values, counts = np.unique(labels.values, return_counts=True)
+        return Counter({int(v): int(n) for v, n in zip(values, counts, strict=True) if v})
+    return Counter({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
+
+
+def _ranges(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Return [lowest, median, highest] by name; rows may be shorter than the names."""
+    columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
+    return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}
+
+
+def _medians(rows: Sequence[tuple[float, ...]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, np.median(np.array(rows), 0), strict=True)}
+
+
+def _shares(seen: Sequence[Measure]) -> dict[str, dict[str, float]]:
+    total = sum(m.pixels for m in seen)
+    names = sorted({name for m in seen for name in m.classes})
+    return {
+        name: {
+            "samples": sum(m.classes[name] > 0 for m in seen),
+            "share": round(sum(m.classes[name] for m in seen) / max(1, total), 6),
+        }
+        for name in names
+    }

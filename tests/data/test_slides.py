@@ -1,0 +1,280 @@
+"""Slides and large pictures: every tile is what PIL and the array that was written say, and memory stays small."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from consilium.data import slides
+from consilium.data.check import check_datalist
+from consilium.data.datalist import Item, read_datalist
+from consilium.data.expand import expand
+from consilium.data.images import read_image, read_labels, read_sample
+from consilium.data.settings import PictureSettings, TilesConfig
+from consilium.data.stats import site_stats
+from consilium.errors import DataError
+
+ROWS, COLUMNS = 250, 330
+TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]
+COMPRESSIONS = [None, "zlib", "lzw", "packbits", "zstd"]
+
+
+def array(shape: tuple[int, ...] = (ROWS, COLUMNS, 3), dtype: Any = np.uint8) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, np.iinfo(dtype).max, shape).astype(dtype)
+
+
+def cut(values: np.ndarray, tile: tuple[int, int, int, int]) -> np.ndarray:
+    x, y, width, height = tile
+    return values[y : y + height, x : x + width]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    "layout", [{"tile": (32, 48)}, {"rowsperstrip": 7}, {"tile": (512, 512)}], ids=["tiles", "strips", "one tile"]
+)
+@pytest.mark.parametrize("tile", TILES)
+def test_a_tile_is_what_was_written(tile: Any, layout: dict[str, Any], compression: str | None, tmp_path: Path) -> None:
+    values = array()
+    tifffile.imwrite(tmp_path / "a.tif", values, compression=compression, photometric="rgb", **layout)
+    assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
+
+
+@pytest.mark.parametrize("predictor", [False, True])
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_grey_of_8_and_16_bits_in_every_order(
+    dtype: Any, byteorder: Any, bigtiff: bool, predictor: bool, tmp_path: Path
+) -> None:
+    values = array((ROWS, COLUMNS), dtype)
+    tifffile.imwrite(
+        tmp_path / "a.tif", values, tile=(64, 64), byteorder=byteorder, bigtiff=bigtiff, compression="zlib", predictor=predictor
+    )
+    for tile in TILES:
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
+
+
+@pytest.mark.parametrize("save", [{"compression": "raw"}, {"compression": "tiff_lzw"}, {"compression": "tiff_adobe_deflate"}])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "1", "P"])
+def test_what_pil_wrote_is_what_pil_reads(mode: str, save: dict[str, str], tmp_path: Path) -> None:
+    Image.fromarray(array()).convert(mode).save(tmp_path / "a.tif", **save)
+    whole = read_image(tmp_path / "a.tif")
+    for tile in TILES:
+        assert np.array_equal(read_image(Item(tmp_path / "a.tif", None, tile=tile)), cut(whole, tile))
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.bmp"])
+def test_pictures_without_places_are_read_whole_and_cut(name: str, tmp_path: Path) -> None:
+    Image.fromarray(array()).save(tmp_path / name)
+    for tile in TILES:
+        assert np.array_equal(slides.read(tmp_path / name, tile), cut(array(), tile))
+
+
+def svs(path: Path, values: np.ndarray) -> None:
+    """Write a slide as Aperio's scanners do: JPEG tiles, a thumbnail in strips, a smaller level."""
+    text = f"Aperio Image Library v1\r\n{values.shape[1]}x{values.shape[0]} (64x64) JPEG/RGB Q=90|AppMag = 20|MPP = 0.5"
+    with tifffile.TiffWriter(path) as file:
+        for number, (one, options) in enumerate(
+            [(values, {"tile": (64, 64)}), (values[::4, ::4], {}), (values[::2, ::2], {"tile": (64, 64)})]
+        ):
+            more = {"subfiletype": 0, "metadata": None, "description": text if number == 0 else f"{text} level {number}"}
+            file.write(one, photometric="rgb", compression="jpeg", compressionargs={"level": 95}, **options, **more)
+
+
+def smooth() -> np.ndarray:
+    small = Image.fromarray(np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8))
+    return np.asarray(small.resize((512, 384), Image.Resampling.BICUBIC))
+
+
+def test_a_slide_of_a_scanner_by_its_levels(tmp_path: Path) -> None:
+    svs(tmp_path / "a.svs", smooth())
+    found = slides.layout(tmp_path / "a.svs")
+    assert (found.reader, found.levels) == ("openslide", ((384, 512), (192, 256)))
+    tile = (100, 50, 128, 96)
+    assert np.abs(slides.read(tmp_path / "a.svs", tile).astype(int) - cut(smooth(), tile)).mean() < 3
+    half = (20, 30, 64, 64)
+    assert np.abs(slides.read(tmp_path / "a.svs", half, 1).astype(int) - cut(smooth()[::2, ::2], half)).mean() < 3
+    with pytest.raises(DataError, match=r"a\.svs: is a whole slide; set task\.tiles"):
+        read_image(tmp_path / "a.svs")
+    with pytest.raises(DataError, match=r"has 2 levels, the first is 0; set task\.tiles\.level lower"):
+        slides.read(tmp_path / "a.svs", tile, 2)
+
+
+def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    svs(tmp_path / "a.svs", smooth())
+    tifffile.imwrite(tmp_path / "a.tif", array(), tile=(64, 64))
+    monkeypatch.setitem(sys.modules, "openslide", None)
+    slides._layout.cache_clear()
+    with pytest.raises(DataError, match=r"a\.svs: is a whole slide; install consilium\[slides\] to read it$"):
+        slides.layout(tmp_path / "a.svs")
+    assert np.array_equal(slides.read(tmp_path / "a.tif", TILES[0]), cut(array(), TILES[0]))
+    slides._layout.cache_clear()
+
+
+def test_tiles_cover_every_pixel_and_lie_within() -> None:
+    """Worked out by hand: 10 columns by 4 rows, tiles of 4 with steps of 3: columns 0, 3, 6."""
+    assert slides.tiles(4, 10, 4, 3) == [(0, 0, 4, 4), (3, 0, 4, 4), (6, 0, 4, 4)]
+    assert slides.tiles(4, 9, 4, 4) == [(0, 0, 4, 4), (4, 0, 4, 4), (5, 0, 4, 4)]
+    assert slides.tiles(3, 2, 4, 4) == [(0, 0, 2, 3)]
+    seen = np.zeros((97, 203), int)
+    for x, y, width, height in slides.tiles(97, 203, 32, 32):
+        seen[y : y + height, x : x + width] += 1
+        assert (width, height) == (32, 32)
+    assert seen.min() == 1
+
+
+def listed(folder: Path, mask: np.ndarray, **entry: Any) -> Path:
+    tifffile.imwrite(folder / "a.tif", array(), tile=(64, 64))
+    tifffile.imwrite(folder / "m.tif", mask, tile=(64, 64))
+    path = folder / "datalist.json"
+    one = {"image": "a.tif", "label": "m.tif", **entry}
+    path.write_text(json.dumps({"training": [one], "test": [one]}))
+    return path
+
+
+def labelled() -> np.ndarray:
+    mask = np.zeros((ROWS, COLUMNS), np.uint8)
+    mask[10:20, 10:20] = 1
+    mask[240:, 320:] = 2
+    return mask
+
+
+def test_a_list_comes_apart_into_tiles_of_image_and_mask(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    settings = PictureSettings(tiles=TilesConfig(size=128))
+    found = expand(read_datalist(path), settings).splits
+    corners = [(x, y, 128, 128) for y in (0, 122) for x in (0, 128, 202)]
+    assert [item.tile for item in found["training"]] == [item.tile for item in found["test"]] == corners
+    for item in found["training"]:
+        assert np.array_equal(read_image(item, settings), cut(array(), item.tile))
+        assert np.array_equal(read_labels(item, settings).values, cut(labelled(), item.tile))
+    sample = read_sample(found["training"][5], {"a": [1], "b": [2]}, 128, settings)
+    assert (float(sample["label"][0].sum()), float(sample["label"][1].sum())) == (0, 100)
+    thin = expand(read_datalist(path), PictureSettings(tiles=TilesConfig(size=128, empty="drop"))).splits
+    assert [item.tile for item in thin["training"]] == [corners[0], corners[5]]
+    assert len(thin["test"]) == 6
+    assert len({item.study for item in found["training"]}) == 1
+    assert [len(expand(read_datalist(path)).splits[split]) for split in ("training", "test")] == [1, 1]
+
+
+def test_a_tile_in_the_list_is_one_sample(tmp_path: Path) -> None:
+    (item,) = expand(read_datalist(listed(tmp_path, labelled(), tile=[8, 8, 16, 16]))).splits["test"]
+    assert item.name == "a.tif[8,8]"
+    assert np.array_equal(read_image(item), cut(array(), (8, 8, 16, 16)))
+    assert read_labels(item).present() == {0, 1}
+
+
+@pytest.mark.parametrize("tile", [[0, 0, 0, 4], [0, 0, 4], "a", [0, 0, 4.0, 4], [-1, 0, 4, 4], [True, 0, 4, 4], {}])
+def test_a_tile_that_is_no_place_is_refused(tile: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r'training\[0\]: tile .* is no place; write "tile"'):
+        read_datalist(listed(tmp_path, labelled(), tile=tile))
+
+
+def test_what_cannot_be_read_by_tiles_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    with pytest.raises(DataError, match=r"tile \[300, 0, 64, 64\] is outside its 330x250 pixels"):
+        slides.read(tmp_path / "a.tif", (300, 0, 64, 64))
+    tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
+    item = expand(read_datalist(path), PictureSettings(tiles=TilesConfig(size=128))).splits["test"][0]
+    with pytest.raises(DataError, match=r"m\.tif: mask is \(250, 329\), its image \(250, 330\); make them equal"):
+        read_labels(item)
+    tifffile.imwrite(tmp_path / "p.tif", np.stack([array((64, 64)), array((64, 64))]), photometric="minisblack")
+    with pytest.raises(DataError, match=r"p\.tif: has 2 pages; save each as a picture of its own"):
+        slides.layout(tmp_path / "p.tif")
+    tifffile.imwrite(tmp_path / "s.tif", array((3, 64, 64)), photometric="rgb", planarconfig="separate")
+    with pytest.raises(DataError, match="separate planes or layers; save it as grey or RGB"):
+        slides.layout(tmp_path / "s.tif")
+    data = (tmp_path / "a.tif").read_bytes()
+    (tmp_path / "a.tif").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"a\.tif: (tile|slide) cannot be read"):
+        slides.read(tmp_path / "a.tif", (200, 186, 64, 64))
+
+
+def test_16_bits_get_one_window_for_all_tiles(tmp_path: Path) -> None:
+    ramp = np.tile(np.linspace(1000, 5000, 512).astype(np.uint16), (512, 1))
+    tifffile.imwrite(tmp_path / "a.tif", ramp, tile=(64, 64))
+    left, right = (read_image(Item(tmp_path / "a.tif", None, tile=(x, 0, 64, 64))) for x in (0, 448))
+    assert left.max() < 40
+    assert right.min() > 215
+
+
+BIG = """
+import resource, sys
+import numpy as np, tifffile
+from pathlib import Path
+from consilium.data import slides
+from consilium.data.check import check_datalist
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+total = 0
+rows, columns = slides.shape(path)
+for x, y in ((0, 0), (10_000, 7_000), (columns - 512, rows - 512)):
+    total += int(slides.read(path, (x, y, 512, 512))[0, 0, 0])
+print(total, rows, columns, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def blocks() -> Any:
+    for number in range(50 * 50):
+        yield np.full((512, 512, 3), number % 251, np.uint8)
+
+
+def test_a_picture_of_655_million_pixels_takes_little_memory(tmp_path: Path) -> None:
+    """Decoded at once it would take 2 GB. Blocks are numbered row by row, so (10000, 7000) lies in 13 * 50 + 19 = 669."""
+    path = tmp_path / "big.tif"
+    tifffile.imwrite(path, blocks(), shape=(25_600, 25_600, 3), dtype=np.uint8, tile=(512, 512), compression="zlib")
+    found = subprocess.run([sys.executable, "-c", BIG, path], capture_output=True, text=True, check=True)
+    total, rows, columns, more = map(int, found.stdout.split())
+    assert (rows, columns) == (25_600, 25_600)
+    assert total == 0 + 669 % 251 + 2499 % 251
+    assert more < 200
+    with pytest.raises(DataError, match=r"over 100,000,000 pixels\); save it as a tiled TIFF and set task\.tiles"):
+        read_image(path)
+
+
+def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    settings = PictureSettings(tiles=TilesConfig(size=128))
+    report = check_datalist(path, {"a": [1], "b": [2]}, settings)
+    assert report.problems == {"duplicate between splits": ["test: a.tif = training: a.tif"]}
+    assert report.planes == {"training": 6, "test": 6}
+    assert report.sizes == {"250x330": 2}
+    assert set(report.label_values) == {0, 1, 2}
+    assert list(check_datalist(path, {"a": [1]}, settings).problems) == ["undeclared label value", "duplicate between splits"]
+    tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
+    assert "mask of another size" in check_datalist(path, {"a": [1], "b": [2]}, settings).problems
+
+
+def test_the_statistics_of_a_large_picture_count_every_pixel_of_its_mask_once(tmp_path: Path) -> None:
+    data = read_datalist(listed(tmp_path, labelled()))
+    found = site_stats(data, {"a": [1], "b": [2]}, PictureSettings(tiles=TilesConfig(size=128)))
+    assert found["size"] == {"rows": [250] * 3, "columns": [330] * 3}
+    assert found["classes"]["a"] == {"samples": 2, "share": round(100 / (250 * 330), 6)}
+    assert found["unreadable"] == 0
+
+
+def test_two_tiles_of_one_picture_in_two_splits_leak(tmp_path: Path) -> None:
+    path = listed(tmp_path, labelled())
+    one = {"image": "a.tif", "label": "m.tif"}
+    path.write_text(json.dumps({"training": [one | {"tile": [0, 0, 64, 64]}], "test": [one | {"tile": [64, 64, 64, 64]}]}))
+    report = check_datalist(path)
+    assert report.problems == {"volume in two splits": ["test: a.tif[64,64] = training: a.tif[0,0]"]}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_levels_of_a_plain_pyramid(inside: bool, tmp_path: Path) -> None:
+    """Smaller levels as pages within the first one, as OME and QuPath write, or after it."""
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(array(), tile=(64, 64), photometric="rgb", subifds=2 if inside else 0, metadata=None)
+        for step in (2, 4):
+            file.write(array()[::step, ::step], tile=(64, 64), photometric="rgb", subfiletype=1, metadata=None)
+    assert slides.layout(tmp_path / "a.tif").levels == ((250, 330), (125, 165), (63, 83))
+    for level, step in enumerate((1, 2, 4)):
+        tile = (10, 11, 40, 30)
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile, level), cut(array()[::step, ::step], tile))
