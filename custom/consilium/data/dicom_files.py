@@ -37,8 +37,7 @@ CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
 _CHUNK = 2**20
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
-logging.getLogger("pydicom").propagate = False
-logging.getLogger("pydicom").addHandler(logging.NullHandler())
+logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
 pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
 with suppress(ImportError):
     _trace = import_module("gdcm").Trace

@@ -67,9 +67,22 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
     elements = open_file(file, pixels=True)
     syntax = _syntax(elements)
     _check_pixels(file, elements, syntax)
+    if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
+        yield from _unpacked(elements)
+        return
     decoder = next((name for name in _DECODERS if name in get_decoder(syntax).available_plugins), "")
-    for picture in iter_pixels(elements, decoding_plugin=decoder):
+    for picture in iter_pixels(elements, decoding_plugin=decoder, allow_excess_frames=False):
         yield _coloured(picture, elements)
+
+
+def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
+    """Yield frames of one bit a pixel, 8 to a byte throughout: pydicom fails where a frame ends within a byte."""
+    pixels = int(elements.Rows) * int(elements.Columns)
+    for number in range(count_of(elements)):
+        first, last = number * pixels, (number + 1) * pixels
+        packed = np.frombuffer(elements.PixelData, np.uint8, -(-last // 8) - first // 8, first // 8)
+        bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
+        yield bits.reshape(elements.Rows, elements.Columns)
 
 
 def _coloured(picture: np.ndarray, elements: Dataset) -> np.ndarray:
