@@ -110,7 +110,7 @@ def _syntax(elements: Dataset) -> UID:
 def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
     """Raise DataError for pixels that are not there, or that nothing here decodes."""
     if not has_pixels(elements):
-        raise DataError(f"{file}: has no pixels; {TAKE_OFF}")
+        raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
     if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
         raise DataError(f"{file}: its stored bits are not the lowest ones; {TAKE_OFF}")
     try:
