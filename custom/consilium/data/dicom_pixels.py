@@ -38,9 +38,9 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
     """Return values (i, j, k, ...), and where they are padding: a mask of that shape, or of one voxel where none is."""
     shape = found.header.grid.shape
-    values = np.empty((*shape, 3) if found.colours else shape, _dtype(found))
+    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], _dtype(found)).swapaxes(0, 2)  # slices in one piece
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
-    filled = np.zeros(shape if padded else (1, 1, 1), bool)
+    filled = np.zeros(shape[::-1] if padded else (1, 1, 1), bool).T
     places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
     for file in found.files:
         for number, picture in enumerate(pictures(file)):
