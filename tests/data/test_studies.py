@@ -1,4 +1,4 @@
-"""Generated hospitals: the same studies whatever they are written as, patients with one study or two, shifts that stay apart."""
+"""Generated hospitals: the same studies whatever they are written as, patients with a study or two, shifts that stay apart."""
 
 import json
 from pathlib import Path
