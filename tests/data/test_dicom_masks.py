@@ -19,8 +19,8 @@ from consilium.data.settings import PictureSettings
 from consilium.errors import DataError
 
 RNG = np.random.default_rng(0)
-PLANES = RNG.integers(0, 4000, (5, 4, 6)).astype(np.uint16)
-MASKS = RNG.integers(0, 2, (5, 4, 6, 2)).astype(np.uint8)
+PLANES = RNG.integers(0, 4000, (5, 6, 10)).astype(np.uint16)
+MASKS = RNG.integers(0, 2, (5, 6, 10, 2)).astype(np.uint8)
 """(slice, row, column, segment)."""
 ORDER = [3, 1, 4, 0, 2]
 OBLIQUE = {"turn": (1, 0, 0, 0, 0.8, 0.6), "step": (0, -1.2, 1.6), "spacing": (0.8, 0.5)}
@@ -94,14 +94,14 @@ def test_a_segmentation_stored_the_other_way_round_lies_on_the_same_voxels(serie
 
 def _last_column(one: Dataset) -> list[float]:
     left, back, up = (float(v) for v in one.ImagePositionPatient)
-    return [left + 5 * 0.5, back, up]
+    return [left + 9 * 0.5, back, up]
 
 
 def test_a_segmentation_of_another_grid_is_refused_unless_it_may_be_resampled(series: list[Dataset], tmp_path: Path) -> None:
     """Half as many columns and rows, twice as wide: a pixel of it covers four."""
     wide = [dicoms.placed(PLANES[k][::2, ::2], _between(series[k]), (1, 0, 0, 0, 0.8, 0.6), (1.6, 1.0)) for k in range(5)]
     dicoms.segmentation(wide, MASKS[:, ::2, ::2, :1], ["disc"]).save_as(tmp_path / "seg.dcm")
-    with pytest.raises(DataError, match=r"the mask's grid differs .*3x2x5 voxels, not 6x4x5"):
+    with pytest.raises(DataError, match=r"the mask's grid differs .*5x3x5 voxels, not 10x6x5"):
         labels(tmp_path / "seg.dcm")
     found = labels(tmp_path / "seg.dcm", resample=True).regions["disc"]
     assert np.array_equal(found, MASKS[:, ::2, ::2, 0].repeat(2, 1).repeat(2, 2).transpose(2, 1, 0).astype(bool))
@@ -158,11 +158,11 @@ def test_classes_are_matched_by_number_or_name(series: list[Dataset], tmp_path: 
     item = Item(tmp_path / "ct", tmp_path / "seg.dcm", 1)
     settings = PictureSettings(resize="pad")
     for classes in ({"one": [2], "other": [1, 2]}, {"cup": [], "all": ["disc", "cup"]}):
-        sample = read_sample(item, classes, 6, settings)["label"].numpy()[:, :4]
+        sample = read_sample(item, classes, 10, settings)["label"].numpy()[:, :6]
         assert np.array_equal(sample[0], MASKS[1, ..., 1])
         assert np.array_equal(sample[1], MASKS[1].max(-1))
     mapped = Item(tmp_path / "ct", tmp_path / "seg.dcm", 1, label_map=(("cup", ("nucleus",)),))
-    assert np.array_equal(read_sample(mapped, {"nucleus": [9]}, 6, settings)["label"][0, :4], MASKS[1, ..., 1])
+    assert np.array_equal(read_sample(mapped, {"nucleus": [9]}, 10, settings)["label"][0, :6], MASKS[1, ..., 1])
 
 
 def test_a_video_takes_segments_by_the_frame_they_were_drawn_on(tmp_path: Path) -> None:
@@ -230,9 +230,8 @@ def filled(points: np.ndarray) -> np.ndarray:
 
 
 def test_contours_are_filled_on_their_slices(wide: Path) -> None:
-    dicoms.save(
-        dicoms.outlines({"GTV": [placed(circle(6), 0), placed(circle(3), 2)], "skin": [placed(circle(9), 1)]}), wide / "rt"
-    )
+    structures = {"GTV": [placed(circle(6), 0), placed(circle(3), 2)], "skin": [placed(circle(9), 1)]}
+    dicoms.save(dicoms.outlines(structures), wide / "rt")
     found = labels(wide / "rt").regions
     assert list(found) == ["GTV", "skin"]
     assert np.array_equal(found["GTV"], np.stack([filled(circle(6)), np.zeros((20, 22)), filled(circle(3))], 2))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydicom import Dataset
@@ -49,11 +50,11 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
 
 def _filled(path: Path, sequence: Iterable[Dataset], grid: Grid) -> np.ndarray:
     """Return the voxels (i, j, k) inside an odd number of a structure's contours: an inner one is a hole."""
-    found = np.zeros(grid.shape, bool)
+    found = np.zeros(grid.shape[::-1], bool).T  # slices in one piece
     for contour in sequence:
         if contour.get("ContourGeometricType") not in CLOSED:
             continue
-        voxel = _voxels(np.array(contour.ContourData, np.float64).reshape(-1, 3), grid)
+        voxel = _voxels(_points(contour), grid)
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
@@ -61,6 +62,13 @@ def _filled(path: Path, sequence: Iterable[Dataset], grid: Grid) -> np.ndarray:
             raise DataError(f"{path}: has a contour on no plane of its image; give the image it was drawn on")
         found[:, :, plane] ^= inside(voxel[:, :2], grid.shape[:2])
     return found
+
+
+def _points(contour: Dataset) -> np.ndarray:
+    """Return the points (N, 3) of a contour, from the file's own text: pydicom makes an object of every number."""
+    raw: Any = contour.get_item("ContourData")
+    values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
+    return np.array(values).astype(np.float64).reshape(-1, 3)
 
 
 def _voxels(points: np.ndarray, grid: Grid) -> np.ndarray:
@@ -76,15 +84,25 @@ def inside(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
     Along every line of points the crossings with the polygon are counted; an odd number of them lies before a point inside.
     """
-    crossed = np.zeros((shape[0] + 1, shape[1]), np.int64)
-    ends = np.roll(polygon, -1, axis=0)
-    step = max(1, _AT_ONCE // max(1, shape[1]))
+    found = np.zeros(shape, bool)
+    low = np.floor(polygon.min(0)).clip(0, shape).astype(np.int64)
+    high = (np.floor(polygon.max(0)) + 1).clip(low, shape).astype(np.int64)
+    box = int(high[0] - low[0]), int(high[1] - low[1])
+    if 0 not in box:
+        found[low[0] : high[0], low[1] : high[1]] = np.cumsum(_crossings(polygon - low, box), axis=0)[:-1] % 2 == 1
+    return found
+
+
+def _crossings(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return how many edges pass before each point (I + 1, J) of a line of them, and behind the one before it."""
+    found = np.zeros((shape[0] + 1) * shape[1], np.int64)
+    ends, step = np.roll(polygon, -1, axis=0), max(1, _AT_ONCE // shape[1])
     for start in range(0, len(polygon), step):
         one, other = polygon[start : start + step], ends[start : start + step]
         first, last = (np.ceil(f(one[:, 1], other[:, 1])).clip(0, shape[1]).astype(np.int64) for f in (np.minimum, np.maximum))
         edge = np.repeat(np.arange(len(one)), last - first)
         line = np.arange(len(edge)) - np.repeat(np.cumsum(last - first) - last, last - first)
         share = (line - one[edge, 1]) / (other[edge, 1] - one[edge, 1])
-        at = one[edge, 0] + share * (other[edge, 0] - one[edge, 0])
-        np.add.at(crossed, (np.ceil(at).clip(0, shape[0]).astype(np.int64), line), 1)
-    return np.cumsum(crossed, axis=0)[: shape[0]] % 2 == 1
+        at = np.ceil(one[edge, 0] + share * (other[edge, 0] - one[edge, 0])).clip(0, shape[0]).astype(np.int64)
+        found += np.bincount(at * shape[1] + line, minlength=len(found))
+    return found.reshape(shape[0] + 1, shape[1])

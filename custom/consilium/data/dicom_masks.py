@@ -93,7 +93,7 @@ def _empty(path: Path, elements: Dataset, grid: Grid) -> dict[int, np.ndarray]:
     if needed > MOST_VOLUME:
         found = f"{len(numbers)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave segments out")
-    return {number: np.zeros(grid.shape, bool) for number in numbers if number}
+    return {number: np.zeros(grid.shape[::-1], bool).T for number in numbers if number}
 
 
 def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:

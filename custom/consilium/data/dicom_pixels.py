@@ -38,9 +38,9 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
     """Return values (i, j, k, ...), and where they are padding: a mask of that shape, or of one voxel where none is."""
     shape = found.header.grid.shape
-    values = np.empty((*shape, 3) if found.colours else shape, _dtype(found))
+    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], _dtype(found)).swapaxes(0, 2)  # slices in one piece
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
-    filled = np.zeros(shape if padded else (1, 1, 1), bool)
+    filled = np.zeros(shape[::-1] if padded else (1, 1, 1), bool).T
     places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
     for file in found.files:
         for number, picture in enumerate(pictures(file)):
@@ -67,9 +67,22 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
     elements = open_file(file, pixels=True)
     syntax = _syntax(elements)
     _check_pixels(file, elements, syntax)
+    if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
+        yield from _unpacked(elements)
+        return
     decoder = next((name for name in _DECODERS if name in get_decoder(syntax).available_plugins), "")
-    for picture in iter_pixels(elements, decoding_plugin=decoder):
+    for picture in iter_pixels(elements, decoding_plugin=decoder, allow_excess_frames=False):
         yield _coloured(picture, elements)
+
+
+def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
+    """Yield frames of one bit a pixel, 8 to a byte throughout: pydicom fails where a frame ends within a byte."""
+    pixels = int(elements.Rows) * int(elements.Columns)
+    for number in range(count_of(elements)):
+        first, last = number * pixels, (number + 1) * pixels
+        packed = np.frombuffer(elements.PixelData, np.uint8, -(-last // 8) - first // 8, first // 8)
+        bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
+        yield bits.reshape(elements.Rows, elements.Columns)
 
 
 def _coloured(picture: np.ndarray, elements: Dataset) -> np.ndarray:
@@ -97,7 +110,7 @@ def _syntax(elements: Dataset) -> UID:
 def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
     """Raise DataError for pixels that are not there, or that nothing here decodes."""
     if not has_pixels(elements):
-        raise DataError(f"{file}: has no pixels; {TAKE_OFF}")
+        raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
     if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
         raise DataError(f"{file}: its stored bits are not the lowest ones; {TAKE_OFF}")
     try:

@@ -95,6 +95,8 @@ def _dated(found: Segmentation, dimensions: str) -> Segmentation:
     dated = ("Content", "Series", "InstanceCreation")
     for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
         setattr(found, keyword, value)
+    for item in found.get("ContributingEquipmentSequence") or []:
+        item.ContributionDateTime = DAY + TIME
     for item in (*found.DimensionOrganizationSequence, *found.DimensionIndexSequence):
         item.DimensionOrganizationUID = dimensions
     return found

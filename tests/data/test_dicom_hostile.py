@@ -1,0 +1,287 @@
+"""DICOM files that are broken or meant to do harm: one line, soon, and nothing of whose they are."""
+
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data import dicoms  # skips where the extra is missing
+
+from pydicom import uid  # isort: skip
+
+from consilium.data import dicom, dicom_files, dicom_frames, volumes
+from consilium.data.dicom_codes import coded_shape
+from consilium.data.dicom_contours import contours
+from consilium.errors import DataError
+
+GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
+SECRETS = {
+    "PatientID": "SECRET-0815",
+    "PatientName": "SECRET^Jane",
+    "AccessionNumber": "SECRET-A",
+    "InstitutionName": "SECRET Hospital",
+    "StudyInstanceUID": "1.2.999.777",
+}
+WORDS = ("SECRET", "999.777")
+
+
+def harmless() -> dicoms.Dataset:
+    return dicoms.placed(GREY, (0, 0, 0), **SECRETS)
+
+
+def short(path: Path) -> None:
+    made = harmless()
+    made.PixelData = made.PixelData[:10]
+    dicoms.save(made, path)
+
+
+def cut_off(path: Path) -> None:
+    dicoms.save(harmless(), path)
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def cut_in_the_header(path: Path) -> None:
+    dicoms.save(harmless(), path)
+    path.write_bytes(path.read_bytes()[:400])
+
+
+def huge(path: Path) -> None:
+    made = harmless()
+    made.Rows, made.Columns, made.NumberOfFrames = 65535, 65535, 100
+    dicoms.save(made, path)
+
+
+def many_frames(path: Path) -> None:
+    made = harmless()
+    made.Rows, made.Columns, made.NumberOfFrames = 1, 1, 10**9
+    dicoms.save(made, path)
+
+
+def no_rows(path: Path) -> None:
+    made = harmless()
+    made.Rows = 0
+    dicoms.save(made, path)
+
+
+def negative_frames(path: Path) -> None:
+    made = harmless()
+    made.NumberOfFrames = -4
+    made.PixelData = b""
+    dicoms.save(made, path)
+
+
+def no_pixels(path: Path) -> None:
+    made = harmless()
+    del made.PixelData
+    dicoms.save(made, path)
+
+
+def letters_for_numbers(path: Path) -> None:
+    dicoms.save(harmless(), path)
+    data = path.read_bytes()
+    at = data.index(struct.pack("<HH", 0x0028, 0x0030))
+    path.write_bytes(data[: at + 8] + b"SEC\\" + data[at + 12 :])
+
+
+def deep(path: Path) -> None:
+    """Sequences in sequences, each of unknown length."""
+    dicoms.save(harmless(), path)
+    level = struct.pack("<HH2sHI", 0x0008, 0x1115, b"SQ", 0, 0xFFFFFFFF) + struct.pack("<HHI", 0xFFFE, 0xE000, 0xFFFFFFFF)
+    data = path.read_bytes()
+    at = data.index(struct.pack("<HH2s", 0x0010, 0x0010, b"PN"))
+    path.write_bytes(data[:at] + level * 50_000 + data[at:])
+
+
+def swelling(path: Path) -> None:
+    """Zeros that were deflated: a thousand times as long."""
+    made = harmless()
+    made.file_meta.TransferSyntaxUID = uid.DeflatedExplicitVRLittleEndian
+    dicoms.save(made, path)
+    data = path.read_bytes()
+    start = 144 + struct.unpack("<I", data[140:144])[0]
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    blank = struct.pack("<HH2sHI", 0x0009, 0x1001, b"OB", 0, 2**26) + bytes(2**26)
+    path.write_bytes(data[:start] + squeeze.compress(blank) + squeeze.flush())
+
+
+def large_code(path: Path) -> None:
+    """JPEG-LS that says 60,000 x 60,000 pixels in its own header."""
+    code = b"\xff\xd8\xff\xf7\x00\x0b\x08" + struct.pack(">HH", 60000, 60000) + b"\x01\x01\x11\x00" + bytes(40) + b"\xff\xd9"
+    dicoms.save(dicoms.compressed(harmless(), uid.JPEGLSLossless, [code]), path)
+
+
+def broken_code(path: Path) -> None:
+    dicoms.save(dicoms.compressed(harmless(), uid.JPEG2000Lossless, [b"\xff\x4f SECRET" + bytes(50)]), path)
+
+
+def too_few_codes(path: Path) -> None:
+    made = harmless()
+    made.NumberOfFrames = 3
+    dicoms.save(dicoms.compressed(made, uid.RLELossless, [bytes(80)]), path)
+
+
+def video(path: Path) -> None:
+    dicoms.save(dicoms.compressed(harmless(), "1.2.840.10008.1.2.4.102", [bytes(80)]), path)
+
+
+def unknown_code(path: Path) -> None:
+    dicoms.save(dicoms.compressed(harmless(), uid.JPEG2000Lossless, [bytes(80)]), path)
+    path.write_bytes(path.read_bytes().replace(b"1.2.840.10008.1.2.4.90", b"1.2.840.999.777.999999"))
+
+
+def odd_letters(path: Path) -> None:
+    """A text that is none in the set of letters it names; the picture is fine."""
+    made = harmless()
+    made.SpecificCharacterSet = "ISO_IR SECRET"
+    made.NumberOfFrames = "3"
+    made.PatientName = b"\xff\xfe\x1b$SECRET"
+    dicoms.save(made, path)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(bytes(128) + b"DICM" + np.random.default_rng(0).bytes(4000))
+
+
+def nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def read(path: Path) -> np.ndarray:
+    """Return what a run reads of a file: its header, then its voxels."""
+    volumes.header(path)
+    return volumes.voxels(path)
+
+
+MADE: dict[Callable[[Path], None], str] = {
+    short: "its pixels end early",
+    cut_off: "",
+    cut_in_the_header: "",
+    huge: "at most 20,000 and 4,294,967,296 are",
+    many_frames: "1,000,000,000 frames",
+    no_rows: "has 0x6 pixels",
+    negative_frames: "",
+    no_pixels: "has no pixels",
+    letters_for_numbers: r"cannot be read as DICOM \(ValueError\)",
+    deep: "",
+    swelling: "inflates beyond",
+    large_code: "60000x60000 pixels in its code, 4x6 in its header",
+    broken_code: "cannot be read as DICOM",
+    too_few_codes: "",
+    video: "which is not read",
+    unknown_code: "compressed in a way unknown here",
+    odd_letters: "",
+    garbage: "",
+    nothing: "",
+}
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+def test_a_bad_file_is_one_line_without_its_patient(
+    make: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "bad.dcm"
+    make(path)
+    monkeypatch.setattr(dicom_files, "MOST_VOLUME", 2**25)  # a bomb of 64 MB will do
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(DataError, match=MADE[make]) as raised:
+            read(path)
+    said = [str(raised.value), caplog.text, *capfd.readouterr(), *(str(w.message) for w in warned)]
+    assert "\n" not in str(raised.value)
+    assert not [word for word in WORDS for text in said if word in text]
+
+
+def test_nothing_is_warned_of_or_logged_where_a_file_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A set of letters that does not exist and values of the wrong kind make pydicom talk; not here."""
+    made = harmless()
+    dicoms.save(made, tmp_path / "a.dcm")
+    data = (tmp_path / "a.dcm").read_bytes()
+    letters = struct.pack("<HH2sH", 0x0008, 0x0005, b"CS", 14) + b"ISO_IR SECRET "
+    at = data.index(struct.pack("<HH2s", 0x0008, 0x0016, b"UI"))
+    (tmp_path / "a.dcm").write_bytes(data[:at] + letters + data[at:])
+    with warnings.catch_warnings(record=True) as warned:
+        with pytest.raises(DataError):
+            volumes.header(tmp_path / "none.dcm")
+        warnings.simplefilter("always")
+        assert volumes.header(tmp_path / "a.dcm").patient == "SECRET-0815"
+        assert np.array_equal(volumes.voxels(tmp_path / "a.dcm")[:, :, 0].T, GREY)
+    assert not warned
+    assert not [text for text in (caplog.text, *capfd.readouterr()) if text]
+
+
+def test_what_is_no_file_is_left_out_of_a_series(tmp_path: Path) -> None:
+    """A pipe would never end, a link may lead to itself or nowhere, a folder has its own files."""
+    dicoms.stack(tmp_path, np.stack([GREY] * 3))
+    os.mkfifo(tmp_path / "pipe.dcm")
+    (tmp_path / "loop.dcm").symlink_to(tmp_path / "loop.dcm")
+    (tmp_path / "gone.dcm").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "up").symlink_to(tmp_path)
+    (tmp_path / "folder.dcm").mkdir()
+    assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
+    assert not dicom.is_own(tmp_path / "pipe.dcm")
+    assert not dicom.is_own(tmp_path / "loop.dcm")
+    assert dicom.is_own(tmp_path)
+
+
+def test_a_broken_file_in_a_series_is_named(tmp_path: Path) -> None:
+    dicoms.stack(tmp_path, np.stack([GREY] * 3), **SECRETS)
+    path = tmp_path / "001.dcm"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"001.dcm: has no pixels, or ends within them") as raised:
+        volumes.voxels(tmp_path)
+    assert not [word for word in WORDS if word in str(raised.value)]
+
+
+def test_a_folder_of_too_many_files_is_refused_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(30):
+        (tmp_path / f"{n}.dcm").write_bytes(bytes(128) + b"DICM")
+    monkeypatch.setattr(dicom_files, "MOST_FILES", 20)
+    monkeypatch.setattr(dicom_files, "open_file", None)
+    with pytest.raises(DataError, match="holds more than 20 files; give each series a folder of its own"):
+        volumes.header(tmp_path)
+
+
+def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dicoms.stack(tmp_path, np.stack([GREY] * 3))
+    monkeypatch.setattr(dicom_frames, "MOST_VOLUME", 3 * 24 * 4 - 1)
+    with pytest.raises(DataError, match="3 frames, 288 bytes"):
+        volumes.header(tmp_path)
+    monkeypatch.setattr(dicom_frames, "MOST_VOLUME", 3 * 24 * 4)
+    volumes.forget()
+    assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
+
+
+def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from consilium.data import dicom_contours, dicom_masks
+
+    files = dicoms.stack(tmp_path / "ct", np.stack([GREY] * 3))
+    image = volumes.header(tmp_path / "ct")
+    dicoms.segmentation(files, np.ones((3, 4, 6, 2), np.uint8), ["a", "b"]).save_as(tmp_path / "seg.dcm")
+    drawn = dicoms.outlines({name: [np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0]])] for name in "abc"})
+    monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 143)
+    monkeypatch.setattr(dicom_contours, "MOST_VOLUME", 215)
+    with pytest.raises(DataError, match="2 segments, 144 bytes; at most 143 are"):
+        volumes.labels(tmp_path / "seg.dcm", image)
+    with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are"):
+        contours(tmp_path / "rt.dcm", drawn, image)
+
+
+def test_the_size_of_a_code_is_read_from_its_header() -> None:
+    """ISO 15444-1, A.5.1: SIZ has width and height less the picture's offset; ITU-T T.81, B.2.2: SOF after other segments."""
+    siz = b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, 620, 410, 20, 10) + bytes(30)
+    assert coded_shape(siz) == (400, 600)
+    sof = b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc4\x00\x03x\xff\xc3\x00\x0b\x10" + struct.pack(">HH", 7, 9) + bytes(9)
+    assert coded_shape(sof) == (7, 9)
+    assert coded_shape(b"RLE") is None
+    assert coded_shape(b"\xff\xd8" + b"\xff" * 60) is None

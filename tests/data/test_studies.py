@@ -1,0 +1,119 @@
+"""Generated hospitals: the same studies whatever they are written as, patients with a study or two, shifts that stay apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from consilium.data import volumes
+from consilium.data.datalist import Item, read_datalist
+from consilium.data.expand import expand
+from consilium.data.images import read_image, read_mask
+from consilium.data.settings import PictureSettings, WindowConfig
+from consilium.data.synthetic.phantoms import habits, make_phantoms
+from consilium.data.synthetic.studies import draw
+
+SPEC = {"site": "site-2", "seed": 0, "size": 24}
+
+
+def made(folder: Path, files: Any, appearance: float = 0.6, annotation: float = 0.6) -> dict[str, tuple[Item, ...]]:
+    path = make_phantoms(folder, "organ", "site-2", 0, 5, 1, 2, 24, appearance, annotation, files)
+    return read_datalist(path).splits
+
+
+def drawn(appearance: float, annotation: float, site: str = "site-2") -> Any:
+    who = habits(site, 0, appearance, annotation)
+    return draw(SPEC | {"site": "any"}, "training", 0, who.look, who.hand)
+
+
+def test_of_three_studies_in_a_row_two_are_one_patients(tmp_path: Path) -> None:
+    splits = expand(read_datalist(made_list(tmp_path, "nifti"))).splits
+    studies = dict.fromkeys((item.image, item.patient, item.study) for item in splits["training"])
+    patients = [patient for _, patient, _ in studies]
+    assert len({study for _, _, study in studies}) == 5
+    assert [patients.index(patient) for patient in patients] == [0, 0, 2, 3, 3]
+    assert not {item.patient for item in splits["test"]} & set(patients)
+
+
+def made_list(folder: Path, files: Any) -> Path:
+    return make_phantoms(folder, "organ", "site-2", 0, 5, 1, 2, 24, 0.6, 0.6, files)
+
+
+def test_dicom_says_itself_whose_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("highdicom", reason="needs consilium[dicom]")
+    path = made_list(tmp_path, "dicom")
+    entries = json.loads(path.read_text())
+    assert all(entry.keys() == {"image", "label"} for split in ("training", "test") for entry in entries[split])
+    items = expand(read_datalist(path)).splits["training"]
+    assert (len({item.patient for item in items}), len({item.study for item in items})) == (3, 5)
+
+
+def test_nifti_and_dicom_hold_the_same_voxels_at_the_same_places(tmp_path: Path) -> None:
+    pytest.importorskip("highdicom", reason="needs consilium[dicom]")
+    one, other = (made(tmp_path / files, files)["training"][1] for files in ("nifti", "dicom"))
+    headers = [volumes.header(item.image) for item in (one, other)]
+    assert np.allclose(headers[0].grid.affine, headers[1].grid.affine, atol=1e-4)
+    assert np.array_equal(volumes.voxels(one.image), volumes.voxels(other.image))
+    masks = [volumes.labels(item.label, header) for item, header in zip((one, other), headers, strict=True)]
+    assert np.array_equal(masks[0].values > 0, masks[1].regions["organ"])
+    assert np.array_equal(masks[0].values == 2, masks[1].regions["lesion"])
+
+
+def test_pictures_are_the_volumes_slices(tmp_path: Path) -> None:
+    splits = {files: made(tmp_path / files, files)["test"] for files in ("nifti", "png")}
+    volume, pictures = splits["nifti"][0], splits["png"]
+    count = volumes.header(volume.image).grid.shape[2]
+    values, labels = volumes.voxels(volume.image), volumes.voxels(volume.label)
+    for k in (0, count // 2):
+        grey = np.clip((values[:, :, k].T + 140.0) / 400, 0, 1) * 255
+        assert np.abs(read_image(pictures[k])[..., 0] - grey).max() <= 0.51
+        assert np.array_equal(read_mask(pictures[k].label), labels[:, :, k].T)
+    assert len(pictures) == sum(volumes.header(item.image).grid.shape[2] for item in splits["nifti"])
+    assert len({item.patient for item in pictures}) == 1
+
+
+def test_each_shift_changes_only_its_side() -> None:
+    plain = drawn(0, 0)
+    assert np.array_equal(drawn(0, 0, "site-3").values, plain.values)
+    raters = drawn(0, 1)
+    assert np.array_equal(raters.values, plain.values)
+    assert np.array_equal(raters.affine, plain.affine)
+    assert (raters.labels != plain.labels).mean() > 0.005
+    scanner = drawn(1, 0)
+    assert not np.array_equal(scanner.affine, plain.affine)
+
+
+def test_without_a_shift_slices_are_axial_and_thick() -> None:
+    study = drawn(0, 0)
+    assert np.allclose(study.affine[:3, :3], np.diag([-160 / 24, -160 / 24, 160 * 0.7 / 6]))
+
+
+def test_sites_lie_and_slice_differently() -> None:
+    studies = [drawn(1, 0, f"site-{n}") for n in range(1, 7)]
+    turns = np.stack([study.affine[:3, :3] / np.linalg.norm(study.affine[:3, :3], axis=0) for study in studies])
+    assert np.allclose(np.linalg.det(turns), 1)  # right-handed, so that DICOM's order of slices is the drawn one
+    apart = np.abs(turns[:, None] - turns[None]).max((2, 3))
+    assert apart[~np.eye(6, dtype=bool)].min() > 0.1
+    assert len({tuple(np.abs(turn).argmax(0)) for turn in turns}) > 1  # not all are axial
+
+
+def test_an_organ_and_a_lesion_are_seen_and_labelled() -> None:
+    study = drawn(0, 0)
+    inside, lesion, air = (study.values[study.labels == n].mean() for n in (1, 2, 0))
+    assert inside > lesion + 20 > 40
+    assert air < -100
+    assert 0.02 < (study.labels > 0).mean() < 0.5
+    assert 0 < (study.labels == 2).sum() < (study.labels == 1).sum()
+
+
+def test_an_equal_spec_is_not_written_again(tmp_path: Path) -> None:
+    image = made(tmp_path, "nifti")["training"][0].image
+    image.write_bytes(b"mine")
+    made(tmp_path, "nifti")
+    assert image.read_bytes() == b"mine"
+    made(tmp_path, "nifti", appearance=0.5)
+    assert image.read_bytes() != b"mine"
+    window = PictureSettings(window=WindowConfig(center=60, width=400))
+    assert read_image(Item(image, None, 2), window).shape == (24, 24, 3)

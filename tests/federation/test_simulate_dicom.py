@@ -1,0 +1,122 @@
+"""A run on DICOM hospitals learns, and leaves nothing behind that says whose pictures it saw."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.data import volumes
+from consilium.data.check import check_datalist
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConsiliumError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from tests.conftest import small_config
+
+pydicom = pytest.importorskip("pydicom", reason="needs consilium[dicom]")
+
+MARK = "987654321"
+"""Part of every identifier below."""
+TEXTS = {
+    "PatientID": f"PID{MARK}",
+    "PatientName": f"Zyxwv{MARK}^Qqjohanna",
+    "AccessionNumber": f"ACC{MARK}",
+    "InstitutionName": f"Klinikum{MARK}",
+    "ReferringPhysicianName": f"Doktor{MARK}",
+    "StudyID": f"S{MARK}",
+}
+
+
+def marked(file: Path) -> None:
+    """Put identifiers into a file that nobody can mistake, its UIDs among them, equal where they were equal."""
+    elements = pydicom.dcmread(file)
+    for keyword, value in TEXTS.items():
+        setattr(elements, keyword, value)
+    for element in elements.iterall():
+        if element.VR == "UI" and str(element.value).startswith("2.25."):
+            element.value = f"2.25.{MARK}{str(element.value)[5:24]}"
+    elements.file_meta.MediaStorageSOPInstanceUID = elements.SOPInstanceUID
+    elements.save_as(file)
+
+
+def hospitals(folder: Path) -> dict[str, Path]:
+    """Return the data lists of two sites, each with marked DICOM studies."""
+    lists = {n: make_phantoms(folder / n, "organ", n, 1, 2, 1, 1, 32, 0.3, 0.3, "dicom") for n in ("site-1", "site-2")}
+    for file in folder.rglob("*.dcm"):
+        marked(file)
+    return lists
+
+
+def job() -> JobConfig:
+    raw = small_config("fedit", rounds=1).model_dump()
+    raw["data"] = {}
+    raw["task"] = {"name": "segmentation", "classes": {"organ": [1, 2], "lesion": [2]}, "slices": {"axis": "axial", "every": 2}}
+    return JobConfig.model_validate(raw)
+
+
+def holding(folder: Path) -> list[str]:
+    """Return the files, and the names, in which a mark stands, as text of one byte or two a letter."""
+    wanted = [text.encode(code) for text in (MARK, "Zyxwv", "Qqjohanna") for code in ("utf-8", "utf-16-le")]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    named = [str(path) for path in folder.rglob("*") if MARK in path.name]
+    return named + [str(path) for path in files if any(word in path.read_bytes() for word in wanted)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    """The lists of marked hospitals in `tmp_path / "data"`."""
+    return hospitals(tmp_path / "data")
+
+
+def test_a_run_on_dicom_learns_and_leaves_no_identifier(
+    data: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("DEBUG")
+    assert len(holding(tmp_path / "data")) > 20  # the search finds them where they are
+    seen: list[Mapping[str, Any]] = []
+    sites = {name: SiteConfig(datalist=path) for name, path in data.items()}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        simulate(assemble_job(job()), sites, tmp_path / "run", seen.append)
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results.keys() == sites.keys()
+    assert all(0 <= r["test/global/dice"] <= 1 for r in results.values())
+    assert holding(tmp_path / "run") == []
+    said = "".join([caplog.text, *capfd.readouterr(), *(str(w.message) for w in warned), *map(repr, seen)])
+    assert MARK not in said
+    assert "Zyxwv" not in said
+
+
+def test_a_broken_file_stops_a_site_without_its_patients_name(
+    data: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("DEBUG")
+    file = sorted((data["site-2"].parent / "images/training-000").iterdir())[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    seen: list[Mapping[str, Any]] = []
+    sites = {name: SiteConfig(datalist=path) for name, path in data.items()}
+    with pytest.raises(ConsiliumError, match="its pixels end early") as raised:
+        simulate(assemble_job(job()), sites, tmp_path / "run", seen.append)
+    found = json.dumps(check_datalist(data["site-2"]).to_dict())
+    said = "".join([str(raised.value), found, caplog.text, *capfd.readouterr(), *map(repr, seen)])
+    assert file.name in said
+    assert MARK not in said
+    assert "Zyxwv" not in said
+    assert holding(tmp_path / "run") == []
+
+
+def test_generated_hospitals_are_the_same_each_time(tmp_path: Path) -> None:
+    lists = [make_phantoms(tmp_path / d, "organ", "site-2", 3, 1, 0, 1, 16, 0.5, 0.5, "dicom") for d in "ab"]
+    one, other = ({p.relative_to(f.parent): p.read_bytes() for p in f.parent.rglob("*") if p.is_file()} for f in lists)
+    assert len(one) > 10
+    assert one == other
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> None:
+    volumes.forget()
