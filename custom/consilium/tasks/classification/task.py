@@ -16,7 +16,8 @@ from consilium.data.images import BLACK, Colour, read_picture
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 from consilium.tasks.base import Batch, Classified, evaluating
-from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
 """How many pictures of a split are shown."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from consilium.data import pictures, volumes
 from consilium.data.datalist import Item
-from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
