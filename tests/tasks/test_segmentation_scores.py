@@ -6,10 +6,13 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 from nibabel.orientations import ornt_transform
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation.units import Plane, Units
 from tests.tasks.scoring import evaluated, picture, task_of, volume
 
 PER_VOLUME = {"scores": {"per": "volume"}}
@@ -178,3 +181,20 @@ def test_without_any_reference_nothing_is_reported_but_the_loss_and_that_nothing
     found = evaluated(task_of(tmp_path, [picture(tmp_path, f"p{i}", nothing, nothing) for i in range(2)]))
     assert found.keys() == {"loss", "n"}
     assert found["n"] == 0
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_volume_whose_plane_is_left_out_is_scored_without_it(lost: int, tmp_path: Path) -> None:
+    entries = [volume(tmp_path, f"v{i}", blobs(i), blobs(i + 9), np.diag([1, 1, 2, 1])) for i in range(2)]
+    items = task_of(tmp_path, entries, **PER_VOLUME).data.splits["test"]
+    units = Units(items, SegmentationScoresConfig(per="volume"), False)
+    for item in items:
+        masks = [torch.from_numpy(blobs(int(item.image.stem[1]) + of)[..., item.slice][None]) for of in (0, 9)]
+        if item.slice != lost:
+            units.add(Plane(item, *masks, torch.tensor([True])))
+    kept = [k for k in range(6) if k != lost]
+    wanted = []
+    for i in range(2):
+        guess, reference = blobs(i)[..., kept], blobs(i + 9)[..., kept]
+        wanted.append(2 * (guess & reference).sum() / (guess.sum() + reference.sum()))
+    assert units.scores()[1]["dice"][:, 0].tolist() == pytest.approx(wanted)

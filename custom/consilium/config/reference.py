@@ -28,7 +28,9 @@ from consilium.config.site import CacheConfig, SiteConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
 from consilium.strategies.registry import STRATEGIES
+from consilium.tasks.classification import ClassificationScoresConfig
 from consilium.tasks.registry import TASKS
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 KEYS = ("name", "kind", "unit")
 """Fields that tell kinds apart; a kind's own heading has them."""
@@ -231,6 +233,8 @@ def job_reference() -> str:
     parts += [chapter("`federation:`", FederationConfig)]
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
+    parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
+    parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
     parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
     parts += [_strategy(name, kind) for name, kind in STRATEGIES.items()]

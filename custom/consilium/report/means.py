@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import fsum
 
 from consilium.messages import MetricKey
-from consilium.tasks.bootstrap import COUNT, HIGH, LOW
+from consilium.tasks.registry import COUNT, HIGH, LOW
 
 Results = Mapping[str, Mapping[str, float]]
 """Metrics of the closing evaluation by site."""

@@ -18,8 +18,7 @@ from consilium.report.clean import line, shown
 from consilium.report.means import BY_N, INTERVAL, LEFT_OUT, MEAN, NOTE, Results, cell, mean_cell, number, optional
 from consilium.report.progress import when
 from consilium.report.tables import fit
-from consilium.tasks.bootstrap import COUNT, LOW
-from consilium.tasks.registry import Scores
+from consilium.tasks.registry import COUNT, LOW, Scores
 
 Headings = Callable[[str], dict[str, str]]
 """Return headings by metric, their words joined as told."""

@@ -1,25 +1,19 @@
 """How sure a site's mean is: 95 % intervals by a bootstrap over its patients. Only their ends leave the site."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from consilium.data.datalist import Item
+from consilium.tasks.registry import HIGH, LOW
 
 RESAMPLES = 1000
 SEED = 0
 """The same everywhere: a site's interval depends on its own scores and on nothing else."""
-COUNT, LOW, HIGH = "n", "_low", "_high"
-"""The metric that says how many were scored, and what ends the names of an interval's ends."""
 _AT_ONCE = 2**22
 
 Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Returns every score (B,) of a data set that has each group as often as weights (B, G) say; NaN where it has none."""
-
-
-def interval_names(names: Iterable[str]) -> set[str]:
-    """Return the metrics that say how sure the scores `names` are."""
-    return {COUNT, *(f"{name}{end}" for name in names for end in (LOW, HIGH))}
 
 
 def group_of(item: Item) -> str:

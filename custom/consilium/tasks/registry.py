@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from consilium.data.findings import Findings
 
 
+COUNT, LOW, HIGH = "n", "_low", "_high"
+"""The metric that says how many were scored, and what ends the names of a 95 % interval's ends; see bootstrap.py."""
+
+
+def interval_names(names: Iterable[str]) -> set[str]:
+    """Return the metrics that say how sure the scores `names` are."""
+    return {COUNT, *(f"{name}{end}" for name in names for end in (LOW, HIGH))}
+
+
 class TaskConfig(Section):
     """Base of every `task:` section."""
 

@@ -10,8 +10,7 @@ from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
-from consilium.tasks.bootstrap import interval_names
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
     from consilium.data.findings import Findings

@@ -18,7 +18,8 @@ from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.errors import DataError
 from consilium.tasks.base import Batch, Classified, evaluating
-from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
 """How many pictures of a split are shown."""

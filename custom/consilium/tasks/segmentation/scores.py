@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from consilium.schema import Section
-from consilium.tasks.bootstrap import interval_names
-from consilium.tasks.registry import Scores
+from consilium.tasks.registry import Scores, interval_names
 
 
 class SegmentationScoresConfig(Section):

@@ -15,7 +15,8 @@ from torch import Tensor
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.inspect import look_at_picture
-from consilium.tasks.bootstrap import COUNT, group_of, grouped, intervals, numbered
+from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
 from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, SegmentationScoresConfig
 
@@ -47,7 +48,10 @@ class _Unit:
 
 
 class Units:
-    """Takes the pictures of a split in the order of `order`, and scores a unit as soon as its last one has come."""
+    """Takes the pictures of a split in the order of `order`, and scores a unit as soon as its last one has come.
+
+    Where bad samples are left out it may not come: then the next unit's first one ends it, or the end of the split.
+    """
 
     def __init__(self, items: Sequence[Item], config: SegmentationScoresConfig, far: bool) -> None:
         self._config, self._far, self.rows = config, far, list[tuple[Item, Row]]()
@@ -57,6 +61,7 @@ class Units:
     def add(self, plane: Plane) -> None:
         """Take one picture."""
         name, found = volume_of(plane.item), counts(plane.guess, plane.reference)
+        self._end(but=name)
         rows, columns = plane.guess.shape[1:]
         unit = self._open.setdefault(name, _Unit(plane.item, (rows, columns), torch.zeros_like(found), plane.known))
         unit.counts, unit.known = unit.counts + found, unit.known & plane.known
@@ -64,16 +69,22 @@ class Units:
             unit.planes[plane.item.slice or 0] = _packed(plane.guess), _packed(plane.reference)
         self._left[name] -= 1
         if self._left[name] < 1:
-            self._close(self._open.pop(name))
+            self._end()
 
     def scores(self) -> tuple[list[Item], Row]:
         """Return one item of each unit, and the scores (U, C) of all; a patient's are the means over its volumes."""
+        self._end()
         items, table = [item for item, _ in self.rows], _table([row for _, row in self.rows])
         if self._config.per != "patient":
             return items, table
         whose = numbered([group_of(item) for item in items])
         first = [items[int(np.flatnonzero(whose == number)[0])] for number in range(whose.max() + 1)]
         return first, {name: _means(values, whose) for name, values in table.items()}
+
+    def _end(self, but: object = None) -> None:
+        """Score the unit under way, unless it is the one named."""
+        for name in [name for name in self._open if name != but]:
+            self._close(self._open.pop(name))
 
     def _close(self, unit: _Unit) -> None:
         row = overlaps(unit.counts, self._config.empty_references == "count")
