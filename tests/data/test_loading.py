@@ -249,7 +249,7 @@ def test_a_look_sees_the_size_that_reading_gives(tmp_path: Path, planes: DataLis
     turned = Image.fromarray(np.zeros((20, 30), np.uint8))
     exif = turned.getexif()
     exif[0x0112] = 6
-    for kind in ("jpg", "png", "tif"):
+    for kind in ("jpg", "png"):
         turned.save(tmp_path / f"turned.{kind}", exif=exif)
         item = replace(planes.splits["training"][0], image=tmp_path / f"turned.{kind}", slice=None)
         assert look_at_picture(item) == images.read_image(item).shape[:2] == (30, 20)

@@ -35,7 +35,7 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
         return rows, columns
     with reading(item.image, "image cannot be read"), open_picture(item.image) as picture:
         check_pixels(item.image, picture)
-        # a TIFF's size is that of the upright picture already; behind a PNG's pixels PIL would look by decoding them
+        # of a TIFF the size is the upright one already; behind a PNG's pixels PIL looks by decoding them
         told = picture.format != "TIFF" and "exif" in picture.info
         turned = told and picture.getexif().get(0x0112, 1) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
