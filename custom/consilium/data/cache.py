@@ -136,7 +136,7 @@ class SampleCache:
 
     def _fill(self, split: str, index: int) -> Raw:
         """Return a plane of a volume, and keep all its planes while it is unpacked, if there is room for them."""
-        with volumes.UNPACKED:
+        with volumes.held():
             found, room = self._make(split, index)
             for place in self._planes[self._data.splits[split][index].image]:
                 if not room:

@@ -11,7 +11,7 @@ import numpy as np
 
 from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import Classes, check_pair, check_values, classes_of, level_of, plane_of, read_labels
+from consilium.data.images import Classes, check_pair, check_values, classes_of, level_of, plane_of, read_image, read_labels
 from consilium.data.opening import check_pixels, open_picture, reading
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
@@ -41,13 +41,17 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
         return rows, columns
     with reading(item.image, "image cannot be read"), open_picture(item.image) as picture:
         check_pixels(item.image, picture)
-        turned = picture.getexif().get(0x0112, 1) >= 5
+        # of a TIFF the size is the upright one already; behind a PNG's pixels PIL looks by decoding them
+        told = picture.format != "TIFF" and "exif" in picture.info
+        turned = told and picture.getexif().get(0x0112, 1) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
 
 def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> None:
     """Raise DataError for what images.read_sample would, but for voxels: the image is not decoded, its labels are."""
     shape, labels = look_at_picture(item, settings), read_labels(item, settings)
+    if labels.shape == shape[::-1] != shape:  # a PNG may say behind its pixels that it is turned
+        shape = read_image(item, settings).shape[:2]
     check_pair(item, shape, labels)
     check_values(item, labels, classes_of(item, classes))
 
@@ -66,7 +70,7 @@ def faults(data: DataList, check: Check, settings: str, store: "Store | None") -
         todo = [(place, item) for place, item in group if not (store and store.fingerprints.passed(item, settings))]
         if not todo or todo[0][1].slice is None:
             return _looked(todo, check, settings, store)
-        with volumes.UNPACKED:
+        with volumes.held():
             return _looked(todo, check, settings, store)
 
     if not data.loading.workers:

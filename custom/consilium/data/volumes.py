@@ -1,11 +1,14 @@
 """Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, local
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,12 +17,12 @@ from consilium.data.labels import Labels
 from consilium.data.opening import check_numbers
 from consilium.errors import DataError
 
+T = TypeVar("T")
 _KINDS = ("consilium.data.nifti", "consilium.data.dicom")
 """Each offers is_own(path), header(path), voxels(path) and labels(path, image): see nifti.py."""
 KEPT = 2
-"""Volumes that are held in memory, and as many masks."""
-UNPACKED = BoundedSemaphore(KEPT)
-"""Held by a thread while it goes through the planes of one volume: with more at a time each would unpack it anew."""
+"""Volumes that are kept in memory, and as many masks; as many threads may hold others, see `held`."""
+_holders, _local = BoundedSemaphore(KEPT), local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ def header(path: Path) -> Header:
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
-    return _voxels(path, _stamp(path))
+    return _once(_voxels, path, _stamp(path))
 
 
 def labels(path: Path, image: Header, resample: bool = False) -> Labels:
@@ -57,12 +60,38 @@ def labels(path: Path, image: Header, resample: bool = False) -> Labels:
 
     Raises DataError where they lie on another grid, unless `resample`.
     """
-    return _labels(path, _stamp(path), image, resample)
+    return _once(_labels, path, _stamp(path), image, resample)
 
 
 def spread(path: Path) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
     return _spread(path, _stamp(path))
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep what this thread reads in the block until its end, whatever others read: planes of a volume are read in a row.
+
+    A few threads at a time may, so that memory is bounded; others wait.
+    """
+    with _holders:
+        _local.held = {}
+        try:
+            yield
+        finally:
+            del _local.held
+
+
+def _once(read: Callable[..., T], *args: object) -> T:
+    """Return what `read` returns, from what this thread holds if it does."""
+    mine: dict[object, T] | None = getattr(_local, "held", None)
+    if mine is None:
+        return read(*args)
+    if (read, *args) not in mine:
+        if len(mine) == 2 * KEPT:  # a mask a plane
+            del mine[next(iter(mine))]
+        mine[read, *args] = read(*args)
+    return mine[read, *args]
 
 
 def forget() -> None:
@@ -112,7 +141,7 @@ def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -
 
 @lru_cache(maxsize=4096)
 def _spread(path: Path, stamp: tuple[int, int]) -> tuple[float, float]:
-    return percentiles(_voxels(path, stamp))
+    return percentiles(voxels(path))
 
 
 def _stamp(path: Path) -> tuple[int, int]:

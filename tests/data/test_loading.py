@@ -1,0 +1,302 @@
+"""The same batches whatever reads them: threads, disk, memory, a cache that breaks; bad samples refused or left out."""
+
+import json
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from consilium.data import fingerprint, images, nifti, storing, volumes
+from consilium.data.datalist import DataList, Item, read_datalist
+from consilium.data.expand import expand
+from consilium.data.inspect import look_at_picture, look_at_sample, without_faults
+from consilium.data.loading import Loading, ahead
+from consilium.data.settings import PictureSettings
+from consilium.data.store import Store
+from consilium.errors import DataError
+from consilium.tasks.classification.task import ClassificationTask
+from consilium.tasks.segmentation.task import SegmentationTask
+from tests.data.storing import CLASSES, break_pixels, made, make_site
+
+SIDE = 37
+
+
+def task(data: DataList, **loading: object) -> SegmentationTask:
+    return SegmentationTask(replace(data, loading=Loading(**loading)), CLASSES, SIDE, prompt="box")
+
+
+def bits(made: SegmentationTask | ClassificationTask) -> list[bytes]:
+    """Return all batches of two epochs, byte by byte."""
+    orders = ([4, 1, 3], [0, 2], [1, 0, 2, 4], [3])
+    batches = [made.batch(order, seed) for seed in (1, 2) for order in orders]
+    return [batch[key].numpy().tobytes() for batch in batches for key in sorted(batch)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("disk", [True, False])
+def test_batches_are_the_same_bit_for_bit(workers: int, disk: bool, tmp_path: Path) -> None:
+    data = made(tmp_path / "site")
+    expected = bits(task(data))
+    place = {"folder": tmp_path / "state", "most": 10**9} if disk else {}
+    first = task(data, workers=workers, **place)
+    assert bits(first) == expected
+    assert bits(task(data, workers=workers, **place)) == expected
+    assert bits(first) == expected
+    assert (tmp_path / "state").exists() == disk
+
+
+def test_batches_do_not_depend_on_the_threads_of_torch(tmp_path: Path) -> None:
+    data, before = made(tmp_path / "site"), torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(bits(task(data)))
+    torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+def corrupt(folder: Path) -> None:
+    for path in folder.glob("*.sample"):
+        path.write_bytes(path.read_bytes()[:-9] + b"corrupted")
+
+
+def truncate(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:17])
+
+
+@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, storing.clear, lambda f: (f / "salt").unlink()])
+def test_a_cache_harmed_in_the_middle_changes_nothing(harm: Callable[[Path], object], tmp_path: Path) -> None:
+    data = made(tmp_path / "site")
+    expected, place = bits(task(data)), {"folder": tmp_path / "state", "most": 10**9, "workers": 2}
+    running = task(data, **place)
+    assert bits(running) == expected
+    harm(tmp_path / "state" / storing.FOLDER)
+    assert bits(running) == expected
+    assert bits(task(data, **place)) == expected
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    data = made(tmp_path / "site")
+    place = {"folder": tmp_path / "state", "most": 10**9}
+    before = bits(task(data, **place))
+    item = data.splits["training"][0]
+    Image.fromarray(np.full((40, 40, 3), 9, np.uint8)).save(item.image)
+    after = bits(task(data, **place))
+    assert after != before
+    assert after == bits(task(data))
+
+
+def test_a_warm_cache_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "RECENT", -1.0)
+    data = made(tmp_path / "site")
+    place = {"folder": tmp_path / "state", "most": 10**9}
+    expected = bits(task(data, **place))
+
+    def never(*_: object) -> None:
+        raise AssertionError("decoded again")
+
+    for name in ("read", "labels"):
+        monkeypatch.setattr(images.pictures, name, never)
+    assert bits(task(data, **place)) == expected
+
+
+def test_without_room_on_disk_memory_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = made(tmp_path / "site")
+    running = task(data, folder=tmp_path / "state", most=1)
+    expected = bits(running)
+    assert list((tmp_path / "state" / storing.FOLDER).glob("*.sample")) == []
+    monkeypatch.setattr(images.pictures, "read", None)
+    assert bits(running) == expected
+
+
+def test_classification_too(tmp_path: Path) -> None:
+    data = read_datalist(make_site(tmp_path / "site"))
+    named = {s: tuple(replace(i, label=n % 2) for n, i in enumerate(items)) for s, items in data.splits.items()}
+    found = []
+    for loading in (Loading(), Loading(tmp_path / "state", 10**9, 4), Loading(tmp_path / "state", 10**9)):
+        found.append(bits(ClassificationTask(replace(data, splits=named, loading=loading), ["a", "b"], SIDE)))
+    assert found[0] == found[1] == found[2]
+
+
+# ahead ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ahead_keeps_the_order_and_raises_in_place(count: int) -> None:
+    def call(n: int) -> int:
+        if n == 4:
+            raise DataError("the fourth")
+        return n
+
+    found = []
+    running = ahead((lambda n=n: call(n) for n in range(9)), count)
+    with pytest.raises(DataError, match="the fourth"):
+        found.extend(n for n in running)
+    assert found == [0, 1, 2, 3]
+
+
+def test_ahead_makes_a_few_only_and_ends_its_thread_when_it_is_closed() -> None:
+    begun: list[int] = []
+    running = ahead((lambda n=n: begun.append(n) for n in range(100)), 2)
+    before = threading.active_count()
+    next(running)
+    running.close()
+    assert len(begun) <= 3
+    assert threading.active_count() == before
+
+
+# volumes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> DataList:
+    """Three compressed volumes of six planes each."""
+    state, entries = np.random.RandomState(1), []
+    for name in "abc":
+        values = state.randint(0, 255, (20, 24, 6)).astype(np.uint8)
+        for kind, array in (("i", values), ("m", (values > 128).astype(np.uint8) * 2)):
+            nibabel.save(nibabel.Nifti1Image(array, np.diag([1, 1, 2, 1])), tmp_path / f"{name}{kind}.nii.gz")
+        entries.append({"image": f"{name}i.nii.gz", "label": f"{name}m.nii.gz"})
+    (tmp_path / "d.json").write_text(json.dumps({"training": entries}))
+    volumes.forget()
+    return expand(read_datalist(tmp_path / "d.json"))
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_a_volume_is_unpacked_once_whatever_the_order(
+    workers: int, planes: DataList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = np.random.RandomState(0).permutation(18).tolist()
+    expected = task(planes).batch(order, 3)
+    volumes.forget()
+    unpacked: list[str] = []
+    real = nifti.voxels
+    monkeypatch.setattr(nifti, "voxels", lambda path: unpacked.append(path.name) or real(path))
+    made = task(planes, folder=tmp_path / "state", most=10**9, workers=workers)
+    assert sorted(unpacked) == ["am.nii.gz", "bm.nii.gz", "cm.nii.gz"]  # a look at the labels
+    unpacked.clear()
+    volumes.forget()
+    found = made.batch(order, 3)
+    assert all(torch.equal(found[key].nan_to_num(), expected[key].nan_to_num()) for key in expected)
+    assert sorted(unpacked) == sorted(f"{name}{kind}.nii.gz" for name in "abc" for kind in "im")
+
+
+def test_no_more_volumes_are_held_than_said(planes: DataList, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most, real = [0], [0], SegmentationTask  # how many threads go through a volume at a time
+    read = images.read_image
+
+    def counted(item: object, *rest: object) -> np.ndarray:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        try:
+            return read(item, *rest)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(images, "read_image", counted)
+    made = real(replace(planes, loading=Loading(workers=8)), CLASSES, SIDE)
+    made.batch(range(18), 0)
+    assert 1 <= most[0] <= volumes.KEPT
+
+
+# bad samples ----------------------------------------------------------------------------------------------------------
+
+
+def look(item: object) -> None:
+    look_at_sample(item, CLASSES)
+
+
+def test_a_look_finds_all_but_bad_pixels_and_names_the_file(tmp_path: Path) -> None:
+    data = made(tmp_path, training=6)
+    items = data.splits["training"]
+    items[1].image.write_bytes(b"no picture")
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(items[2].label)
+    Image.fromarray(np.full((40, 40), 77, np.uint8)).save(items[3].label)
+    break_pixels(items[4].image)
+    found = without_faults(data, look, "", None)
+    assert [item.image for item in found.splits["training"]] == [items[n].image for n in (0, 4, 5)]
+    assert found.skipped == 3
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+        task(data)
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+        task(data, workers=4)
+
+
+def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "RECENT", -1.0)
+    data, looked = made(tmp_path / "site"), []
+    for _ in range(2):
+        store = Store(tmp_path / storing.FOLDER, 100)
+        without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
+    assert len(looked) == 7
+    data.splits["training"][2].label.write_bytes(b"no mask")
+    assert without_faults(data, look, "", store).skipped == 1
+    assert len(without_faults(data, look, "", store).splits["training"]) == 4
+    without_faults(data, lambda item: looked.append(item.name), "another job", store)
+    assert len(looked) == 14
+
+
+def test_a_look_sees_the_size_that_reading_gives(tmp_path: Path, planes: DataList) -> None:
+    turned = Image.fromarray(np.zeros((20, 30), np.uint8))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    for kind in ("jpg", "png"):
+        turned.save(tmp_path / f"turned.{kind}", exif=exif)
+        item = replace(planes.splits["training"][0], image=tmp_path / f"turned.{kind}", slice=None)
+        assert look_at_picture(item) == images.read_image(item).shape[:2] == (30, 20)
+    for axis in ("stored", "axial", "coronal", "sagittal"):
+        plane = replace(planes.splits["training"][0], axis=axis, slice=1)
+        assert look_at_picture(plane) == images.read_image(plane).shape[:2]
+    with pytest.raises(DataError, match=r"slice 9 is outside 0\.\.5"):
+        look_at_picture(replace(planes.splits["training"][0], slice=9))
+
+
+def test_a_png_that_says_behind_its_pixels_that_it_is_turned_passes(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.zeros((20, 30), np.uint8)).save(tmp_path / "i.png")
+    Image.fromarray(np.zeros((30, 20), np.uint8)).save(tmp_path / "m.png")
+    data, block = (tmp_path / "i.png").read_bytes(), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = (len(block) - 4).to_bytes(4, "big") + block + zlib.crc32(block).to_bytes(4, "big")
+    (tmp_path / "i.png").write_bytes(data[:-12] + chunk + data[-12:])
+    item = Item(tmp_path / "i.png", tmp_path / "m.png")
+    assert images.read_image(item).shape[:2] == (30, 20)
+    look(item)
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_bad_pixels_refuse_in_one_line_or_leave_the_sample_out(workers: int, tmp_path: Path) -> None:
+    data = made(tmp_path / "site")
+    whole = task(data).batch([0, 2, 3], 5)
+    for index in (1, 4):
+        break_pixels(data.splits["training"][index].image)
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1.png: image cannot be read") as error:
+        task(data, workers=workers).batch([0, 1, 2, 3, 4], 5)
+    assert "\n" not in str(error.value)
+    skipping = task(data, workers=workers, skip=True)
+    for _ in range(2):
+        found = skipping.batch([0, 1, 2, 3, 4], 5)
+        assert all(torch.equal(found[key], whole[key]) for key in whole)
+    assert skipping.batch([4, 1], 5) == {}
+    assert skipping.skipped == 2
+
+
+def test_a_volume_that_cannot_be_opened_is_left_out_too(planes: DataList) -> None:
+    folder = planes.path.parent
+    (folder / "bi.nii.gz").write_bytes(b"no volume")
+    volumes.forget()
+    listed = read_datalist(folder / "d.json")
+    with pytest.raises(DataError, match=r"bi\.nii\.gz"):
+        expand(listed)
+    found = expand(replace(listed, loading=Loading(skip=True)), PictureSettings())
+    assert len(found.splits["training"]) == 12
+    assert found.skipped == 1

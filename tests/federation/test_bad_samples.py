@@ -1,0 +1,221 @@
+"""Sites with samples that cannot be read: refused or left out, counted alike by guard and task, never by chance."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import CacheConfig, SiteConfig
+from consilium.data import storing
+from consilium.errors import ConsiliumError, DataError
+from consilium.federation.build import assemble_job, build_guard, build_site, site_data
+from consilium.federation.engine import simulate
+from consilium.messages import SKIPPED
+from consilium.privacy.dpsgd import DpSgd
+from consilium.report.view import result_table
+from consilium.storage import load_state
+from consilium.tasks.registry import TASKS
+from consilium.training.loop import train
+from tests.conftest import small_config
+from tests.data.storing import break_pixels, make_site
+
+
+def config(**training: Any) -> JobConfig:
+    return small_config("fedit", **training)
+
+
+def quiet(event: Mapping[str, Any]) -> None:
+    pass
+
+
+def site(folder: Path, training: int = 5, **settings: Any) -> SiteConfig:
+    return SiteConfig(datalist=make_site(folder, training), **settings)
+
+
+def pixels(folder: Path, index: int) -> None:
+    break_pixels(folder / f"Muster_Erika_training_{index}.png")
+
+
+def header(folder: Path, index: int) -> None:
+    (folder / f"Muster_Erika_training_{index}.png").write_bytes(b"no picture")
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_state(folder / "server" / "state.safetensors")[0]
+
+
+def test_refusing_ends_the_job_there_with_the_file_named_in_its_own_log_only(tmp_path: Path) -> None:
+    one, two = site(tmp_path / "a"), site(tmp_path / "b")
+    header(tmp_path / "a", 1)
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+        simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", quiet)
+
+
+def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) -> None:
+    one, two = site(tmp_path / "a"), site(tmp_path / "b")
+    pixels(tmp_path / "a", 1)
+    events: list[Mapping[str, Any]] = []
+    with pytest.raises(ConsiliumError, match=r"1 of 2 results"):
+        simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", events.append)
+    refused = [event for event in events if event["event"] == "refused"]
+    assert [event["site"] for event in refused] == ["a"]
+    assert "Muster_Erika_training_1.png: image cannot be read" in refused[0]["reason"]
+
+
+def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
+    settings = site(tmp_path / "a", bad_samples="skip")
+    header(tmp_path / "a", 1)
+    pixels(tmp_path / "a", 2)
+    job, folder = assemble_job(config()), tmp_path / "run"
+    guard = build_guard(job, "a", settings, folder, folder, quiet)
+    made = build_site(job, "a", settings, folder, quiet)
+    assert guard.num_samples == made.task.num_samples == 4
+    header(tmp_path / "a", 3)  # what is found once holds for the process
+    assert len(site_data(job.config, "a", settings, folder).splits["training"]) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipping_trains_as_if_the_sample_were_not_there(workers: int, tmp_path: Path) -> None:
+    """Of five samples the last has no header, so indices, and with them draws, are those of a list of four."""
+    bad, good = site(tmp_path / "a", bad_samples="skip", workers=workers), site(tmp_path / "b")
+    header(tmp_path / "a", 4)
+    runs = [tmp_path / "bad", tmp_path / "good"]
+    ended = simulate(assemble_job(config()), {"a": bad, "b": good}, runs[0], quiet)
+    whole = site(tmp_path / "c", training=4)
+    simulate(assemble_job(config()), {"a": whole, "b": good}, runs[1], quiet)
+    found, expected = map(tensors, runs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    results = ended.log._results
+    assert results["a"][SKIPPED] == 1
+    assert SKIPPED not in results["b"]
+    assert shown(results) == ["samples left out because they cannot be read: a 1"]
+
+
+def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines below the closing table."""
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(result_table(results, "job", TASKS["segmentation"].scores(config().task), 100))
+    return [line.strip() for line in console.export_text().splitlines() if "left out" in line]
+
+
+def test_what_is_left_out_is_not_told_where_scores_stay_at_the_site(tmp_path: Path) -> None:
+    bad = site(tmp_path / "a", bad_samples="skip", share_metrics=False)
+    header(tmp_path / "a", 4)
+    ended = simulate(assemble_job(config()), {"a": bad, "b": site(tmp_path / "b")}, tmp_path / "run", quiet)
+    assert ended.log._results["a"] == {}
+
+
+def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
+    sites = {"a": site(tmp_path / "a", bad_samples="skip", workers=2), "b": site(tmp_path / "b")}
+    pixels(tmp_path / "a", 3)
+    simulate(assemble_job(config(rounds=3)), sites, tmp_path / "whole", quiet)
+
+    def stop(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(assemble_job(config(rounds=3)), sites, tmp_path / "parts", stop)
+    assert (tmp_path / "parts" / "sites" / "a" / storing.FOLDER).is_dir()
+    simulate(assemble_job(config(rounds=3)), sites, tmp_path / "parts", quiet, resume=True)
+    found, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not list(tmp_path.glob(f"*/sites/*/{storing.FOLDER}"))
+
+
+def test_all_pixels_bad_ends_in_one_line(tmp_path: Path) -> None:
+    settings = site(tmp_path / "a", bad_samples="skip")
+    for index in range(5):
+        pixels(tmp_path / "a", index)
+    events: list[Mapping[str, Any]] = []
+    with pytest.raises(ConsiliumError, match="1 of 2 results"):
+        simulate(assemble_job(config()), {"a": settings, "b": site(tmp_path / "b")}, tmp_path / "run", events.append)
+    reasons = [event["reason"] for event in events if event["event"] == "refused"]
+    assert reasons == ["no training sample can be read; see the site's log, and repair the data"]
+
+
+def test_record_level_noise_is_the_same_and_the_lost_record_adds_nothing(tmp_path: Path) -> None:
+    """With every record lost the update is noise alone: that of a site whose whole gradient is 0, by the same seed."""
+    job = assemble_job(config())
+    ends = []
+    for lost in (range(5), range(4), ()):
+        folder = tmp_path / str(len(ends))
+        settings = site(folder, bad_samples="skip")
+        for index in lost:
+            pixels(folder, index)
+        made = build_site(job, "a", settings, tmp_path / f"run-{len(ends)}", quiet)
+        params = dict(_params(made))
+        dp = DpSgd(noise_multiplier=0.0, clip=1e-3, sample_rate=1.0, seed=3)
+        train(made.model, made.task, params, set(params), _sgd(job.config), 0, lambda step: None, {}, lambda p: None, dp)
+        ends.append({name: parameter.detach().clone() for name, parameter in params.items()})
+        assert made.task.skipped == len(lost)
+    start = {name: tensor for name, tensor in job.initial.items()}
+    moved = [sum(float((end[n] - start[n]).square().sum()) for n in start) ** 0.5 for end in ends]
+    assert moved[0] == 0.0
+    assert 0 < moved[1] <= 1e-3 / 5 * (1 + 1e-4)  # one record of an expected batch of five, clipped to 1e-3, lr 1
+    assert moved[2] > moved[1]
+
+
+def _sgd(job: JobConfig) -> Any:
+    return job.training.model_copy(update={"optimizer": "sgd", "lr": 1.0, "local_steps": 1, "batch_size": 5})
+
+
+def _params(made: Any) -> dict[str, torch.Tensor]:
+    layers.load(made.model, assemble_job(config()).initial)
+    return layers.tensors(made.model)
+
+
+# the cache in a run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder(tmp_path: Path) -> None:
+    ends = []
+    for index, settings in enumerate(
+        ({"workers": 0, "cache": CacheConfig(gigabytes=0)}, {"workers": 3}, {"cache": CacheConfig(folder=tmp_path / "kept")})
+    ):
+        sites = {name: site(tmp_path / name, **settings) for name in ("a", "b")}
+        simulate(assemble_job(config()), sites, tmp_path / f"run-{index}", quiet)
+        ends.append(tensors(tmp_path / f"run-{index}"))
+        assert not list((tmp_path / f"run-{index}").rglob(storing.FOLDER))
+    assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
+    assert storing.contents(tmp_path / "kept" / storing.FOLDER)[0] == 7  # equal pictures of two sites are one
+
+
+# validation -----------------------------------------------------------------------------------------------------------
+
+
+def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, torch.Tensor], dict[str, float]]:
+    """Return what each round validated, the closing tensors, and one site's closing metrics."""
+    sites = {name: site(folder / name) for name in ("a", "b")}
+    for name in sites:
+        path = sites[name].datalist
+        path.write_text(path.read_text().replace('"test"', '"validation"'))
+    events: list[Mapping[str, Any]] = []
+    settings = config(rounds=4).model_dump(mode="json")
+    settings["training"]["validate"] = validate
+    ended = simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
+    rounds = [e["metrics"] for e in events if e["event"] == "metrics" and e["site"] == "a" and "train/loss" in e["metrics"]]
+    stages = [{name.split("/")[1] for name in metrics if name.startswith("validation/")} for metrics in rounds]
+    return stages, tensors(folder / "run"), ended.log._results["a"]
+
+
+def test_validation_every_so_many_rounds_changes_nothing_but_scores(tmp_path: Path) -> None:
+    both = {"global", "personalized"}
+    stages, expected, closing = scored(tmp_path / "all")
+    assert stages == [both] * 4
+    for number, (settings, wanted) in enumerate(
+        [
+            ({"every": 2}, [set(), both, set(), both]),
+            ({"every": 3, "stages": ["global"]}, [set(), set(), {"global"}, set()]),
+            ({"stages": []}, [set()] * 4),
+        ]
+    ):
+        found, end, last = scored(tmp_path / str(number), **settings)
+        assert found == wanted
+        assert all(torch.equal(end[name], expected[name]) for name in expected)
+        assert last == closing
