@@ -69,7 +69,10 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
-    shown = {key: found.get(key) for key in ("name", "strategy", "model", "adapter", "task", "training", "privacy")}
+    shown = {
+        key: found.get(key)
+        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics")
+    }
     shown |= {"packages": config.packages} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 

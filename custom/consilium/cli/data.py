@@ -16,7 +16,7 @@ from consilium.report.clean import line, shown
 
 if TYPE_CHECKING:
     from consilium.data.check import Findings
-    from consilium.tasks.registry import TaskKind
+    from consilium.tasks.registry import Change, TaskKind
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 
@@ -77,11 +77,13 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
 @app.command("check")
 def data_check(
     datalist: Annotated[
-        Path, typer.Argument(metavar="LIST", help="a datalist.json, a folder per class, or a folder of JSONL lists")
+        Path,
+        typer.Argument(metavar="LIST", help="a datalist.json, a folder per class, a folder of JSONL lists, or a site.yaml"),
     ],
     job: Annotated[
         Path | None, typer.Option(help="also check labels against this job's classes, lengths in its tokens")
     ] = None,
+    dataset: Annotated[str, typer.Option(help="of a site.yaml with several; default: the one that the job names")] = "",
     checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
     kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
     format: FormatOption = Format.TXT,
@@ -91,7 +93,7 @@ def data_check(
     from consilium.config.site import kit_plugins
 
     config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
-    report = _check(datalist, config, checkpoints)
+    report = _check(datalist, config, checkpoints, dataset)
     if format is Format.JSON:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -99,8 +101,31 @@ def data_check(
     raise typer.Exit(1 if report.problems else 0)
 
 
-def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
+def _check(path: Path, config: Any, checkpoints: Path | None, dataset: str = "") -> "Findings":
     """Return what is found in a data list of the kind that the job, or without one the path, says."""
+    if path.suffix in (".yaml", ".yml"):
+        return _check_site(path, config, checkpoints, dataset)
+    if dataset:
+        raise ConfigError(f"--dataset: {dataset!r}: {path} is one data list; give the site.yaml that names several")
+    return _check_list(path, config, checkpoints)
+
+
+def _check_site(path: Path, config: Any, checkpoints: Path | None, dataset: str) -> "Findings":
+    """Return what is found in a data set of a site.yaml, under the labels that it gives the set."""
+    from consilium.config.site import load_site
+    from consilium.data.relabel import relabelled
+
+    site = load_site(path)
+    _, own = site.dataset(dataset or (config.data.dataset if config else None), str(path))
+    if own is None:
+        raise ConfigError(f"{path}: names no data; set `datalist:` or `datasets:`")
+    changes = config is not None and (own.labels is not None or own.annotated is not None)
+    classes = getattr(config.task, "classes", None) if config else None
+    change = (lambda data: relabelled(data, own.labels, own.annotated, classes)) if changes else None
+    return _check_list(own.datalist, config, checkpoints or site.checkpoints, change)
+
+
+def _check_list(path: Path, config: Any, checkpoints: Path | None, change: "Change | None" = None) -> "Findings":
     from consilium.config.site import SiteConfig
     from consilium.data.text import has_texts
     from consilium.federation.build import tokenizer_of
@@ -110,10 +135,11 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
         return _read_only(path, kind)
+    more: dict[str, Any] = {"change": change} if change else {}
     if config is None:
-        return kind.check(path)
+        return kind.check(path, **more)
     tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
-    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
 
 
 def _read_only(path: Path, kind: "TaskKind") -> "Findings":

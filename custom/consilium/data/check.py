@@ -1,14 +1,14 @@
 """Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
-from consilium.data.images import read_image, read_labels
+from consilium.data.images import classes_of, read_image, read_labels
 from consilium.data.labels import Value
 from consilium.data.opening import check_file
 from consilium.errors import ConsiliumError, DataError
@@ -55,13 +55,14 @@ class Findings:
         return found
 
 
-def check_datalist(path: Path, classes: Classes = None) -> Findings:
+def check_datalist(path: Path, classes: Classes = None, change: Callable[[DataList], DataList] | None = None) -> Findings:
     """Open each image and mask and report; with `classes`, labels that belong to none are problems.
 
     Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
     cannot be read.
     """
     data = read_datalist(path, None if classes is None else not isinstance(classes, dict))
+    data = change(data) if change else data
     report = Findings.of(path, data)
     for split in SPLITS:
         for item in data.splits[split]:
@@ -90,9 +91,10 @@ def _check_item(report: Findings, split: str, item: Item, classes: Classes) -> N
         found = f"{name}: mask {mask.shape}, image {image.shape[:2]}"
         report.problems.setdefault("mask of another size", []).append(found)
     else:
-        declared: set[Value] | None = (
-            {0, *(v for values in classes.values() for v in values)} if isinstance(classes, dict) else None
-        )
+        declared: set[Value] | None = None
+        if isinstance(classes, dict):
+            declared = {0, *(v for values in classes_of(item, classes).values() for v in values)}
+            declared |= {value for value, _ in item.label_map or ()}
         _check_values(report, name, mask.present(), declared)
 
 

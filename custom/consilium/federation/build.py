@@ -12,6 +12,7 @@ from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
+from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError
 from consilium.federation.site import Site
 from consilium.messages import Observer, Tensors, allowed_metrics
@@ -127,17 +128,25 @@ def metric_names(config: JobConfig) -> frozenset[str]:
 def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
     """Return a site's data list: its own, or phantoms the job describes, generated into `folder`. Raises ConfigError."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
-    if site.datalist:
-        return task.prepare(config.task, task.read(site.datalist))
+    _, own = site.dataset(config.data.dataset, name)
+    if own is not None:
+        data = relabelled(task.read(own.datalist), own.labels, own.annotated, getattr(config.task, "classes", None))
+        return task.prepare(config.task, data)
     if phantoms is None:
         raise ConfigError(
-            f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
+            f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
             f"{name}/{task.file}"
         )
     from consilium.data.synthetic.phantoms import make_phantoms
 
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
     return task.prepare(config.task, task.read(make_phantoms(folder / "phantoms", site=name, **spec)))
+
+
+def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
+    """Return the name of a site's patients in its ledger: the policy's, else the data set's, else the path of its list."""
+    chosen, own = site.dataset(config.data.dataset, name)
+    return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
 
 
 def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module | None = None) -> Site:
@@ -171,13 +180,14 @@ def build_guard(
         allowed_metrics(metric_names(job.config)),
         site.privacy,
         shares,
-        site.privacy.dataset or str(data.path),
+        patients_of(job.config, name, site, data),
         len(data.splits["training"]),
         folder,
         root,
         Ledger(site.privacy.ledger or root / "ledger.sqlite"),
         observer,
         job_id,
+        listed=str(data.path) if site.datasets else "",
     )
 
 

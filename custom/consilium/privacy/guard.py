@@ -34,7 +34,7 @@ class Guard:
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
-    `job_id` is FLARE's, "" in process.
+    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Guard:
     ledger: Ledger
     observer: Callable[[Mapping[str, Any]], None]
     job_id: str = ""
+    listed: str = ""
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
@@ -106,10 +107,20 @@ class Guard:
         check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
         if self.plan is not None:
+            self._check_name()
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
             self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
         self._admitted = run
+
+    def _check_name(self) -> None:
+        """Raise RefusedError where the ledger knows these data by their list's path: under a name they would begin anew."""
+        if self.listed and self.listed != self.dataset and self.ledger.entries(self.listed):
+            remedy = f"give the data set `patients: {self.listed}` in site.yaml"
+            raise RefusedError(
+                f"{self.name}: the ledger has rows of this list under its path, not as {self.dataset!r}; {remedy}",
+                Reason.LEDGER,
+            )
 
     def _charge(self, task: Task) -> None:
         if self._unit == "record":

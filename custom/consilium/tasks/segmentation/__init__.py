@@ -9,7 +9,7 @@ from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
     from consilium.data.check import Findings
@@ -58,10 +58,12 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
     return SegmentationTask(data, config.classes, model.image_side, config.prompt, config.augment, config)
 
 
-def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+def _check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes if config else None)
+    return check_datalist(path, config.classes if config else None, change)
 
 
 SCORES = Scores(
