@@ -11,6 +11,7 @@ from consilium.config.data import DatasetName
 from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.statistics import SMALLEST
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError, Reason, RefusedError
@@ -25,7 +26,9 @@ class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
-    because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
+    because no noise protects them. `share_statistics`: whether counts of the data leave for a job that asks; by default only
+    where the site has no privacy policy and the job no `privacy:` section. `statistics_minimum`: the fewest patients in a
+    count; a job may ask for more. `capacity` tells algorithms with unequal ranks how much this site can train and download.
     `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
     packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
     Without the list none are, in a simulation all.
@@ -40,6 +43,8 @@ class SiteConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     share_metrics: bool | None = None
+    share_statistics: bool | None = None
+    statistics_minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10
     approve: Literal["digest"] | None = None
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()

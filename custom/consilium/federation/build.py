@@ -20,6 +20,7 @@ from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.statistics import Terms
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
@@ -153,8 +154,9 @@ def build_site(job: Job, name: str, site: SiteConfig, folder: Path, observer: Ob
     """Return a ready site; `folder` is its private folder. `model` lets sites of one process share the frozen base."""
     if site.threads:
         torch.set_num_threads(site.threads)
-    task = build_task(job.config, site_data(job.config, name, site, folder), site)
-    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site))
+    data = site_data(job.config, name, site, folder)
+    task = build_task(job.config, data, site)
+    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site), data)
 
 
 def build_guard(
@@ -187,7 +189,8 @@ def build_guard(
         Ledger(site.privacy.ledger or root / "ledger.sqlite"),
         observer,
         job_id,
-        listed=str(data.path) if site.datasets else "",
+        str(data.path) if site.datasets else "",
+        Terms(site.share_statistics, site.statistics_minimum),
     )
 
 
@@ -210,11 +213,12 @@ def _site(
     model: nn.Module | None,
     task: Task,
     checkpoint: Path | None,
+    data: DataList | None = None,
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
     plan = make_plan(job.config, job.strategy, task.num_samples)
     seed = site.privacy.noise_seed
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint)
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

@@ -13,9 +13,10 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, recovery, words
+from consilium.privacy import audit, kept, mechanism, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
@@ -34,7 +35,8 @@ class Guard:
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
-    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name.
+    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a
+    name; `terms`: what the site says of statistics.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Guard:
     observer: Callable[[Mapping[str, Any]], None]
     job_id: str = ""
     listed: str = ""
+    terms: statistics.Terms = statistics.TERMS
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
@@ -82,6 +85,9 @@ class Guard:
         self._check_place(task)
         if task.run != self._admitted:
             self._admit(task.run)
+        if kind is Kind.STATISTICS:
+            self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
+            statistics.check_question(self.records, self.dataset, self.config)
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
@@ -95,6 +101,7 @@ class Guard:
         known = 0 <= round < rounds
         fits = {
             Kind.HELLO: task.place == (-1, -1),
+            Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
             Kind.TRAIN: known and 0 <= phase < self.strategy.phases(round),
             Kind.EVALUATE: task.place == (rounds, 0) or (known and phase == HELD_OUT),
         }
@@ -107,20 +114,11 @@ class Guard:
         check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
         if self.plan is not None:
-            self._check_name()
+            recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
             self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
         self._admitted = run
-
-    def _check_name(self) -> None:
-        """Raise RefusedError where the ledger knows these data by their list's path: under a name they would begin anew."""
-        if self.listed and self.listed != self.dataset and self.ledger.entries(self.listed):
-            remedy = f"give the data set `patients: {self.listed}` in site.yaml"
-            raise RefusedError(
-                f"{self.name}: the ledger has rows of this list under its path, not as {self.dataset!r}; {remedy}",
-                Reason.LEDGER,
-            )
 
     def _charge(self, task: Task) -> None:
         if self._unit == "record":
@@ -172,6 +170,13 @@ class Guard:
         checked = replace(checked, ledger=self.ledger.seal())
         self._note("evaluation", checked)
         return checked
+
+    def release_statistics(self, task: Task, counted: Tally) -> dict[str, Any]:
+        """Return what may leave of a site's counts, the same every time. Raises RefusedError, and then nothing may be sent."""
+        self._take(task, Kind.STATISTICS)
+        shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms)
+        self._note("statistics", values=shown)
+        return shown
 
     def refuse(self, reason: Reason) -> Payload | None:
         """Put a refusal on record before it leaves, each one; return what goes in its place, if anything.
