@@ -85,6 +85,7 @@ def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
             coordinator.welcome(member.hello(coordinator.run))
         except ConsiliumError as error:
             coordinator.refuse(name, str(error), joining=True)
+            coordinator.survey.decline(name, error.reason.text)  # as much as would leave a site
 
 
 def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
@@ -94,7 +95,7 @@ def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
         try:
             told = member.statistics(coordinator.run)
         except ConsiliumError as error:
-            coordinator.refuse(name, error.reason.text)  # as much as would leave a site
+            coordinator.refuse(name, error.reason.text, joining=True)  # as much as would leave a site
         else:
             coordinator.survey.accept(name, told)
     coordinator.survey.finish()

@@ -46,16 +46,17 @@ class Survey:
         self.observer({"event": "statistics", "site": name})
 
     def decline(self, name: str, reason: str) -> None:
-        """Note why a site that was asked tells nothing; at any other time nothing."""
-        if name in self._asked and name not in self.found:
+        """Note why a site tells nothing, or does not even take part; after the statistics nothing."""
+        if self.wanted and name not in self.found:
             self.refused[name] = reason
 
     def finish(self) -> None:
         """Write what came."""
         from consilium.report.shift import plot, text
 
-        silent = {name: "no answer" for name in self._asked - self.found.keys() - self.refused.keys()}
-        said = {name: {"refused": why} for name, why in (self.refused | silent).items()}
+        refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
+        silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
+        said = {name: {"refused": why} for name, why in (refused | silent).items()}
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self._asked = set()

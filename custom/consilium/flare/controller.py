@@ -237,7 +237,9 @@ class RoundController(Controller):
                 self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
                 reason = f"its answer cannot be used ({type(error).__name__})"
             if reason is not None:
-                self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name == wire.HELLO)}")
+                self.log_warning(
+                    fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name in (wire.HELLO, wire.STATISTICS))}"
+                )
 
         timeout = int(coordinator.job.config.federation.round_timeout)
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}

@@ -98,12 +98,12 @@ class Guard:
     def _check_place(self, task: Task) -> None:
         """Raise RefusedError unless the job asks for this kind of task in this round and phase."""
         (round, phase), rounds = task.place, self.config.training.rounds
-        known = 0 <= round < rounds
+        trains, known = self.config.trains, self.config.trains and 0 <= round < rounds
         fits = {
             Kind.HELLO: task.place == (-1, -1),
             Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
             Kind.TRAIN: known and 0 <= phase < self.strategy.phases(round),
-            Kind.EVALUATE: task.place == (rounds, 0) or (known and phase == HELD_OUT),
+            Kind.EVALUATE: (trains and task.place == (rounds, 0)) or (known and phase == HELD_OUT),
         }
         if not fits[task.kind]:
             what = f"the job has no task {task.kind} in round {round} phase {phase}; nothing was sent"
@@ -111,9 +111,10 @@ class Guard:
 
     def _admit(self, run: str) -> None:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
-        check_policy(self.name, self.plan, self.policy)
+        if self.config.trains or not self.terms.share:  # a job of statistics only is the site's to allow
+            check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
-        if self.plan is not None:
+        if self.plan is not None and self.config.trains:
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
