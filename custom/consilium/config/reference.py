@@ -20,11 +20,13 @@ from pydantic.fields import FieldInfo
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DataConfig, PhantomConfig
+from consilium.config.datasets import DatasetConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.config.site import SiteConfig
+from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
 from consilium.strategies.registry import STRATEGIES
@@ -231,6 +233,7 @@ def job_reference() -> str:
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
     parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
+    parts += [chapter("`statistics:`", StatisticsConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
     parts += [_strategy(name, kind) for name, kind in STRATEGIES.items()]
     return "\n\n".join([*parts, chapter("`strategy:` of every algorithm with unequal ranks", UnequalRanks)])
@@ -238,7 +241,12 @@ def job_reference() -> str:
 
 def site_reference() -> str:
     """Return all of site.yaml and sites.yml."""
-    site = [("site.yaml", SiteConfig), ("`capacity:`", CapacityConfig), ("`privacy:`", HospitalPrivacyPolicy)]
+    site = [
+        ("site.yaml", SiteConfig),
+        ("An entry of `datasets:`", DatasetConfig),
+        ("`capacity:`", CapacityConfig),
+        ("`privacy:`", HospitalPrivacyPolicy),
+    ]
     deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
     chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]
     return "\n\n".join(chapter(title, section) for title, section in chapters)

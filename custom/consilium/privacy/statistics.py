@@ -185,14 +185,16 @@ def told_apart(counted: Tally, split: str, minimum: int) -> list[str]:
     Each stays only if every combination of it with those before it (shown, not shown, not annotated) is of nobody or of many:
     classes may lie in one another, so that the difference of two counts is a count too.
     """
-    people, chosen = counted.people[split], list[str]()
+    people, kinds, chosen = counted.people[split], [0] * len(counted.people[split]), list[str]()
     with_it, without = ({n: set(v) for n, v in one[split].items()} for one in (counted.classes, counted.absent))
     for name in with_it:
-        kinds: dict[tuple[int, ...], set[str]] = {}
-        for number, whom in enumerate(people):
-            kind = tuple((number in with_it[n]) - (number in without[n]) for n in (*chosen, name))
-            kinds.setdefault(kind, set()).add(whom)
-        if all(len(each) >= minimum for each in kinds.values()):
+        marks = [(kind, (i in with_it[name]) - (i in without[name])) for i, kind in enumerate(kinds)]
+        owners: dict[tuple[int, int], set[str]] = {}
+        for mark, whom in zip(marks, people, strict=True):
+            owners.setdefault(mark, set()).add(whom)
+        if all(len(each) >= minimum for each in owners.values()):
+            numbers = {mark: number for number, mark in enumerate(owners)}
+            kinds = [numbers[mark] for mark in marks]
             chosen.append(name)
     return chosen
 
