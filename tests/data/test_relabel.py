@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 from PIL import Image
 
 from consilium.config.site import load_site
 from consilium.data.datalist import read_datalist
+from consilium.data.expand import expand
 from consilium.data.images import read_sample
 from consilium.data.relabel import relabelled
+from consilium.data.settings import PictureSettings
 from consilium.errors import DataError
 from tests.conftest import run
 
@@ -104,3 +107,16 @@ def test_data_check_reads_a_set_of_a_site_yaml(
     assert run(monkeypatch, *words) == 1
     assert "the job names none of several data sets" in capsys.readouterr().err
     assert run(monkeypatch, "data", "check", tmp_path / "list.json", "--dataset", "a") == 2
+
+
+def test_planes_that_show_only_background_of_the_map_are_empty(tmp_path: Path) -> None:
+    voxels = np.zeros((6, 5, 3), np.uint8)
+    voxels[..., 1], voxels[..., 2] = 9, 1
+    for name in ("image", "mask"):
+        nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / f"{name}.nii.gz")
+    (tmp_path / "list.json").write_text(json.dumps({"training": [{"image": "image.nii.gz", "label": "mask.nii.gz"}]}))
+    settings = PictureSettings.model_validate({"slices": {"empty": "drop"}})
+    data = read_datalist(tmp_path / "list.json")
+    assert [item.slice for item in expand(data, settings).splits["training"]] == [1, 2]
+    mapped = relabelled(data, {1: ("disc",), 9: ()}, None, ["disc"])
+    assert [item.slice for item in expand(mapped, settings).splits["training"]] == [2]

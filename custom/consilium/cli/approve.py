@@ -78,14 +78,17 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
 
 
 def _leaves(job: Any) -> dict[str, Any]:
-    """Return how many tensors a site sends, over all phases, and how many numbers at most in one."""
+    """Return how many tensors a site sends, over all phases, and how many numbers at most in one; and counts, if any."""
     from consilium.strategies.strategy import Role
 
     strategy, initial = job.strategy, job.initial
-    places = [(r, p) for r in range(min(strategy.period, job.config.training.rounds)) for p in range(strategy.phases(r))]
+    rounds = min(strategy.period, job.config.training.rounds) if job.config.trains else 0
+    places = [(r, p) for r in range(rounds) for p in range(strategy.phases(r))]
     sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
     numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
-    return {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    section = job.config.statistics
+    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
 
 
 def _text(found: dict[str, Any]) -> str:

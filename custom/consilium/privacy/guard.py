@@ -65,8 +65,8 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """The sample count the server may know: 1 under site-level DP, whose guarantee the true one would break."""
-        return 1 if self._unit == "site" else self.num_samples
+        """The sample count the server may know: 1 under site-level DP, whose guarantee it would break, or if nothing trains."""
+        return 1 if self._unit == "site" or not self.config.trains else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,8 @@ def test_no_exact_count_leaves_beside_noise_unless_the_site_says_so(
 def test_a_job_of_statistics_only_trains_nothing(client: MakeClient) -> None:
     """It is let in where a job without noise is not, so it must not turn into one."""
     site = client(more=ONLY, site={"share_statistics": True}, budgets={"site": {"epsilon": 4}})
+    hello = site.ask("hello", Shareable({wire.HELLO: {"run": "run-1"}}))[wire.HELLO]
+    assert hello["num_samples"] == 1  # nothing is weighed, so not even that is told
     told(ask(site))
     site.trainer.did.clear()
     for place in ((0, 0), (1, 0), (2, 0), (-1, -1)):
