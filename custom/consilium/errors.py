@@ -16,6 +16,8 @@ class Reason(StrEnum):
     BUDGET = "budget"
     LEDGER = "ledger"
     DATA = "data"
+    DATASET = "dataset"
+    STATISTICS = "statistics"
     CHECKPOINT = "checkpoint"
     TRAINING = "training"
     RESULT = "result"
@@ -36,6 +38,8 @@ _TEXTS = {
     Reason.BUDGET: "the site's privacy budget does not allow it",
     Reason.LEDGER: "the site's privacy ledger or record cannot be used",
     Reason.DATA: "the site's data cannot be read",
+    Reason.DATASET: "the site has no data set as the job names it, or the job names none of several",
+    Reason.STATISTICS: "the site gives no statistics to this job",
     Reason.CHECKPOINT: "the site's base weights or saved state cannot be used",
     Reason.TRAINING: "training failed there",
     Reason.RESULT: "the site's guard let nothing out",

@@ -21,6 +21,7 @@ class Kind(StrEnum):
     HELLO = "hello"
     TRAIN = "train"
     EVALUATE = "evaluate"
+    STATISTICS = "statistics"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data import storing
 from consilium.errors import ConsiliumError, DataError
-from consilium.federation.build import assemble_job, build_guard, build_site, site_data
+from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.engine import simulate
+from consilium.federation.samples import site_data
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.view import result_table

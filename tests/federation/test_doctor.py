@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from consilium.config.datasets import DatasetConfig
 from consilium.config.site import SiteConfig
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation import doctor
@@ -14,6 +15,7 @@ from consilium.federation.doctor import (
     Finding,
     examine_checkpoints,
     examine_data,
+    examine_datasets,
     examine_device,
     examine_disk,
     examine_versions,
@@ -90,3 +92,18 @@ def test_a_full_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert examine_disk(tmp_path / "not" / "yet").found == f"{tmp_path}: 6.0 GiB free"
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**30}))
     assert examine_disk(tmp_path).remedy.startswith("free at least 5 GiB")
+
+
+def test_every_data_set_is_looked_at_and_a_picture_in_two_is_a_budget_that_counts_twice(tmp_path: Path) -> None:
+    path = make_phantoms(tmp_path / "a", "fundus", "a", 0, 2, 1, 1, 64, 0.5, 0.5)
+    copy = path.with_name("other.json")
+    copy.write_text(path.read_text())
+    sets = {"one": DatasetConfig(datalist=path), "two": DatasetConfig(datalist=copy)}
+    *found, budgets = examine_datasets(SiteConfig(datasets=sets))
+    assert [x.check for x in found] == ["data set one", "data set two"]
+    assert all(x.ok for x in found)
+    assert not budgets.ok
+    assert "patients" in budgets.remedy
+    same = {name: one.model_copy(update={"patients": "eyes"}) for name, one in sets.items()}
+    assert all(x.ok for x in examine_datasets(SiteConfig(datasets=same)))
+    assert [x.check for x in examine_datasets(SiteConfig(datalist=path))] == ["data list"]

@@ -15,8 +15,9 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job, build_model, build_task, site_data
+from consilium.federation.build import assemble_job, build_model, build_task
 from consilium.federation.engine import simulate
+from consilium.federation.samples import site_data
 from consilium.messages import Tensors
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip

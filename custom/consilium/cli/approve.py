@@ -69,20 +69,26 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
-    shown = {key: found.get(key) for key in ("name", "strategy", "model", "adapter", "task", "training", "privacy")}
+    shown = {
+        key: found.get(key)
+        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics")
+    }
     shown |= {"packages": config.packages} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 
 
 def _leaves(job: Any) -> dict[str, Any]:
-    """Return how many tensors a site sends, over all phases, and how many numbers at most in one."""
+    """Return how many tensors a site sends, over all phases, and how many numbers at most in one; and counts, if any."""
     from consilium.strategies.strategy import Role
 
     strategy, initial = job.strategy, job.initial
-    places = [(r, p) for r in range(min(strategy.period, job.config.training.rounds)) for p in range(strategy.phases(r))]
+    rounds = min(strategy.period, job.config.training.rounds) if job.config.trains else 0
+    places = [(r, p) for r in range(rounds) for p in range(strategy.phases(r))]
     sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
     numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
-    return {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    section = job.config.statistics
+    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from consilium.registry import NO_PLUGINS
 from consilium.report.clean import line, shown
 
 if TYPE_CHECKING:
+    from consilium.config.datasets import DatasetConfig
     from consilium.data.findings import Findings
     from consilium.tasks.registry import TaskKind
 
@@ -27,6 +28,7 @@ def data_check(
     report: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="receives check.json and check.html: all samples, with pictures")
     ] = None,
+    dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
     checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
     kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
     format: FormatOption = Format.TXT,
@@ -37,7 +39,8 @@ def data_check(
     from consilium.data.copies import shared_by_sites
 
     config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
-    found = {name: _check(path, config, checkpoints) for name, path in lists_of(source).items()}
+    lists = lists_of(source, dataset or (config.data.dataset or "" if config else ""))
+    found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     if report is not None:
         from consilium.report.check_page import write_report
@@ -50,20 +53,25 @@ def data_check(
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
-def lists_of(path: Path) -> dict[str, Path]:
-    """Return the data lists of a path by name: one of a list or a site's folder, one a site of a folder of sites."""
+def lists_of(path: Path, wanted: str = "") -> "dict[str, DatasetConfig]":
+    """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
+
+    `wanted`: of sites with several named ones that one alone. Raises ConfigError or DataError where there is none.
+    """
+    from consilium.config.datasets import DatasetConfig
     from consilium.config.site import is_site_folder
     from consilium.data.folders import has_classes
 
     if not path.is_dir():
-        return _of_site(path.parent.name, path) if path.suffix in (".yaml", ".yml") else {path.stem: path}
+        is_site = path.suffix in (".yaml", ".yml")
+        return _of_site(path.parent.name, path, wanted) if is_site else {path.stem: DatasetConfig(datalist=path)}
     if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
         below = [one for one in _folders(path) if _named(one)]
     else:
         below = [] if is_site_folder(path) else [one for one in _folders(path) if is_site_folder(one)]
     if below:
-        return {name: found for one in below for name, found in _of_site(one.name, one).items()}
-    return _of_site(path.resolve().name, path)
+        return {name: found for one in below for name, found in _of_site(one.name, one, wanted).items()}
+    return _of_site(path.resolve().name, path, wanted)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -77,26 +85,31 @@ def _named(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
-def _of_site(name: str, path: Path) -> dict[str, Path]:
-    """Return a site's data lists; a folder without any is read as one of pictures, which says what is missing."""
+def _of_site(name: str, path: Path, wanted: str) -> "dict[str, DatasetConfig]":
+    """Return a site's data sets; a folder without any is read as one of pictures, which says what is missing."""
+    from consilium.config.datasets import DatasetConfig
     from consilium.config.site import load_site, read_site_folder
 
     site = read_site_folder(path) if path.is_dir() else load_site(path)
-    several = getattr(site, "datasets", None) or {}
-    if several:
-        return {f"{name}/{key}": one.datalist for key, one in several.items()}
-    if site is not None and site.datalist is None:
+    if site is None:
+        return {name: DatasetConfig(datalist=path)}
+    if site.datasets and not wanted:
+        return {f"{name}/{key}": one for key, one in site.datasets.items()}
+    _, own = site.dataset(wanted or None, name) if site.datasets else (None, None)
+    if own is None and site.datalist is None:
         raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
-    return {name: path if site is None or site.datalist is None else site.datalist}
+    return {name: own or DatasetConfig(datalist=cast(Path, site.datalist))}
 
 
-def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
-    """Return what is found in a data list of the kind that the job, or without one the path, says."""
+def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Findings":
+    """Return what is found in a data set of the kind that the job, or without one the path, says."""
     from consilium.config.site import SiteConfig
+    from consilium.data.relabel import relabelled
     from consilium.data.text import has_texts
     from consilium.federation.build import tokenizer_of
     from consilium.tasks.registry import TASKS
 
+    path = own.datalist
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
@@ -104,7 +117,11 @@ def _check(path: Path, config: Any, checkpoints: Path | None) -> "Findings":
     if config is None:
         return kind.check(path)
     tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
-    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0))
+    classes = getattr(config.task, "classes", None)
+    more: dict[str, Any] = {}
+    if own.labels is not None or own.annotated is not None:
+        more["change"] = lambda data: relabelled(data, own.labels, own.annotated, classes)
+    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
 
 
 def _read_only(path: Path, kind: "TaskKind") -> "Findings":

@@ -36,7 +36,7 @@ def data_split(
     lists = lists_of(source)
     if len(lists) > 1:
         raise ConfigError(f"{source}: holds {len(lists)} lists; cut them one by one")
-    found = split_list(next(iter(lists.values())), dest, Cut(validation, test, folds, seed, keep_test))
+    found = split_list(next(iter(lists.values())).datalist, dest, Cut(validation, test, folds, seed, keep_test))
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return

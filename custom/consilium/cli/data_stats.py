@@ -35,7 +35,7 @@ def data_stats(
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
-    lists = {name: read_datalist(path, masks) for name, path in lists_of(source).items()}
+    lists = {name: read_datalist(own.datalist, masks) for name, own in lists_of(source).items()}
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
     if report is not None:

@@ -249,13 +249,22 @@ def _print_results(
     from consilium.report.view import result_table
     from consilium.tasks.registry import TASKS
 
+    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapter"]
+    told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
     if format is Format.JSON:
-        print(json.dumps({"workspace": str(folder), "results": results, "losses": losses}, indent=1, sort_keys=True))
+        found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
+        print(json.dumps(found, indent=1, sort_keys=True))
+        return
+    if told:
+        typer.echo((folder / "statistics.txt").read_text())
+        files += ["statistics.json", "statistics.png"]
+    if not config.trains:
+        typer.echo(f"Everything of this run: {folder} (statistics.json, statistics.txt, statistics.png)")
         return
     console = page()
     scores = TASKS[config.task.name].scores(config.task)
     console.print(result_table(results, config.name, scores, console.width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
-    files = ["metrics.jsonl", "tb_events", "sites/*/adapter", *([PREDICTIONS] if (folder / PREDICTIONS).is_file() else [])]
+    files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
     typer.echo(f"Everything of this run: {folder} ({', '.join(files)})")

@@ -1,10 +1,12 @@
 """Sections of job.yaml for data that the job brings along."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from consilium.schema import Section, Share
+
+DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 PHANTOMS = {
     "fundus": "segmentation",
@@ -33,6 +35,13 @@ class PhantomConfig(Section):
 
 
 class DataConfig(Section):
-    """Data the job brings along; a site's own data list always wins."""
+    """Data the job brings along, where a site's own data list always wins, or the name of a data set that every site has."""
 
     phantoms: PhantomConfig | None = None
+    dataset: DatasetName | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.phantoms is not None and self.dataset is not None:
+            raise ValueError("a data set that sites must have, and phantoms for sites that have none; give one of them")
+        return self

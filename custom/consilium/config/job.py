@@ -12,6 +12,7 @@ from consilium.adapters.registry import ADAPTERS, AdapterConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
+from consilium.config.statistics import StatisticsConfig
 from consilium.errors import ConfigError
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.registry import NO_PLUGINS, KindField, Plugins
@@ -107,6 +108,7 @@ class JobConfig(Section):
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig | None = None
+    statistics: StatisticsConfig | None = None
 
     @property
     def digest(self) -> str:
@@ -117,6 +119,11 @@ class JobConfig(Section):
         settings = self.model_dump(mode="json")
         del settings["training"]["rounds"]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job does more than ask for statistics."""
+        return self.statistics is None or not self.statistics.only
 
     @property
     def packages(self) -> dict[str, str]:

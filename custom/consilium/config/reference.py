@@ -20,11 +20,13 @@ from pydantic.fields import FieldInfo
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DataConfig, PhantomConfig
+from consilium.config.datasets import DatasetConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.config.site import CacheConfig, SiteConfig
+from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
 from consilium.strategies.registry import STRATEGIES
@@ -236,6 +238,7 @@ def job_reference() -> str:
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
     parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
     parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
+    parts += [chapter("`statistics:`", StatisticsConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
     parts += [_strategy(name, kind) for name, kind in STRATEGIES.items()]
     return "\n\n".join([*parts, chapter("`strategy:` of every algorithm with unequal ranks", UnequalRanks)])
@@ -243,8 +246,13 @@ def job_reference() -> str:
 
 def site_reference() -> str:
     """Return all of site.yaml and sites.yml."""
-    site = [("site.yaml", SiteConfig), ("`cache:`", CacheConfig), ("`capacity:`", CapacityConfig)]
-    site += [("`privacy:`", HospitalPrivacyPolicy)]
+    site = [
+        ("site.yaml", SiteConfig),
+        ("An entry of `datasets:`", DatasetConfig),
+        ("`cache:`", CacheConfig),
+        ("`capacity:`", CapacityConfig),
+        ("`privacy:`", HospitalPrivacyPolicy),
+    ]
     deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
     chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]
     return "\n\n".join(chapter(title, section) for title, section in chapters)

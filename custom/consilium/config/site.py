@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from consilium.config.capacity import CapacityConfig
+from consilium.config.data import DatasetName
+from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.statistics import SMALLEST
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.registry import NO_PLUGINS, Plugins, normal
 from consilium.schema import Section, read_yaml, validate
 
+PATHS = ("datalist", "checkpoints", "state")
 PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
 
 
@@ -34,15 +38,20 @@ class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
-    because no noise protects them. `capacity` tells algorithms with unequal ranks how much this site can train and download.
+    because no noise protects them. `share_statistics`: whether counts of the data leave for a job that asks; by default only
+    where the site has no privacy policy and the job no `privacy:` section. `statistics_minimum`: the fewest patients in a
+    count; a job may ask for more. `capacity` tells algorithms with unequal ranks how much this site can train and download.
     `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
     packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
     Without the list none are, in a simulation all. `workers`: threads that read samples ahead of training, 0 for none; by
     default as many as torch uses, at most 8. `bad_samples`: what a sample that cannot be read does: `refuse` ends the job here,
     `skip` leaves the sample out and counts it in the result.
+
+    `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`).
     """
 
     datalist: Path | None = None
+    datasets: Annotated[dict[DatasetName, DatasetConfig], Field(max_length=256)] = Field(default_factory=dict)
     checkpoints: Path | None = None
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
@@ -51,10 +60,22 @@ class SiteConfig(Section):
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
     bad_samples: Literal["refuse", "skip"] = "refuse"
     share_metrics: bool | None = None
+    share_statistics: bool | None = None
+    statistics_minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10
     approve: Literal["digest"] | None = None
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if self.datasets and self.datalist is not None:
+            raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
+        return self
+
+    def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
+        """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""
+        return choose(self.datasets, self.datalist, wanted, who)
 
 
 def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
@@ -80,9 +101,12 @@ def kit_plugins(local: Path, simulated: bool = False) -> Plugins:
 def load_site(path: Path) -> SiteConfig:
     """Read and validate a site.yaml; relative paths are resolved against its folder. Raises ConfigError."""
     site = validate(SiteConfig, read_yaml(path) or {}, path)
-    paths = {k: path.parent / v for k in ("datalist", "checkpoints", "state") if (v := getattr(site, k)) is not None}
+    paths: dict[str, Any] = {k: path.parent / v for k in PATHS if (v := getattr(site, k)) is not None}
     if site.cache.folder is not None:
         paths["cache"] = site.cache.model_copy(update={"folder": path.parent / site.cache.folder})
+    paths["datasets"] = {n: d.model_copy(update={"datalist": path.parent / d.datalist}) for n, d in site.datasets.items()}
+    if site.privacy.dataset is None:  # else all data sets are one in the ledger
+        check_apart(path, paths["datasets"])
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)

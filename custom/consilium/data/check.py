@@ -1,10 +1,11 @@
 """Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from consilium.data.copies import find_copies
-from consilium.data.datalist import SPLITS, Item, read_datalist
+from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
 from consilium.data.files import by_file
 from consilium.data.findings import Findings, Trace
 from consilium.data.looking import Classes, Look, look
@@ -14,7 +15,12 @@ from consilium.errors import DataError
 __all__ = ["Findings", "check_datalist"]
 
 
-def check_datalist(path: Path, classes: Classes = None, settings: PictureSettings = DEFAULTS) -> Findings:
+def check_datalist(
+    path: Path,
+    classes: Classes = None,
+    settings: PictureSettings = DEFAULTS,
+    change: Callable[[DataList], DataList] | None = None,
+) -> Findings:
     """Open each image and mask once and report; with `classes`, labels that belong to none are problems.
 
     Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
@@ -22,6 +28,7 @@ def check_datalist(path: Path, classes: Classes = None, settings: PictureSetting
     """
     bad: list[tuple[str, int, DataError]] = []
     data = read_datalist(path, None if classes is None else not isinstance(classes, dict), lambda *found: bad.append(found))
+    data = change(data) if change else data
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
         report.samples[split] += 1

@@ -94,5 +94,6 @@ def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> 
         raise DataError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
     found = volumes.labels(item.label, header, settings.resample_masks)
     axis = settings.slices.axis
-    marked = found.where(found.present() - {0})
+    background = {0, *(value for value, classes in item.label_map or () if not classes)}
+    marked = found.where(found.present() - background)
     return {n for n in range(header.grid.planes(axis)) if header.grid.cut(marked, axis, n).any()}

@@ -130,9 +130,13 @@ def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     """Raise DataError for a label value that no class declares; regions without a class are left out."""
-    declared = {0, *(value for wanted in classes.values() for value in wanted)}
+    declared = {0, *(value for wanted in classes.values() for value in wanted), *(value for value, _ in item.label_map or ())}
     if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
         remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
+        if item.label_map is not None:
+            remedy = (
+                f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
+            )
         raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
 
 

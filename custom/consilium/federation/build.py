@@ -1,7 +1,6 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
-from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.errors import ConfigError
+from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site
 from consilium.messages import Observer, Tensors, allowed_metrics
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.statistics import Terms
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
@@ -126,57 +126,6 @@ def metric_names(config: JobConfig) -> frozenset[str]:
     return TASKS[config.task.name].metric_names(config.task)
 
 
-def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None) -> DataList:
-    """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
-
-    `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
-    are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
-    """
-    task, loading = TASKS[config.task.name], _loading(site, root or folder)
-    data = replace(_read(config, name, site, folder), loading=loading)
-    if not loading.skip:
-        return task.prepare(config.task, data)
-    key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
-    if key not in _looked_at:
-        _looked_at[key] = _without_bad(config, task.prepare(config.task, data))
-    return _looked_at[key]
-
-
-_looked_at: dict[tuple[object, ...], DataList] = {}
-"""This process' lists without bad samples, by job, site and list."""
-
-
-def _loading(site: SiteConfig, root: Path) -> Loading:
-    workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
-    return Loading(site.cache.folder or root, int(site.cache.gigabytes * 1e9), workers, site.bad_samples == "skip")
-
-
-def _without_bad(config: JobConfig, data: DataList) -> DataList:
-    look = TASKS[config.task.name].look
-    if look is None:
-        return data
-    from consilium.data.inspect import without_faults
-    from consilium.data.store import open_store
-
-    store = open_store(data.loading.folder, data.loading.most)
-    return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
-
-
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
-    task, phantoms = TASKS[config.task.name], config.data.phantoms
-    if site.datalist:
-        return task.read(site.datalist)
-    if phantoms is None:
-        raise ConfigError(
-            f"{name}: no data list; set `datalist:` in the site's site.yaml, or simulate with --data FOLDER that holds "
-            f"{name}/{task.file}"
-        )
-    from consilium.data.synthetic.phantoms import make_phantoms
-
-    spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
-    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
-
-
 def build_site(
     job: Job,
     name: str,
@@ -192,8 +141,9 @@ def build_site(
     """
     if site.threads:
         torch.set_num_threads(site.threads)
-    task = build_task(job.config, site_data(job.config, name, site, folder, root), site)
-    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site))
+    data = site_data(job.config, name, site, folder, root)
+    task = build_task(job.config, data, site)
+    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site), data)
 
 
 def build_guard(
@@ -219,13 +169,15 @@ def build_guard(
         allowed_metrics(metric_names(job.config)),
         site.privacy,
         shares,
-        site.privacy.dataset or str(data.path),
+        patients_of(job.config, name, site, data),
         len(data.splits["training"]),
         folder,
         root,
         Ledger(site.privacy.ledger or root / "ledger.sqlite"),
         observer,
         job_id,
+        str(data.path) if site.datasets else "",
+        Terms(site.share_statistics, site.statistics_minimum),
     )
 
 
@@ -248,11 +200,12 @@ def _site(
     model: nn.Module | None,
     task: Task,
     checkpoint: Path | None,
+    data: DataList | None = None,
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
     plan = make_plan(job.config, job.strategy, task.num_samples)
     seed = site.privacy.noise_seed
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint)
+    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

@@ -15,6 +15,7 @@ from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
+from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, privatize, system_normal
 from consilium.privacy.plan import Plan, make_plan
@@ -48,6 +49,7 @@ class Coordinator:
         self._sent: dict[str, Payload] = {}
         self.accepted: set[str] = set()
         self._lock = threading.Lock()
+        self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
         self.plan = make_plan(job.config, job.strategy)
         self.normal: Normal = system_normal
@@ -60,8 +62,8 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """True after the last round."""
-        return self.state.round >= self.job.config.training.rounds
+        """True after the last round, and always where there is none."""
+        return not self.job.config.trains or self.state.round >= self.job.config.training.rounds
 
     @property
     def quorum(self) -> int:
@@ -165,6 +167,7 @@ class Coordinator:
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
+        self.survey.decline(name, reason)
         return reason
 
     def _check(self, name: str, result: Payload) -> Payload:
@@ -225,7 +228,7 @@ class Coordinator:
     def finish(self) -> None:
         """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
         self.log.finish(self.plan)
-        if self.job.strategy.needs == "sums" and not self._keeps_local():
+        if self.job.config.trains and self.job.strategy.needs == "sums" and not self._keeps_local():
             shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
             export_adapter(self.folder / "adapter", self.state.initial | shared, self.job.config)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, read_datalist
+from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.text import has_texts, read_texts
 from consilium.errors import ConsiliumError
 from consilium.storage import file_hash
@@ -76,14 +76,37 @@ def examine_versions() -> Iterator[Finding]:
 
 def examine_data(site: SiteConfig) -> Finding:
     """Return whether the data list is there and all files it names."""
+    if site.datalist is None:
+        remedy = "set `datalist:`; without it only jobs with generated data run"
+        return Finding("data list", "none in site.yaml", remedy)
+    return checked("data list", partial(_counted, site.datalist))
 
-    def look() -> Finding | str:
-        if site.datalist is None:
-            return Finding("data list", "none in site.yaml", "set `datalist:`; without it only jobs with generated data run")
-        data = _read(site.datalist)
-        return f"{site.datalist}: " + ", ".join(f"{len(items)} {split}" for split, items in data.splits.items())
 
-    return checked("data list", look)
+def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
+    """Yield `examine_data`, or the same of every data set, and whether two of them hold the same patients' files."""
+    if not site.datasets:
+        yield examine_data(site)
+        return
+    for name, one in site.datasets.items():
+        yield checked(f"data set {name}", partial(_counted, one.datalist))
+    if site.privacy.dataset is None:
+        yield checked("budgets", lambda: _apart(site))
+
+
+def _counted(path: Path) -> str:
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in _read(path).splits.items())
+
+
+def _apart(site: SiteConfig) -> Finding | str:
+    """Return whether data sets with budgets of their own share an image: its patient would be charged to one at a time."""
+    owners: dict[Path, tuple[str, str]] = {}
+    for name, one in site.datasets.items():
+        for item in (item for items in _read(one.datalist).splits.values() for item in items if isinstance(item, Item)):
+            patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
+            if patients != (one.patients or name):
+                found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
+                return Finding("budgets", found, "give both the same `patients` in site.yaml")
+    return f"{len({patients for patients, _ in owners.values()})} in {len(site.datasets)} data sets, no image in two"
 
 
 def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:

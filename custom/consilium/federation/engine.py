@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -30,6 +31,11 @@ class Member:
         shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
         return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
 
+    def statistics(self, run: str) -> dict[str, Any]:
+        """Count, and return what the guard lets out."""
+        task = self.guard.authorize(Kind.STATISTICS, run)
+        return self.guard.release_statistics(task, self.site.statistics())
+
     def train(self, run: str, payload: Payload) -> Payload:
         """Train and return what the guard releases."""
         task = self.guard.authorize(Kind.TRAIN, run, payload)
@@ -56,9 +62,12 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     coordinator = Coordinator(job, workspace, observer, resume)
     try:
         _welcome(coordinator, trainers)
+        if coordinator.survey.wanted:
+            _survey(coordinator, members if job.strategy.pools_data else {n: members[n] for n in coordinator.sites})
         while not coordinator.done:
             run_phase(coordinator, trainers)
-        _evaluate(coordinator, members)
+        if job.config.trains:
+            _evaluate(coordinator, members)
         coordinator.finish()
         for name in (*sites, POOLED):
             discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
@@ -79,6 +88,20 @@ def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
             coordinator.welcome(member.hello(coordinator.run))
         except ConsiliumError as error:
             coordinator.refuse(name, str(error), joining=True)
+            coordinator.survey.decline(name, error.reason.text)  # as much as would leave a site
+
+
+def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    """Ask every member for its statistics; one that gives none is no reason to stop."""
+    coordinator.survey.begin(members)
+    for name, member in members.items():
+        try:
+            told = member.statistics(coordinator.run)
+        except ConsiliumError as error:
+            coordinator.refuse(name, error.reason.text, joining=True)  # as much as would leave a site
+        else:
+            coordinator.survey.accept(name, told)
+    coordinator.survey.finish()
 
 
 def run_phase(coordinator: Coordinator, members: dict[str, Member]) -> None:

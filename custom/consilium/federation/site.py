@@ -15,6 +15,8 @@ from consilium.adapters import layers
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
+from consilium.data.datalist import DataList
+from consilium.data.tally import Tally, tally
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.federation import probe
 from consilium.messages import (
@@ -46,8 +48,8 @@ class Site:
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
     `checkpoint` is where the base weights came from, None for those of the package. `limits` say how much the site can carry,
-    for algorithms with unequal ranks. Under a record-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so
-    not private.
+    for algorithms with unequal ranks; `data` is what statistics count. Under a record-level `plan` training is DP-SGD;
+    `noise_seed` makes it repeatable and so not private.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Site:
         noise_seed: int | None = None,
         limits: CapacityConfig = CapacityConfig(),  # noqa: B008
         checkpoint: Path | None = None,
+        data: DataList | None = None,
     ) -> None:
         self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
+        self.data = data
         self.adapter = ADAPTERS[config.adapter.kind]
         self.should_stop: Callable[[], None] = lambda: None
 
@@ -92,6 +96,12 @@ class Site:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(found).encode())
         return json.loads(path.read_text(encoding="utf-8"))
+
+    def statistics(self) -> Tally:
+        """Return the counts of the site's data, for its guard. Raises RefusedError where the job asks for none, DataError."""
+        if self.config.statistics is None or self.data is None:
+            raise RefusedError(f"{self.name}: the job asks for no statistics; nothing was counted", Reason.TASK)
+        return tally(self.data, self.config.task, self.config.statistics.bins, self.should_stop)
 
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.

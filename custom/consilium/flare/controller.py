@@ -90,6 +90,8 @@ class RoundController(Controller):
             return
         try:
             self._wait(c, self._invite(c, fl_ctx), lambda: len(c.sites) >= c.quorum, abort_signal)
+            if c.survey.wanted and not abort_signal.triggered:
+                self._survey(c, abort_signal, fl_ctx)
             while not c.done and not abort_signal.triggered:
                 self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
@@ -127,6 +129,22 @@ class RoundController(Controller):
         self._invited = waiting | self._send(coordinator, wire.HELLO, asks, answer, set(), fl_ctx)
         return self._invited
 
+    def _survey(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Ask every site for its statistics; one that gives none is no reason to stop."""
+        survey = coordinator.survey
+        asks = {name: wire.encode_dict(wire.STATISTICS, {"run": coordinator.run}) for name in sorted(coordinator.sites)}
+        survey.begin(asks)
+
+        def record(name: str, result: Shareable) -> None:
+            survey.accept(name, result.get(wire.STATISTICS))
+
+        def enough() -> bool:
+            return len(survey.found) >= coordinator.quorum
+
+        self._exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
+        if not abort_signal.triggered:
+            survey.finish()
+
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
         asides = self._evaluate_held_out(coordinator, fl_ctx)
@@ -153,7 +171,8 @@ class RoundController(Controller):
         return self._send(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.final().items()}
+        sent = coordinator.final() if coordinator.job.config.trains else {}
+        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in sent.items()}
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
@@ -218,7 +237,9 @@ class RoundController(Controller):
                 self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
                 reason = f"its answer cannot be used ({type(error).__name__})"
             if reason is not None:
-                self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name == wire.HELLO)}")
+                self.log_warning(
+                    fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name in (wire.HELLO, wire.STATISTICS))}"
+                )
 
         timeout = int(coordinator.job.config.federation.round_timeout)
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}

@@ -19,7 +19,7 @@ from consilium.federation.doctor import (
     Finding,
     checked,
     examine_checkpoints,
-    examine_data,
+    examine_datasets,
     examine_device,
     examine_disk,
     examine_versions,
@@ -167,7 +167,7 @@ def _site(kit: Path) -> Iterator[Finding]:
     if found.ok:
         site = load_site(file)
         yield checked("approval", lambda: _approval(site, kit / "local"))
-        yield examine_data(site)
+        yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
     yield examine_disk(site.state or kit)

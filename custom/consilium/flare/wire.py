@@ -18,6 +18,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
+STATISTICS = Kind.STATISTICS.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
@@ -67,11 +68,14 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
 
-def decode_hello(shareable: Shareable) -> str:
-    """Return the run that a server's hello names. Raises RefusedError for anything that is no hello, or more than one."""
-    asked = shareable.get(HELLO)
-    if not isinstance(asked, dict) or asked.keys() != {"run"} or "DXO" in shareable:
-        raise RefusedError("not a hello of consilium", Reason.TASK)
+def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
+    """Return the run that a server's hello names, or its request for statistics by that key.
+
+    Raises RefusedError for anything that is no such message, or more than one.
+    """
+    asked, others = shareable.get(key), {HELLO, STATISTICS, "DXO"} - {key}
+    if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
+        raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
     return _text(asked["run"])
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, recovery, words
+from consilium.privacy import audit, kept, mechanism, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
@@ -34,7 +35,8 @@ class Guard:
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
-    `job_id` is FLARE's, "" in process.
+    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a
+    name; `terms`: what the site says of statistics.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Guard:
     ledger: Ledger
     observer: Callable[[Mapping[str, Any]], None]
     job_id: str = ""
+    listed: str = ""
+    terms: statistics.Terms = statistics.TERMS
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
@@ -61,8 +65,8 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """The sample count the server may know: 1 under site-level DP, whose guarantee the true one would break."""
-        return 1 if self._unit == "site" else self.num_samples
+        """The sample count the server may know: 1 under site-level DP, whose guarantee it would break, or if nothing trains."""
+        return 1 if self._unit == "site" or not self.config.trains else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
 
@@ -81,6 +85,9 @@ class Guard:
         self._check_place(task)
         if task.run != self._admitted:
             self._admit(task.run)
+        if kind is Kind.STATISTICS:
+            self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
+            statistics.check_question(self.records, self.dataset, self.config)
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
@@ -91,11 +98,12 @@ class Guard:
     def _check_place(self, task: Task) -> None:
         """Raise RefusedError unless the job asks for this kind of task in this round and phase."""
         (round, phase), rounds = task.place, self.config.training.rounds
-        known = 0 <= round < rounds
+        trains, known = self.config.trains, self.config.trains and 0 <= round < rounds
         fits = {
             Kind.HELLO: task.place == (-1, -1),
+            Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
             Kind.TRAIN: known and 0 <= phase < self.strategy.phases(round),
-            Kind.EVALUATE: task.place == (rounds, 0) or (known and phase == HELD_OUT),
+            Kind.EVALUATE: (trains and task.place == (rounds, 0)) or (known and phase == HELD_OUT),
         }
         if not fits[task.kind]:
             what = f"the job has no task {task.kind} in round {round} phase {phase}; nothing was sent"
@@ -103,9 +111,11 @@ class Guard:
 
     def _admit(self, run: str) -> None:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
-        check_policy(self.name, self.plan, self.policy)
+        if self.config.trains or not self.terms.share:  # a job of statistics only is the site's to allow
+            check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
-        if self.plan is not None:
+        if self.plan is not None and self.config.trains:
+            recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
             self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
@@ -161,6 +171,13 @@ class Guard:
         checked = replace(checked, ledger=self.ledger.seal())
         self._note("evaluation", checked)
         return checked
+
+    def release_statistics(self, task: Task, counted: Tally) -> dict[str, Any]:
+        """Return what may leave of a site's counts, the same every time. Raises RefusedError, and then nothing may be sent."""
+        self._take(task, Kind.STATISTICS)
+        shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms)
+        self._note("statistics", values=shown)
+        return shown
 
     def refuse(self, reason: Reason) -> Payload | None:
         """Put a refusal on record before it leaves, each one; return what goes in its place, if anything.

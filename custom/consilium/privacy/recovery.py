@@ -31,6 +31,13 @@ def check(records: Path, ledger: Ledger) -> None:
         )
 
 
+def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
+    """Raise RefusedError where the ledger knows data by their list's path, `listed`: under a name they would begin anew."""
+    if listed and listed != dataset and ledger.entries(listed):
+        what = f"the ledger has rows of this list under its path, not as {dataset!r}"
+        raise RefusedError(f"{who}: {what}; give the data set `patients: {listed}` in site.yaml", Reason.LEDGER)
+
+
 def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
     """Let the ledger count as it stands, and put that on record in `records`/audit.jsonl; return the record's values.
 

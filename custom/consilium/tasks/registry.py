@@ -56,11 +56,16 @@ class Scores:
         return self.headings.get(name, name)
 
 
+Change = Callable[[DataList], DataList]
+
+
 class Check(Protocol):
     """Looks at a data list before anyone trains on it. `config`, `tokenizer`, `max_length`: the job's, if there is one."""
 
-    def __call__(self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
-        """Raise DataError where the list itself cannot be read."""
+    def __call__(
+        self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+    ) -> "Findings":
+        """Raise DataError where the list itself cannot be read. `change` makes the list what the job gets of it."""
         ...
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job, build_model, build_task, site_data
+from consilium.federation.build import assemble_job, build_model, build_task
+from consilium.federation.samples import site_data
 from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.training.loop import train

@@ -16,6 +16,7 @@ from nvflare.apis.signal import Signal
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
+from consilium.data.tally import Tally
 from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.flare import filters, wire
 from consilium.flare.executor import SiteExecutor
@@ -33,7 +34,7 @@ class Trainer:
     """Stands for the site's training, which these attacks must never reach; keeps what it was asked."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.did = job, []
+        self.job, self.did, self.counted = job, [], Tally()
 
     def hello(self, run: str) -> Hello:
         self.did.append(("hello", run))
@@ -43,6 +44,10 @@ class Trainer:
         self.did.append(("train", run, payload))
         shapes = upload_shapes(self.job.strategy, payload)
         return Payload(payload.round, payload.phase, {n: torch.ones(s) for n, s in shapes.items()}, {}, {"train/loss": 0.5})
+
+    def statistics(self) -> Tally:
+        self.did.append(("statistics",))
+        return self.counted
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
         self.did.append(("evaluate", run, payload))
@@ -84,12 +89,17 @@ MakeClient = Callable[..., Client]
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[MakeClient]:
-    """Make a site's client for a job with a `privacy` section, a site's `policy` and fields of the job; one at a time."""
+    """Make a client for a job with a `privacy` section and `more` fields, at a site with a `policy`; one at a time."""
 
     def make(
-        privacy: dict | None = None, strategy: str = "fedit", folder: str = "one", site: dict | None = None, **policy: Any
+        privacy: dict | None = None,
+        strategy: str = "fedit",
+        folder: str = "one",
+        site: dict | None = None,
+        more: dict | None = None,
+        **policy: Any,
     ) -> Client:
-        raw = small_config(strategy).model_dump() | {"privacy": privacy}
+        raw = small_config(strategy).model_dump() | {"privacy": privacy} | (more or {})
         job = assemble_job(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         guard = build_guard(job, "site-1", settings, tmp_path / folder, tmp_path, lambda event: None, job_id="flare-1")

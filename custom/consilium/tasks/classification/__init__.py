@@ -10,7 +10,7 @@ from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
     from consilium.data.findings import Findings
@@ -78,10 +78,12 @@ def _look(config: Any, item: Any) -> None:
     look_at(item, config.classes, config)
 
 
-def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+def _check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> "Findings":
     from consilium.data.check import check_datalist
 
-    return check_datalist(path, config.classes, config) if config else check_datalist(path)
+    return check_datalist(path, config.classes, config, change) if config else check_datalist(path, change=change)
 
 
 def scores(config: ClassificationConfig) -> Scores:

@@ -9,7 +9,7 @@ from consilium.data.datalist import DataList
 from consilium.data.text import read_texts
 from consilium.schema import MOST_CLASSES, each_once
 from consilium.tasks.language.text_scores import NAMES
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
     from consilium.data.findings import Findings
@@ -61,10 +61,12 @@ def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -
     return LanguageTask(data, tokenizer, model.max_length, config)
 
 
-def _check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0) -> "Findings":
+def _check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> "Findings":
     from consilium.data.check_text import check_texts
 
-    return check_texts(path, tokenizer, max_length)
+    return check_texts(path, tokenizer, max_length)  # a site's labels are not for texts: nothing changes
 
 
 HEADINGS = {

@@ -1,0 +1,22 @@
+"""The `statistics:` section of job.yaml."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from consilium.schema import Section
+
+SMALLEST = 3
+"""Under it a count is of somebody."""
+
+
+class StatisticsConfig(Section):
+    """Counts that every site is asked for once, before the first round, so that a federation sees how its sites differ.
+
+    `minimum`: counts of fewer patients are merged with their neighbours; a site's own minimum may be higher. `bins` of grey
+    levels; `only`: the job ends with the statistics and trains nothing.
+    """
+
+    minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10
+    bins: Literal[4, 8, 16, 32] = 16
+    only: bool = False
