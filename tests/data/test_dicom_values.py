@@ -186,6 +186,12 @@ def test_padding_is_no_measurement(tmp_path: Path) -> None:
     assert read(made, tmp_path / "b").tolist() == [[15, 15, 15, 15], [19, 23, 15, 27]]
 
 
+def test_padding_may_be_written_without_its_sign(tmp_path: Path) -> None:
+    made = dicoms.image(np.array([[-2000, 5, 7]], np.int16), PixelPaddingValue=63536)
+    made["PixelPaddingValue"].VR = "US"
+    assert read(made, tmp_path).tolist() == [[5, 5, 7]]
+
+
 def test_a_palette_becomes_colours(tmp_path: Path) -> None:
     made = dicoms.image(np.array([[0, 1, 2, 1]], np.uint8), PhotometricInterpretation="PALETTE COLOR")
     palette = {"Red": [0, 255, 10], "Green": [0, 128, 20], "Blue": [0, 64, 30]}

@@ -14,7 +14,7 @@ from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConsiliumError
-from consilium.federation.build import assemble_job
+from consilium.federation.build import assemble_job, site_data
 from consilium.federation.engine import simulate
 from tests.conftest import small_config
 
@@ -120,3 +120,14 @@ def test_generated_hospitals_are_the_same_each_time(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
     volumes.forget()
+
+
+def test_a_job_may_bring_dicom_hospitals_along(tmp_path: Path) -> None:
+    phantoms = {"kind": "organ", "files": "dicom", "training": 2, "validation": 0, "test": 1}
+    config = JobConfig.model_validate(job().model_dump() | {"data": {"phantoms": phantoms}})
+    splits = site_data(config, "site-1", SiteConfig(), tmp_path).splits
+    training = splits["training"]
+    assert {item.axis for item in training} == {"axial"}
+    assert len({item.patient for item in training}) == 1  # two studies of one patient
+    assert len({item.study for item in training}) == 2
+    assert len(list((tmp_path / "phantoms/images").iterdir())) == 3

@@ -80,6 +80,9 @@ def _padding(own: Dataset) -> Window | None:
         return None
     first = _number(own, "PixelPaddingValue", 0.0)
     last = _number(own, "PixelPaddingRangeLimit", first)
+    bits = int(own.get("BitsAllocated") or 16)
+    if own.get("PixelRepresentation"):  # some write -2000 as 63536
+        first, last = (value - 2.0**bits if value >= 2.0 ** (bits - 1) else value for value in (first, last))
     return min(first, last), max(first, last)
 
 
