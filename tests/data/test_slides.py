@@ -1,6 +1,7 @@
 """Slides and large pictures: every tile is what PIL and the array that was written say, and memory stays small."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,13 @@ def test_levels_of_a_plain_pyramid(inside: bool, tmp_path: Path) -> None:
     for level, step in enumerate((1, 2, 4)):
         tile = (10, 11, 40, 30)
         assert np.array_equal(slides.read(tmp_path / "a.tif", tile, level), cut(array()[::step, ::step], tile))
+
+
+def test_a_header_that_promises_more_than_the_file_has_is_refused_at_once(tmp_path: Path) -> None:
+    tags = [(256, 2**31), (257, 2**31), (258, 8), (259, 1), (262, 1), (277, 1), (322, 512), (323, 512), (324, 8), (325, 8)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0))
+    with pytest.raises(DataError, match=r"a\.tif: slide cannot be read \(it has 1 blocks of"):
+        slides.layout(tmp_path / "a.tif")
+    with pytest.raises(DataError, match="1,048,576 tiles, at most 1,000,000 are cut"):
+        slides.tiles(2**14, 2**14, 16, 16)

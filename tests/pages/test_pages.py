@@ -25,7 +25,11 @@ from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_
 NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
     "jobs/README.md": ["consilium simulate jobs/nuclei_fediat", "consilium allow WORKSPACE", "python -m consilium.models"],
-    "custom/consilium/data/README.md": ["consilium data cache STATE", "consilium data import fundus", "consilium data import pannuke"],
+    "custom/consilium/data/README.md": [
+        "consilium data cache STATE",
+        "consilium data import fundus",
+        "consilium data import pannuke",
+    ],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
     "provisioning/README.md": ["consilium submit", "consilium doctor KIT", "consilium approve --revoke DIGEST"],
     "tests/README.md": ["pytest tests/strategies"],

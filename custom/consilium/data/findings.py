@@ -93,7 +93,8 @@ class Findings:
             said.append(self._skipped())
         if worthless := [kind for kind in self.problems if kind in WORTHLESS]:
             said.append(f"these do not stop training, but make its scores worthless: {', '.join(worthless)}")
-        warned = f", {len(self.warnings)} kinds of warnings" if self.warnings else ""
+        kinds = len(self.warnings)
+        warned = f", {kinds} kind{'s' * (kinds > 1)} of warnings" if kinds else ""
         return said or [f"no problems{warned}"]
 
     def _skipped(self) -> str:

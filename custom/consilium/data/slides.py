@@ -4,6 +4,7 @@ Plain TIFF by tifffile, which returns values as they are stored; SVS, NDPI and o
 no places: they are read whole, up to MOST_PIXELS, and cut.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +21,11 @@ from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, check_numbers, readi
 from consilium.data.settings import PictureSettings
 from consilium.errors import DataError
 
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is told in one line, by us
 MOST_BLOCK = 2**26
 """Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
+MOST_TILES = 10**6
+"""Of one picture."""
 GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
@@ -97,7 +101,13 @@ def mask_blocks(path: Path, wanted: tuple[int, int]) -> Iterator[Labels]:
 
 
 def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
-    """Return the tiles that cover a picture, row by row; the last of a row or column is moved back to end at the edge."""
+    """Return the tiles that cover a picture, row by row; the last of a row or column is moved back to end at the edge.
+
+    Raises DataError for more than MOST_TILES.
+    """
+    if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
+        what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
+        raise DataError(f"{what}; set task.tiles.size or stride higher", "too large")
     return [
         (x, y, min(size, columns), min(size, rows)) for y in _starts(rows, size, stride) for x in _starts(columns, size, stride)
     ]
@@ -186,6 +196,9 @@ def _check(path: Path, page: Any) -> None:
     if rows * columns * page.samplesperpixel > MOST_BLOCK:
         what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
         raise DataError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+    needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
+    if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
+        raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")
 
 
 def _block(page: Any) -> tuple[int, int]:
