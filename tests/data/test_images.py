@@ -16,6 +16,7 @@ from monai.transforms import (
 )
 from PIL import Image
 
+from consilium.data import pictures
 from consilium.data.augment import augment
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, read_mask, read_sample
@@ -164,3 +165,26 @@ def test_only_what_is_to_move_is_moved() -> None:
     found = [augment(sample, 0, index, moved=["image"]) for index in range(8)]
     assert all(np.array_equal(one["label"].numpy(), sample["label"]) for one in found)
     assert len({one["image"].numpy().tobytes() for one in found}) > 4
+
+
+UPRIGHT = {
+    1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1],
+    5: lambda a: a.T, 6: lambda a: a[::-1].T, 7: lambda a: a[::-1, ::-1].T, 8: lambda a: a[:, ::-1].T,
+}  # fmt: skip
+"""What EXIF's orientations do to stored rows and columns, by the TIFF 6.0 specification."""
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize(("name", "options"), [("x.png", {}), ("x.tif", {"compression": "tiff_lzw"}), ("x.tif", {})])
+def test_pictures_are_turned_as_their_tag_says(name: str, options: dict[str, str], orientation: int, tmp_path: Path) -> None:
+    stored, tag = (np.arange(600).reshape(20, 30) % 251).astype(np.uint8), Image.Exif()
+    tag[0x0112] = orientation
+    Image.fromarray(stored).save(tmp_path / name, exif=tag, **options)
+    if name == "x.tif" and not options and orientation >= 5:  # PIL scrambles these
+        for look in (pictures.read, pictures.size):
+            with pytest.raises(DataError, match="uncompressed TIFF that its orientation tag lays on its side; save it upright"):
+                look(tmp_path / name)
+        return
+    expected = UPRIGHT[orientation](stored)
+    assert np.array_equal(pictures.read(tmp_path / name), expected)
+    assert pictures.size(tmp_path / name) == expected.shape

@@ -68,6 +68,17 @@ def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) ->
     assert "Muster_Erika_training_1.png: image cannot be read" in refused[0]["reason"]
 
 
+def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = site(tmp_path / "a", bad_samples="skip")
+    (tmp_path / "a" / "Muster_Erika_training_1.png").unlink()
+    data = site_data(config(), "a", settings, tmp_path / "run")
+    assert (len(data.splits["training"]), data.skipped) == (4, 1)
+    assert site_data(config(), "a", settings, tmp_path / "run") == data
+    assert caplog.text.count("no such file") == 1
+    with pytest.raises(DataError, match="no such file"):
+        site_data(config(), "a", settings.model_copy(update={"bad_samples": "refuse"}), tmp_path / "run")
+
+
 def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     settings = site(tmp_path / "a", bad_samples="skip")
     header(tmp_path / "a", 1)

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from consilium.data.folders import SLIDES, read_folders
-from consilium.data.labels import Value
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.opening import MOST_BYTES as MOST_FILE
 from consilium.data.opening import MOST_SLIDE, check_file, read_text, whole
-from consilium.data.settings import Axis
-from consilium.data.volumes import is_volume
+from consilium.data.settings import Axis, Value
 from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
@@ -193,10 +191,16 @@ def _check_there(where: str, file: Path) -> None:
         what = f"{str(file)[:300]}: no such file"
         raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
-        if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
+        if not (file.is_dir() and _is_series(file)):  # a folder may hold a DICOM series
             check_file(file, most=MOST_SLIDE if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")) else MOST_FILE)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def _is_series(folder: Path) -> bool:
+    from consilium.data.volumes import is_volume  # numpy, which reading a job does without
+
+    return is_volume(folder)
 
 
 def _slice(where: str, value: Any) -> int | None:

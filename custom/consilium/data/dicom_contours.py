@@ -10,8 +10,9 @@ from pydicom import Dataset
 
 from consilium.data.dicom_frames import TOLERANCE
 from consilium.data.grid import Grid
-from consilium.data.labels import Labels, Value
+from consilium.data.labels import Labels
 from consilium.data.opening import MOST_VOLUME
+from consilium.data.settings import Value
 from consilium.data.volumes import Header
 from consilium.errors import DataError
 

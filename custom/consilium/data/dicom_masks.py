@@ -15,8 +15,10 @@ from consilium.data.dicom_files import CONTOURS, SEGMENTATIONS, alone, open_file
 from consilium.data.dicom_frames import Frame, stack
 from consilium.data.dicom_pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
-from consilium.data.labels import Labels, Value
-from consilium.data.opening import MOST_VOLUME, whole_numbers
+from consilium.data.labels import Labels
+from consilium.data.numbers import whole_numbers
+from consilium.data.opening import MOST_VOLUME
+from consilium.data.settings import Value
 from consilium.data.volumes import Header
 from consilium.errors import DataError
 

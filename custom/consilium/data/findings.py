@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.labels import Value
+from consilium.data.settings import Value
 
 NAMED = 10
 """Samples of a kind that are named in a terminal; a report names all."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.intensity import windowed
-from consilium.data.labels import Labels, Value
-from consilium.data.settings import DEFAULTS, Axis, PictureSettings
+from consilium.data.labels import Labels
+from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 from consilium.errors import DataError
 
 Sample = dict[str, Tensor]

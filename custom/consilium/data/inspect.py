@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from consilium.data import slides, volumes
+from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Classes, check_pair, check_values, classes_of, level_of, plane_of, read_image, read_labels
-from consilium.data.opening import check_pixels, open_picture, reading
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 
@@ -39,12 +38,7 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
     if slides.is_slide(item.image):
         rows, columns = slides.whole(item.image).shape[:2]
         return rows, columns
-    with reading(item.image, "image cannot be read"), open_picture(item.image) as picture:
-        check_pixels(item.image, picture)
-        # of a TIFF the size is the upright one already; behind a PNG's pixels PIL looks by decoding them
-        told = picture.format != "TIFF" and "exif" in picture.info
-        turned = told and picture.getexif().get(0x0112, 1) >= 5
-        return (picture.width, picture.height) if turned else (picture.height, picture.width)
+    return pictures.size(item.image)
 
 
 def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> None:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from consilium.data.grid import Grid
-
-Value = int | str
-"""A label: the value of voxels, or the name of a region."""
+from consilium.data.settings import Value
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from PIL import Image
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item, pseudonym
 from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
-from consilium.data.labels import Labels, Value
-from consilium.data.settings import PictureSettings, TilesConfig
+from consilium.data.labels import Labels
+from consilium.data.settings import PictureSettings, TilesConfig, Value
 from consilium.errors import DataError
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None

@@ -8,7 +8,8 @@ import numpy as np
 
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
-from consilium.data.opening import check_volume, reading, whole_numbers
+from consilium.data.numbers import whole_numbers
+from consilium.data.opening import check_volume, reading
 from consilium.data.volumes import Header
 from consilium.errors import DataError
 

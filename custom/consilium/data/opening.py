@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from consilium.errors import DataError
@@ -109,21 +108,3 @@ def whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return an array that holds something, each a finite real number. Raises DataError for any other."""
-    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
-        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
-        raise DataError(f"{path}: holds {what}; save it as real, finite numbers", "not finite numbers")
-    return array
-
-
-def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return label values as integers. Raises DataError for values between them, or that are no numbers."""
-    if check_numbers(path, array).dtype.kind != "f":
-        return array
-    if not np.array_equal(array, np.rint(array)):
-        what = "mask holds values between whole numbers"
-        raise DataError(f"{path}: {what}; save label values as whole numbers", "mask of broken numbers")
-    return array.astype(np.int64)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from consilium.data.datalist import DataList, Item
-from consilium.data.labels import Value
+from consilium.data.settings import Value
 from consilium.errors import DataError
 
 Labels = Mapping[Value, tuple[str, ...]]

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from consilium.schema import Section, Share
 
+Value = int | str
+"""A label: the value of voxels, or the name of a region."""
 Axis = Literal["stored", "axial", "coronal", "sagittal"]
 """Direction across which a volume is cut. `stored`: the file's own last axis, counted as the file does."""
 

@@ -17,7 +17,8 @@ from consilium.data import pictures
 from consilium.data.datalist import Tile
 from consilium.data.folders import SLIDES
 from consilium.data.labels import Labels
-from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, check_numbers, reading, whole_numbers
+from consilium.data.numbers import check_numbers, whole_numbers
+from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, reading
 from consilium.data.settings import PictureSettings
 from consilium.errors import DataError
 

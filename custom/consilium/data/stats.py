@@ -17,8 +17,8 @@ from consilium.data.datalist import SPLITS, DataList, Item, pseudonym
 from consilium.data.files import by_file
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.intensity import windowed
-from consilium.data.labels import Labels, Value
-from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.labels import Labels
+from consilium.data.settings import DEFAULTS, PictureSettings, Value
 from consilium.errors import DataError
 
 PERCENTILES = (1, 25, 50, 75, 99)

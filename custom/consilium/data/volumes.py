@@ -14,7 +14,7 @@ import numpy as np
 
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
-from consilium.data.opening import check_numbers
+from consilium.data.numbers import check_numbers
 from consilium.errors import DataError
 
 T = TypeVar("T")

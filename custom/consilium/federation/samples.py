@@ -9,9 +9,10 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList
+from consilium.data.inspect import tell
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, DataError
 from consilium.tasks.registry import TASKS
 
 
@@ -21,12 +22,13 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
     are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
     """
-    task, loading = TASKS[config.task.name], _loading(site, root or folder)
-    data = replace(_read(config, name, site, folder), loading=loading)
+    task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
+    data = replace(_read(config, name, site, folder, bad if loading.skip else None), loading=loading, skipped=len(bad))
     if not loading.skip:
         return task.prepare(config.task, data)
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
     if key not in _looked_at:
+        tell(data.path, bad)
         _looked_at[key] = _without_bad(config, task.prepare(config.task, data))
     return _looked_at[key]
 
@@ -51,11 +53,13 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
 
 
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path) -> DataList:
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: list[DataError] | None) -> DataList:
+    """Return the data list; entries that cannot be used are errors, or left out and put into `bad` where that is given."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
-        return relabelled(task.read(own.datalist), own.labels, own.annotated, getattr(config.task, "classes", None))
+        data = task.usable(own.datalist, bad) if bad is not None and task.usable else task.read(own.datalist)
+        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "

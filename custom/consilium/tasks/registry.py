@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from consilium.data.datalist import DataList
+from consilium.errors import DataError
 from consilium.registry import Registry
 from consilium.schema import Section
 from consilium.tasks.base import Task
@@ -75,8 +76,9 @@ class TaskKind:
 
     `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
     that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
-    look, which a site may have left out; `file`: what such a list is called;
-    `models`: names of models made for another task that do this one too, their head having the task's `outputs`.
+    look, which a site may have left out; `usable(path, bad)`: `read` without the entries that cannot be used, which go into
+    `bad`; `file`: what such a list is called; `models`: names of models made for another
+    task that do this one too, their head having the task's `outputs`.
     """
 
     config: type[TaskConfig]
@@ -89,6 +91,7 @@ class TaskKind:
     models: frozenset[str] = frozenset()
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
     look: Callable[[Any, Any], None] | None = None
+    usable: Callable[[Path, list[DataError]], DataList] | None = None
 
 
 TASKS: Registry[TaskKind] = Registry(

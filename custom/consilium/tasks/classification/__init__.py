@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
+from consilium.errors import DataError
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
@@ -58,6 +59,10 @@ def _read(path: Path) -> DataList:
     return read_datalist(path, True)
 
 
+def _usable(path: Path, bad: list[DataError]) -> DataList:
+    return read_datalist(path, True, lambda split, index, error: bad.append(error))
+
+
 def _prepare(config: Any, data: DataList) -> DataList:
     from consilium.data.expand import expand
 
@@ -92,4 +97,14 @@ def scores(config: ClassificationConfig) -> Scores:
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
-CLASSIFICATION = TaskKind(ClassificationConfig, scores, metric_names, _read, _build, _check, prepare=_prepare, look=_look)
+CLASSIFICATION = TaskKind(
+    ClassificationConfig,
+    scores,
+    metric_names,
+    _read,
+    _build,
+    _check,
+    prepare=_prepare,
+    look=_look,
+    usable=_usable,
+)

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
+from consilium.errors import DataError
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
@@ -46,6 +47,10 @@ def _read(path: Path) -> DataList:
     return read_datalist(path, False)
 
 
+def _usable(path: Path, bad: list[DataError]) -> DataList:
+    return read_datalist(path, False, lambda split, index, error: bad.append(error))
+
+
 def _prepare(config: Any, data: DataList) -> DataList:
     from consilium.data.expand import expand
 
@@ -80,4 +85,14 @@ def _scores(config: SegmentationConfig) -> Scores:
 
 SCORES = scores.scores(SegmentationScoresConfig())
 """How the scores of a job that says nothing of them are shown."""
-SEGMENTATION = TaskKind(SegmentationConfig, _scores, metric_names, _read, _build, _check, prepare=_prepare, look=_look)
+SEGMENTATION = TaskKind(
+    SegmentationConfig,
+    _scores,
+    metric_names,
+    _read,
+    _build,
+    _check,
+    prepare=_prepare,
+    look=_look,
+    usable=_usable,
+)

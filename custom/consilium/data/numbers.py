@@ -1,0 +1,25 @@
+"""Numbers as files hold them: real and finite in pictures, whole in masks."""
+
+from pathlib import Path
+
+import numpy as np
+
+from consilium.errors import DataError
+
+
+def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return an array that holds something, each a finite real number. Raises DataError for any other."""
+    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
+        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
+        raise DataError(f"{path}: holds {what}; save it as real, finite numbers", "not finite numbers")
+    return array
+
+
+def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return label values as integers. Raises DataError for values between them, or that are no numbers."""
+    if check_numbers(path, array).dtype.kind != "f":
+        return array
+    if not np.array_equal(array, np.rint(array)):
+        what = "mask holds values between whole numbers"
+        raise DataError(f"{path}: {what}; save label values as whole numbers", "mask of broken numbers")
+    return array.astype(np.int64)
