@@ -100,8 +100,9 @@ def test_a_broken_file_stops_a_site_without_its_patients_name(
     file.write_bytes(file.read_bytes()[:-100])
     seen: list[Mapping[str, Any]] = []
     sites = {name: SiteConfig(datalist=path) for name, path in data.items()}
-    with pytest.raises(ConsiliumError, match="its pixels end early") as raised:
+    with pytest.raises(ConsiliumError, match="1 of 2 results") as raised:
         simulate(assemble_job(job()), sites, tmp_path / "run", seen.append)
+    assert "its pixels end early" in next(event["reason"] for event in seen if event["event"] == "refused")
     found = json.dumps(check_datalist(data["site-2"]).to_dict())
     said = "".join([str(raised.value), found, caplog.text, *capfd.readouterr(), *map(repr, seen)])
     assert file.name in said

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption
-from consilium.errors import DataError
+from consilium.errors import ConfigError, DataError
 from consilium.registry import NO_PLUGINS
 from consilium.report.clean import line, shown
 
@@ -39,7 +39,7 @@ def data_check(
     from consilium.data.copies import shared_by_sites
 
     config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
-    lists = lists_of(source, dataset or (config.data.dataset or "" if config else ""))
+    lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     if report is not None:
@@ -53,25 +53,29 @@ def data_check(
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
-def lists_of(path: Path, wanted: str = "") -> "dict[str, DatasetConfig]":
+def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> "dict[str, DatasetConfig]":
     """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
 
-    `wanted`: of sites with several named ones that one alone. Raises ConfigError or DataError where there is none.
+    `wanted`: of a site's named ones that one alone; `choose`: the one that a job of this word would get. Raises RefusedError
+    where there is none, ConfigError for a word that a list without names cannot meet.
     """
     from consilium.config.datasets import DatasetConfig
     from consilium.config.site import is_site_folder
     from consilium.data.folders import has_classes
 
+    if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
+        if wanted is not None:
+            raise ConfigError(f"{path}: is one data list, not {wanted!r} of several; give the site.yaml that names them")
+        return {path.stem: DatasetConfig(datalist=path)}
     if not path.is_dir():
-        is_site = path.suffix in (".yaml", ".yml")
-        return _of_site(path.parent.name, path, wanted) if is_site else {path.stem: DatasetConfig(datalist=path)}
+        return _of_site(path.parent.name, path, wanted, choose)
     if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
         below = [one for one in _folders(path) if _named(one)]
     else:
         below = [] if is_site_folder(path) else [one for one in _folders(path) if is_site_folder(one)]
     if below:
-        return {name: found for one in below for name, found in _of_site(one.name, one, wanted).items()}
-    return _of_site(path.resolve().name, path, wanted)
+        return {name: found for one in below for name, found in _of_site(one.name, one, wanted, choose).items()}
+    return _of_site(path.resolve().name, path, wanted, choose)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -85,7 +89,7 @@ def _named(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
-def _of_site(name: str, path: Path, wanted: str) -> "dict[str, DatasetConfig]":
+def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> "dict[str, DatasetConfig]":
     """Return a site's data sets; a folder without any is read as one of pictures, which says what is missing."""
     from consilium.config.datasets import DatasetConfig
     from consilium.config.site import load_site, read_site_folder
@@ -93,12 +97,12 @@ def _of_site(name: str, path: Path, wanted: str) -> "dict[str, DatasetConfig]":
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
         return {name: DatasetConfig(datalist=path)}
-    if site.datasets and not wanted:
+    if site.datasets and wanted is None and not choose:
         return {f"{name}/{key}": one for key, one in site.datasets.items()}
-    _, own = site.dataset(wanted or None, name) if site.datasets else (None, None)
-    if own is None and site.datalist is None:
+    _, own = site.dataset(wanted, name)
+    if own is None:
         raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
-    return {name: own or DatasetConfig(datalist=cast(Path, site.datalist))}
+    return {name: own}
 
 
 def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Findings":

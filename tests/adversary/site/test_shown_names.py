@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from consilium.cli import audit as cli_audit
-from consilium.cli import data as cli_data
+from consilium.cli import data_check
 from consilium.cli import main as cli
 from consilium.cli import submit as cli_submit
+from consilium.data.findings import Findings
 from consilium.errors import ConfigError
 from consilium.messages import Payload
 from consilium.privacy import audit
@@ -133,9 +135,11 @@ def test_what_is_wrong_is_said_in_visible_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
-    report = {"path": HOSTILE, "samples": {HOSTILE: 1}, "sizes": {}, "images_with_label_value": {}}
-    report |= {"images_of_class": {HOSTILE: {"training": 1}}, "warnings": {}}
-    cli_data._print_report(report | {"problems": {HOSTILE: {"count": 1, "first": [HOSTILE]}}})
+    found = Findings(HOSTILE, {HOSTILE: 1})
+    found.images_of_class[HOSTILE] = Counter({"training": 1})
+    found.problem(HOSTILE, HOSTILE)
+    found.warn(HOSTILE, HOSTILE)
+    data_check._print({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, Path(HOSTILE))
     check(capsys.readouterr().out)
 
 
