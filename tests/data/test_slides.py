@@ -226,6 +226,7 @@ def blocks() -> Any:
         yield np.full((512, 512, 3), number % 251, np.uint8)
 
 
+@pytest.mark.slow
 def test_a_picture_of_655_million_pixels_takes_little_memory(tmp_path: Path) -> None:
     """Decoded at once it would take 2 GB. Blocks are numbered row by row, so (10000, 7000) lies in 13 * 50 + 19 = 669."""
     path = tmp_path / "big.tif"

@@ -125,16 +125,16 @@ def test_what_is_left_out_is_not_told_where_scores_stay_at_the_site(tmp_path: Pa
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
     sites = {"a": site(tmp_path / "a", bad_samples="skip", workers=2), "b": site(tmp_path / "b")}
     pixels(tmp_path / "a", 3)
-    simulate(assemble_job(config(rounds=3)), sites, tmp_path / "whole", quiet)
+    simulate(assemble_job(config(rounds=2)), sites, tmp_path / "whole", quiet)
 
     def stop(event: Mapping[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 2:
+        if event["event"] == "step" and event["round"] == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        simulate(assemble_job(config(rounds=3)), sites, tmp_path / "parts", stop)
+        simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", stop)
     assert (tmp_path / "parts" / "sites" / "a" / storing.FOLDER).is_dir()
-    simulate(assemble_job(config(rounds=3)), sites, tmp_path / "parts", quiet, resume=True)
+    simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", quiet, resume=True)
     found, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not list(tmp_path.glob(f"*/sites/*/{storing.FOLDER}"))
@@ -208,7 +208,7 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
         path = sites[name].datalist
         path.write_text(path.read_text().replace('"test"', '"validation"'))
     events: list[Mapping[str, Any]] = []
-    settings = config(rounds=4).model_dump(mode="json")
+    settings = config(rounds=3).model_dump(mode="json")
     settings["training"]["validate"] = validate
     ended = simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
     rounds = [e["metrics"] for e in events if e["event"] == "metrics" and e["site"] == "a" and "train/loss" in e["metrics"]]
@@ -219,13 +219,9 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
 def test_validation_every_so_many_rounds_changes_nothing_but_scores(tmp_path: Path) -> None:
     both = {"global", "personalized"}
     stages, expected, closing = scored(tmp_path / "all")
-    assert stages == [both] * 4
+    assert stages == [both] * 3
     for number, (settings, wanted) in enumerate(
-        [
-            ({"every": 2}, [set(), both, set(), both]),
-            ({"every": 3, "stages": ["global"]}, [set(), set(), {"global"}, set()]),
-            ({"stages": []}, [set()] * 4),
-        ]
+        [({"every": 2}, [set(), both, set()]), ({"every": 3, "stages": ["global"]}, [set(), set(), {"global"}])]
     ):
         found, end, last = scored(tmp_path / str(number), **settings)
         assert found == wanted

@@ -93,12 +93,12 @@ def test_units_are_never_mixed(tmp_path: Path) -> None:
     assert found["n"] == 2
 
 
-def test_every_stored_orientation_of_a_volume_scores_alike(tmp_path: Path) -> None:
+def test_a_volume_scores_alike_whatever_way_it_is_stored(tmp_path: Path) -> None:
     affine = np.diag([0.8, 1.2, 3.0, 1.0])
     guess, reference = blobs(1), blobs(2)
     settings = {"slices": {"axis": "axial"}, "scores": {"per": "volume", "grid": "original"}}
     found = []
-    for axes, signs in product(permutations(range(3)), product((1, -1), repeat=3)):
+    for axes, signs in product(permutations(range(3)), ((1, 1, 1), (-1, 1, -1))):  # test_grid has all 48
         wanted = np.array([[axis, sign] for axis, sign in zip(axes, signs, strict=True)])
         turned = [
             nibabel.Nifti1Image(mask.astype(np.uint8), affine).as_reoriented(
@@ -108,7 +108,7 @@ def test_every_stored_orientation_of_a_volume_scores_alike(tmp_path: Path) -> No
         ]
         stored = [np.asarray(one.dataobj).astype(bool) for one in turned]
         found.append(evaluated(task_of(tmp_path, [volume(tmp_path, "v", *stored, turned[0].affine)], side=16, **settings)))
-    assert len(found) == 48
+    assert len(found) == 12
     first = {name: value for name, value in found[0].items() if name != "loss"}
     for other in found[1:]:
         assert {name: other[name] for name in first} == pytest.approx(first, rel=1e-6)
