@@ -5,6 +5,7 @@ downwards, columns from the patient's right to the left or from the front backwa
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from nibabel.orientations import io_orientation
@@ -94,8 +95,11 @@ class Grid:
 
     def _canonical(self, stored: int) -> tuple[int, int]:
         """Return the patient's axis (0 right, 1 front, 2 up) closest to a stored one, and its direction."""
-        axis, sign = io_orientation(self.affine)[stored]
-        return int(axis), int(sign)
+        return self._orientation[stored]
+
+    @cached_property
+    def _orientation(self) -> list[tuple[int, int]]:
+        return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough
 
 
 def disagreement(one: Grid, other: Grid) -> str:
