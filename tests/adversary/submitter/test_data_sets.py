@@ -58,6 +58,18 @@ def test_another_task_gets_neither_unlisted_texts_nor_a_budget_for_them(tmp_path
         build_guard(job, "a", load_site(tmp_path / "site.yaml"), tmp_path / "run", tmp_path, lambda event: None, job_id="run")
 
 
+@pytest.mark.parametrize("thin", [{"slices": {"every": 4, "empty": "drop"}}, {"tiles": {"size": 64, "empty": 0.5}}])
+def test_the_number_of_records_is_no_count_of_labels(thin: dict[str, Any]) -> None:
+    """It leaves with the hello, before any row is in the ledger: with another `every` a job, it counts every plane's labels."""
+    raw = small_config("fedit").model_dump()
+    raw["task"] |= thin
+    assemble_job(JobConfig.model_validate(raw))
+    assemble_job(JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 3, "clip": 0.5}}))
+    record = JobConfig.model_validate(raw | {"privacy": {"unit": "record", "epsilon": 3}})
+    with pytest.raises(ConfigError, match=f"task.{next(iter(thin))}.empty: .* write keep"):
+        assemble_job(record)
+
+
 @pytest.mark.parametrize("name", ["../one", "/etc/passwd", "", "a b", "x" * 65, "one\n", "${SITE}", ".", 7, ["one"]])
 def test_a_name_is_no_path(name: Any) -> None:
     raw = small_config("fedit").model_dump() | {"data": {"dataset": name}}
