@@ -167,6 +167,36 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     assert [path.name for path in kept.folder.iterdir()] == ["letter.txt"]
 
 
+def somebody_elses(folder: Path, salt: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "salt").write_bytes(bytes(salt))
+    for name in ("index", ".bash_history.1", ".note-old.20"):
+        (folder / name).write_text("mine")
+    return folder
+
+
+def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
+    """Neither one behind a link that another user has put into a shared folder, nor one that only looks like a cache."""
+    behind = somebody_elses(tmp_path / "home", storing.SALT)
+    alike = somebody_elses(tmp_path / "alike" / storing.FOLDER, storing.SALT + 1)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / storing.FOLDER).symlink_to(behind)
+    for root in (tmp_path / "shared", tmp_path / "alike"):
+        storing.discard(root)
+        with pytest.raises(DataError, match=storing.FOLDER):
+            storing.find(root)
+    assert len(list(behind.iterdir())) == len(list(alike.iterdir())) == 4
+
+
+def test_clearing_leaves_hidden_files_that_are_not_ours(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    somebody_elses(tmp_path / "one", 1)
+    (tmp_path / "one" / ".bash_history.1").rename(kept.folder / ".bash_history.1")
+    (kept.folder / f".{NAME}-140.99").write_text("half a sample")
+    storing.clear(kept.folder)
+    assert [path.name for path in kept.folder.iterdir()] == [".bash_history.1"]
+
+
 def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)

@@ -51,6 +51,15 @@ def test_a_folder_without_a_training_file(tmp_path: Path) -> None:
         read_texts(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["datalist.json", "notes.jsonl", "test.jsonl", "missing"])
+def test_texts_beside_what_a_site_names_are_not_read(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "training.jsonl", {"input": "a", "output": "b"})
+    if name != "missing":
+        write(tmp_path, name, {"input": "c", "output": "d"})
+    with pytest.raises(DataError, match="holds no training"):
+        read_texts(tmp_path / name)
+
+
 def test_a_folder_of_a_simulation_may_hold_jsonl_lists(tmp_path: Path) -> None:
     write(tmp_path / "ward", "train.jsonl", {"input": "a", "output": "b"})
     assert is_site_folder(tmp_path / "ward")

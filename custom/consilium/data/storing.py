@@ -15,14 +15,13 @@ from consilium.storage import PRIVATE, private_folder
 FOLDER = "consilium-samples"
 """The cache's own folder, below the one that the site names."""
 SALT = 32
-_OWN = re.compile(r"salt|index|[0-9a-f]{32}\.sample|\..+\.\d{1,9}")
+_OWN = re.compile(r"salt|index|[0-9a-f]{32}\.sample|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
 
 
 def make(folder: Path, salt: bytes | None = None) -> bytes:
     """Make a cache's folder, for this user alone, and return its salt; a new one is `salt`, or drawn. Raises OSError."""
     private_folder(folder)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not _is_own(folder):
         raise OSError(1, "it is a link, or another user's")
     folder.chmod(0o700)
     path = folder / "salt"
@@ -32,6 +31,20 @@ def make(folder: Path, salt: bytes | None = None) -> bytes:
             file.write(salt or secrets.token_bytes(SALT))
         _settle(temporary, path)
     return path.read_bytes()
+
+
+def _is_own(folder: Path) -> bool:
+    """Tell whether a folder is one, and this user's; another user could put a link to any folder in its place."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_cache(folder: Path) -> bool:
+    salt = folder / "salt"
+    return folder.name == FOLDER and _is_own(folder) and salt.is_file() and salt.stat().st_size == SALT
 
 
 def _settle(temporary: Path, path: Path) -> None:
@@ -51,7 +64,7 @@ def private(name: str, flags: int) -> int:
 
 def discard(root: Path) -> None:
     """Remove the cache that `root` holds, if any."""
-    if (root / FOLDER).is_dir():
+    if _is_cache(root / FOLDER):
         clear(root / FOLDER)
 
 
@@ -68,7 +81,7 @@ def samples(folder: Path) -> Iterator[tuple[int, int, Path]]:
 def find(folder: Path) -> Path:
     """Return the cache that a folder is, or holds. Raises DataError if neither."""
     for one in (folder / FOLDER, folder):
-        if one.name == FOLDER and (one / "salt").is_file():
+        if _is_cache(one):
             return one
     raise DataError(f"{folder}: holds no {FOLDER}; give the folder that `cache` of site.yaml names, or the site's state")
 

@@ -55,8 +55,11 @@ def has_texts(folder: Path) -> bool:
 
 
 def read_texts(path: Path) -> DataList:
-    """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy."""
-    folder = path if path.is_dir() else path.parent
+    """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy.
+
+    Nothing but what `path` names is read: texts beside a site's list of pictures are not on offer, and have no budget.
+    """
+    folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
         raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
     found = {split: [f for n in FILES[split] if (f := folder / n).is_file()] for split in SPLITS}

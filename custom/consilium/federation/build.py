@@ -92,6 +92,10 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         return
     if strategy.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
+    parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
+    if thinned := [name for name, part in parts if privacy.unit == "record" and part and part.empty != "keep"]:
+        what = "the number of records leaves without noise, and must not tell how many of them show a label"
+        raise ConfigError(f"{source}: task.{thinned[0]}.empty: {what}; write keep")
     if privacy.unit == "site" and strategy.needs == "sites" and privacy.trust != "local":
         raise ConfigError(
             f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "

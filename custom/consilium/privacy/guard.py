@@ -87,7 +87,7 @@ class Guard:
             self._admit(task.run)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
-            statistics.check_question(self.records, self.dataset, self.config)
+            statistics.check_question(self.records, self.dataset, self.config, self.listed)
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
@@ -175,7 +175,7 @@ class Guard:
     def release_statistics(self, task: Task, counted: Tally) -> dict[str, Any]:
         """Return what may leave of a site's counts, the same every time. Raises RefusedError, and then nothing may be sent."""
         self._take(task, Kind.STATISTICS)
-        shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms)
+        shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms, self.listed)
         self._note("statistics", values=shown)
         return shown
 

@@ -113,20 +113,28 @@ def question(config: JobConfig) -> str:
     return hashlib.sha256(json.dumps([section, kept, config.data.model_dump(mode="json")]).encode()).hexdigest()
 
 
-def check_question(folder: Path, dataset: str, config: JobConfig) -> None:
-    """Raise RefusedError where the site has answered another question about these data."""
-    _kept(folder, dataset, config)
+def check_question(folder: Path, dataset: str, config: JobConfig, listed: str = "") -> None:
+    """Raise RefusedError where the site has answered another question about these data; `listed` as in `answer`."""
+    _kept(folder, _name(folder, dataset, listed), config)
 
 
-def answer(folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms) -> dict[str, Any]:
-    """Return the one answer about a data set, made and kept in `folder` if it is the first. Raises RefusedError."""
+def answer(folder: Path, dataset: str, config: JobConfig, counted: Tally, terms: Terms, listed: str = "") -> dict[str, Any]:
+    """Return the one answer about a data set, made and kept in `folder` if it is the first. Raises RefusedError.
+
+    `listed`: what the data were called before they had a name, the path of their list; an answer from then stands.
+    """
     with locked(folder / FOLDER):
+        dataset = _name(folder, dataset, listed)
         if (found := _kept(folder, dataset, config)) is None:
             least = max(terms.minimum, config.statistics.minimum if config.statistics else 0)
             found = disclose(counted, config, least).model_dump(mode="json")
             write_atomic(_file(folder, dataset), json.dumps({"question": question(config), "answer": found}).encode())
             _file(folder, dataset).chmod(0o600)
     return found
+
+
+def _name(folder: Path, dataset: str, listed: str) -> str:
+    return listed if listed and _file(folder, listed).exists() else dataset
 
 
 def _kept(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | None:

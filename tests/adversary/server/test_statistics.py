@@ -48,6 +48,17 @@ def test_asking_again_after_a_patient_has_come_tells_nothing_of_her(client: Make
     assert told(ask(client(more=ASKED, folder="two"), people=25)) == first
 
 
+def test_a_list_that_gets_a_name_is_not_asked_anew(client: MakeClient) -> None:
+    """The administrator moves `datalist:` under `datasets:`; a second answer, one patient later, could be subtracted."""
+    first = client(more=ASKED)
+    before = told(ask(first))
+    for number, more in enumerate((ASKED, {"statistics": {"bins": 8}})):
+        site = client(more=more, folder=str(number))
+        site.guard.dataset, site.guard.listed = "eyes", first.guard.dataset
+        again = ask(site, people=25)
+        assert told(again) == before if more is ASKED else refused(site, again, Reason.STATISTICS)
+
+
 def test_the_sites_minimum_counts(client: MakeClient) -> None:
     """A job that asks for counts of three gets the site's: twelve without a cup are under its thirteen."""
     site = client(more={"statistics": {"minimum": 3}}, site={"statistics_minimum": 13})

@@ -9,11 +9,11 @@ import yaml
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.errors import ConfigError, DataError, Reason, RefusedError
 from consilium.federation.build import assemble_job, build_guard
 from consilium.messages import Kind, Payload, SiteInfo
 from consilium.privacy.guard import Guard
-from tests.conftest import small_config
+from tests.conftest import small_config, small_text
 
 BUDGET = {"budgets": {"site": {"epsilon": 3.1}}}
 
@@ -45,6 +45,29 @@ def test_the_same_patients_under_another_name_are_the_same_budget(tmp_path: Path
     assert caught.value.reason is Reason.BUDGET
     with pytest.raises(ConfigError, match="one budget would count as two"):
         guard(tmp_path, "two", {"one": {"datalist": str(path)}, "two": {"datalist": str(path)}}, "run-3")
+
+
+def test_another_task_gets_neither_unlisted_texts_nor_a_budget_for_them(tmp_path: Path) -> None:
+    """The site lists pictures. Reports lie beside the list, and a job for texts would be booked under the folder's name."""
+    path = make_phantoms(tmp_path, "fundus", "a", 0, 4, 1, 1, 64, 0.5, 0.5)
+    (path.parent / "training.jsonl").write_text('{"input": "a report", "output": "urgent"}\n')
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({"datalist": str(path), "privacy": BUDGET}))
+    raw = small_text("fedit").model_dump() | {"data": {}, "privacy": {"unit": "site", "epsilon": 3, "clip": 0.5}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    with pytest.raises(DataError, match=r"datalist\.json: holds no training"):
+        build_guard(job, "a", load_site(tmp_path / "site.yaml"), tmp_path / "run", tmp_path, lambda event: None, job_id="run")
+
+
+@pytest.mark.parametrize("thin", [{"slices": {"every": 4, "empty": "drop"}}, {"tiles": {"size": 64, "empty": 0.5}}])
+def test_the_number_of_records_is_no_count_of_labels(thin: dict[str, Any]) -> None:
+    """It leaves with the hello, before any row is in the ledger: with another `every` a job, it counts every plane's labels."""
+    raw = small_config("fedit").model_dump()
+    raw["task"] |= thin
+    assemble_job(JobConfig.model_validate(raw))
+    assemble_job(JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 3, "clip": 0.5}}))
+    record = JobConfig.model_validate(raw | {"privacy": {"unit": "record", "epsilon": 3}})
+    with pytest.raises(ConfigError, match=f"task.{next(iter(thin))}.empty: .* write keep"):
+        assemble_job(record)
 
 
 @pytest.mark.parametrize("name", ["../one", "/etc/passwd", "", "a b", "x" * 65, "one\n", "${SITE}", ".", 7, ["one"]])
