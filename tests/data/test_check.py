@@ -76,3 +76,13 @@ def test_only_the_first_ten_are_named(tmp_path: Path) -> None:
     empty = check_datalist(path).to_dict()["warnings"]["empty mask"]
     assert empty["count"] == 13
     assert len(empty["first"]) == 10
+
+
+def test_an_annotation_that_is_no_class_stops_as_it_does_in_training(tmp_path: Path) -> None:
+    good = {"image": picture(tmp_path / "a.png", 0), "label": mask(tmp_path / "ma.png", 1)}
+    path = tmp_path / "datalist.json"
+    path.write_text(json.dumps({"training": [good, good | {"annotated": ["liver"]}]}))
+    report = check_datalist(path, {"nucleus": [1]})
+    assert list(report.problems) == ["undeclared class"]
+    assert "annotated class 'liver' is no class of the task" in report.problems["undeclared class"][0]
+    assert report.bad == {"training": 1}

@@ -67,3 +67,20 @@ def test_a_split_under_another_tools_name_is_not_lost_in_silence(key: str, meant
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [], key: [], "name": "ward"}))
     with pytest.raises(DataError, match=f"key '{key}' is not read; call it '{meant}'"):
         read_datalist(tmp_path / "datalist.json")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [({"image": "a.png", "slice": 7}, "without planes"), ({"image": "v.nii", "tile": [0, 0, 8, 8]}, "without tiles")],
+)
+def test_a_part_that_nobody_would_read_is_refused(entry: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": [entry]}, "a.png", "v.nii")
+    with pytest.raises(DataError, match=rf"training\[0\]: .*{message}"):
+        read_datalist(path)
+
+
+def test_a_volume_s_file_may_have_the_four_gigabytes_that_a_volume_may(tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": ["v.nii"]}, "v.nii")
+    with (tmp_path / "v.nii").open("wb") as file:
+        file.truncate(4 * 1024**3 + 352)  # voxels of 4 GiB behind a header; nothing of it takes room on the disk
+    assert read_datalist(path).splits["training"][0].name == "v.nii"

@@ -260,3 +260,17 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeyp
     for read in (volumes.header, volumes.voxels):
         with pytest.raises(DataError, match=r"a.dcm: is DICOM; install consilium\[dicom\] to read it$"):
             read(path)
+
+
+def test_a_slice_that_is_written_over_is_read_anew(tmp_path: Path) -> None:
+    """The folder's own time does not change with it."""
+    written(tmp_path, "axial")
+    before = volumes.voxels(tmp_path).copy()
+    file = sorted(tmp_path.iterdir())[0]
+    elements = dcmread(file)
+    elements.PixelData = bytes(len(elements.PixelData))
+    with file.open("r+b") as place:
+        elements.save_as(place)
+    after = volumes.voxels(tmp_path)
+    assert before.all((0, 1)).all()
+    assert sorted((after == 0).all((0, 1)).tolist()) == [False, False, True]

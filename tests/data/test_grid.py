@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from nibabel.processing import resample_from_to
 
+from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.expand import expand
 from consilium.data.grid import Grid, disagreement, resampled
@@ -182,3 +183,11 @@ def test_a_share_of_the_planes_without_labels_stays(tmp_path: Path) -> None:
     assert first == again
     assert 100 in {i.slice for i in first}
     assert 60 < len(first) < 140  # 100 expected; five standard deviations are 43
+
+
+@pytest.mark.parametrize(("unit", "voxel"), [("micron", 0.002), ("mm", 2.0), ("meter", 2000.0), ("unknown", 2.0)])
+def test_a_nifti_s_unit_of_length_counts(unit: str, voxel: float, tmp_path: Path) -> None:
+    volume = nibabel.Nifti1Image(np.zeros((3, 4, 5), np.uint8), np.diag([2, 2, 2, 1]))
+    volume.header.set_xyzt_units(unit)
+    nibabel.save(volume, tmp_path / "v.nii")
+    assert volumes.header(tmp_path / "v.nii").grid.voxel == pytest.approx((voxel,) * 3)

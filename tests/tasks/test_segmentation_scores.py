@@ -198,3 +198,13 @@ def test_a_volume_whose_plane_is_left_out_is_scored_without_it(lost: int, tmp_pa
         guess, reference = blobs(i)[..., kept], blobs(i + 9)[..., kept]
         wanted.append(2 * (guess & reference).sum() / (guess.sum() + reference.sum()))
     assert units.scores()[1]["dice"][:, 0].tolist() == pytest.approx(wanted)
+
+
+def test_a_picture_of_several_tiles_has_overlaps_and_no_distance_of_its_last_tile(tmp_path: Path) -> None:
+    """4 pixels in each half; the left one's are missed: Dice 2 * 4 / (4 + 8). The last tile alone is answered rightly."""
+    guess, reference = np.zeros((2, 16, 32), bool)
+    reference[4:6, 4:6] = reference[4:6, 20:22] = guess[4:6, 20:22] = True
+    settings = {"tiles": {"size": 16}, "scores": {"per": "volume"}}
+    found = evaluated(task_of(tmp_path, [picture(tmp_path, "p", guess, reference)], side=16, **settings))
+    assert found["dice"] == pytest.approx(2 / 3)
+    assert not [name for name in found if name.startswith(("hd95", "assd"))]

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from consilium.data.folders import SLIDES, read_folders
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.opening import MOST_BYTES as MOST_FILE
-from consilium.data.opening import MOST_SLIDE, check_file, read_text, whole
+from consilium.data.opening import MOST_SLIDE, MOST_VOLUME_FILE, check_file, read_text, whole
 from consilium.data.settings import Axis, Value
 from consilium.errors import DataError
 
@@ -166,7 +166,18 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
     patient, study = (pseudonym(_identifier(where, entry, key)) for key in ("patient", "study"))
     own = _annotated(where, entry.get("annotated"))
     known = annotated if own is None else own
-    return Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
+    found = Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
+    _check_parts(where, found)
+    return found
+
+
+def _check_parts(where: str, item: Item) -> None:
+    """Raise DataError for a plane of what is no volume, or a tile of what is one: neither would be read."""
+    files = [file for file in (item.image, item.label) if isinstance(file, Path)]
+    if item.slice is not None and not any(map(_is_volume, files)):
+        raise DataError(f'{where}: {item.image}: is one picture, without planes; take "slice" off its entry', "wrong slice")
+    if item.tile is not None and _is_volume(item.image):
+        raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
 
 
 def _identifier(where: str, entry: dict[str, Any], key: str) -> str:
@@ -191,16 +202,23 @@ def _check_there(where: str, file: Path) -> None:
         what = f"{str(file)[:300]}: no such file"
         raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
-        if not (file.is_dir() and _is_series(file)):  # a folder may hold a DICOM series
-            check_file(file, most=MOST_SLIDE if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")) else MOST_FILE)
+        if not (file.is_dir() and _is_volume(file)):  # a folder may hold a DICOM series
+            check_file(file, most=_most(file))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
 
-def _is_series(folder: Path) -> bool:
+def _most(file: Path) -> int:
+    """Return how many bytes a file of its kind may have."""
+    if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
+        return MOST_SLIDE
+    return MOST_VOLUME_FILE if _is_volume(file) else MOST_FILE
+
+
+def _is_volume(path: Path) -> bool:
     from consilium.data.volumes import is_volume  # numpy, which reading a job does without
 
-    return is_volume(folder)
+    return is_volume(path)
 
 
 def _slice(where: str, value: Any) -> int | None:

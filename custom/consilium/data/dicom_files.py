@@ -19,7 +19,7 @@ from pydicom.filereader import _read_file_meta_info, read_preamble
 from pydicom.uid import DeflatedExplicitVRLittleEndian
 
 from consilium.data.dicom import MOST_FILES, is_own
-from consilium.data.opening import MOST_VOLUME, TAKE_OFF, check_file
+from consilium.data.opening import MOST_VOLUME, MOST_VOLUME_FILE, TAKE_OFF, check_file
 from consilium.errors import DataError
 
 OTHERS = frozenset(
@@ -66,7 +66,7 @@ def _silence() -> None:
 
 def open_file(path: Path, pixels: bool = False) -> Dataset:
     """Return a file's elements, with `pixels` also those. Use within `reading`. Raises DataError."""
-    check_file(path)
+    check_file(path, most=MOST_VOLUME_FILE)
     _check_inflated(path)
     found = dcmread(path, stop_before_pixels=not pixels, force=True)
     if not found:

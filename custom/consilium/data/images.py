@@ -140,6 +140,13 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
         raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
 
 
+def check_annotated(item: Item, classes: Classes) -> None:
+    """Raise DataError where an item says it is annotated for what is no class."""
+    if unknown := [name for name in item.annotated or () if name not in classes]:
+        what = f"annotated class {unknown[0][:80]!r} is no class of the task"
+        raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")
+
+
 def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
     """Return the (rows, columns) that a picture (H, W) takes of a sample's square; what is left of it is padding."""
     if settings.resize == "stretch":

@@ -11,7 +11,17 @@ import numpy as np
 
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import Classes, check_pair, check_values, classes_of, level_of, plane_of, read_image, read_labels
+from consilium.data.images import (
+    Classes,
+    check_annotated,
+    check_pair,
+    check_values,
+    classes_of,
+    level_of,
+    plane_of,
+    read_image,
+    read_labels,
+)
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.errors import DataError
 
@@ -43,6 +53,7 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
 
 def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> None:
     """Raise DataError for what images.read_sample would, but for voxels: the image is not decoded, its labels are."""
+    check_annotated(item, classes)
     shape, labels = look_at_picture(item, settings), read_labels(item, settings)
     if labels.shape == shape[::-1] != shape:  # a PNG may say behind its pixels that it is turned
         shape = read_image(item, settings).shape[:2]

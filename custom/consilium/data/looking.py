@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item, pseudonym
-from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
+from consilium.data.images import check_annotated, check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.labels import Labels
 from consilium.data.settings import PictureSettings, TilesConfig, Value
 from consilium.errors import DataError
@@ -158,6 +158,7 @@ def check_class(item: Item, classes: Classes) -> None:
     """Raise DataError for a label that is none of a classification job's classes, or no mask for a segmentation job."""
     label = item.label
     if isinstance(classes, Mapping):
+        check_annotated(item, classes)
         if label is not None and not isinstance(label, Path):
             raise DataError(f"label {label!r} is a class; a segmentation job needs a mask", "class instead of a mask")
         return

@@ -9,9 +9,12 @@ import numpy as np
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
 from consilium.data.numbers import whole_numbers
-from consilium.data.opening import check_volume, reading
+from consilium.data.opening import MOST_VOLUME_FILE, check_volume, reading
 from consilium.data.volumes import Header
 from consilium.errors import DataError
+
+MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
+"""Of the units of length that a header may name."""
 
 
 def is_own(path: Path) -> bool:
@@ -21,14 +24,14 @@ def is_own(path: Path) -> bool:
 
 def header(path: Path) -> Header:
     """Return the grid of a volume of two or three dimensions. Raises DataError."""
-    with reading(path, "cannot be read as NIfTI"):
+    with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = _open(path)
-        return Header(Grid(_shape(path, volume), np.asarray(volume.affine, np.float64)))
+        return Header(Grid(_shape(path, volume), _millimetres(volume) @ np.asarray(volume.affine, np.float64)))
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k): float32 where the header scales them, else the file's own type. Raises DataError."""
-    with reading(path, "cannot be read as NIfTI"):
+    with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = _open(path)
         scaled = any(value not in (None, 0.0, 1.0) for value in volume.header.get_slope_inter())
         data = np.asarray(volume.dataobj, dtype=np.float32 if scaled else None)
@@ -38,6 +41,12 @@ def voxels(path: Path) -> np.ndarray:
 def labels(path: Path, image: Header) -> Labels:
     """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are no whole numbers."""
     return Labels(values=whole_numbers(path, voxels(path)))
+
+
+def _millimetres(volume: Any) -> np.ndarray:
+    """Return what takes the file's unit of length to millimetres, (4, 4); one that it does not name is taken for them."""
+    unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)
+    return np.diag([unit, unit, unit, 1.0])
 
 
 def _open(path: Path) -> Any:

@@ -26,6 +26,8 @@ MOST_PIXELS = 100_000_000
 """Pixels of a picture that is decoded as one: about 400 MB."""
 MOST_VOLUME = 4 * 1024**3
 """Bytes that a NIfTI volume may take in memory."""
+MOST_VOLUME_FILE = MOST_VOLUME + 2**20
+"""Bytes of a volume's file that is not compressed, with its header."""
 TAKE_OFF = "replace it or take it off the list"
 
 

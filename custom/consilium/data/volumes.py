@@ -1,5 +1,6 @@
 """Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
-def _header(path: Path, stamp: tuple[int, int]) -> Header:
+def _header(path: Path, stamp: tuple[tuple[int, ...], ...]) -> Header:
     found: Header = _known(path).header(path)
     affine = found.grid.affine
     if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
@@ -121,12 +122,12 @@ def _header(path: Path, stamp: tuple[int, int]) -> Header:
 
 
 @lru_cache(maxsize=KEPT)
-def _voxels(path: Path, stamp: tuple[int, int]) -> np.ndarray:
+def _voxels(path: Path, stamp: tuple[tuple[int, ...], ...]) -> np.ndarray:
     return check_numbers(path, _known(path).voxels(path))
 
 
 @lru_cache(maxsize=KEPT)
-def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -> Labels:
+def _labels(path: Path, stamp: tuple[tuple[int, ...], ...], image: Header, resample: bool) -> Labels:
     found: Labels = _known(path).labels(path, image)
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
@@ -140,17 +141,23 @@ def _labels(path: Path, stamp: tuple[int, int], image: Header, resample: bool) -
 
 
 @lru_cache(maxsize=4096)
-def _spread(path: Path, stamp: tuple[int, int]) -> tuple[float, float]:
+def _spread(path: Path, stamp: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
     return percentiles(voxels(path))
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return what changes when a file does."""
+def _stamp(path: Path) -> tuple[tuple[int, ...], ...]:
+    """Return what changes when a file does, or any file of a folder: a folder's own time stays when one is written over."""
     try:
-        found = path.stat()
+        if not path.is_dir():
+            return (_told(path.stat()),)
+        with os.scandir(path) as entries:
+            return tuple(sorted(_told(entry.stat()) for entry in entries))
     except (OSError, ValueError):
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
+        return ()
+
+
+def _told(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _known(path: Path) -> ModuleType:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import BLACK, Colour, Sample, inner, read_bytes, read_masks
+from consilium.data.images import BLACK, Colour, Sample, check_annotated, inner, read_bytes, read_masks
 from consilium.data.inspect import look_at_picture, look_at_sample
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
-from consilium.errors import DataError
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Segmented, evaluating
 from consilium.tasks.segmentation.measures import counts, overlaps
@@ -191,14 +190,12 @@ class SegmentationTask:
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
 
 
-def partly_annotated(data: DataList, classes: Sequence[str] | dict[str, list[int]]) -> set[str]:
+def partly_annotated(data: DataList, classes: dict[str, list[int]]) -> set[str]:
     """Return the splits with an item that lacks the annotation of a class. Raises DataError for a name that is no class."""
     found = set()
     for split in SPLITS:
         for item in data.splits[split]:
-            if unknown := [name for name in item.annotated or () if name not in classes]:
-                known = f"task.classes has {', '.join(classes)}"
-                raise DataError(f"{item.image}: annotated class {unknown[0][:80]!r} is no class of the task; {known}")
+            check_annotated(item, classes)
             if item.annotated is not None and not set(classes) <= set(item.annotated):
                 found.add(split)
     return found

@@ -88,7 +88,10 @@ class Units:
 
     def _close(self, unit: _Unit) -> None:
         row = overlaps(unit.counts, self._config.empty_references == "count")
-        row |= _distances(unit, self._config.per != "image") if self._far else {}
+        parted = (
+            self._config.per != "image" and unit.item.tile is not None
+        )  # tiles overlap, and differ in scale: no one surface
+        row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
         self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
 
