@@ -94,13 +94,20 @@ def test_all_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_a_folder_left_open_is_closed_and_a_link_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / storing.FOLDER).mkdir(mode=0o777)
+    (tmp_path / storing.FOLDER).mkdir(mode=0o755)
     assert stat.S_IMODE(store(tmp_path).folder.stat().st_mode) == 0o700
     other = tmp_path / "other"
     other.mkdir()
     (other / storing.FOLDER).symlink_to(tmp_path)
     assert open_store(other, 100) is None
-    assert "it is a link, or another user's" in caplog.text
+    (tmp_path / storing.FOLDER).chmod(0o777)  # somebody may have put a salt of his own there
+    assert open_store(tmp_path, 100) is None
+    (tmp_path / storing.FOLDER).chmod(0o700)
+    (tmp_path / storing.FOLDER / "salt").rename(tmp_path / "elsewhere")
+    (tmp_path / storing.FOLDER / "salt").symlink_to(tmp_path / "elsewhere")
+    assert open_store(tmp_path, 100) is None
+    assert caplog.text.count("it is a link, another user's, or others may write in it") == 2
+    assert "its salt is a link" in caplog.text
 
 
 def test_what_was_used_longest_ago_goes_first_but_nothing_of_this_process(tmp_path: Path) -> None:

@@ -208,3 +208,14 @@ def test_a_picture_of_several_tiles_has_overlaps_and_no_distance_of_its_last_til
     found = evaluated(task_of(tmp_path, [picture(tmp_path, "p", guess, reference)], side=16, **settings))
     assert found["dice"] == pytest.approx(2 / 3)
     assert not [name for name in found if name.startswith(("hd95", "assd"))]
+
+
+def test_one_volume_drawn_by_two_raters_is_two(tmp_path: Path) -> None:
+    """The prediction is the first rater's drawing: Dice 1 for one, 0 for the other."""
+    left, right = np.zeros((8, 8, 2), bool), np.zeros((8, 8, 2), bool)
+    left[:4], right[4:] = True, True
+    first = volume(tmp_path, "v", left, left, np.eye(4))
+    second = first | {"label": volume(tmp_path, "w", left, right, np.eye(4))["label"]}
+    found = evaluated(task_of(tmp_path, [first, second], scores={"per": "volume"}))
+    assert found["n"] == 2
+    assert found["dice"] == pytest.approx(0.5)

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from consilium.data.folders import SLIDES, read_folders
 from consilium.data.loading import IN_MEMORY, Loading
@@ -46,7 +46,8 @@ class Item:
 
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
     what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
-    `label_map`: classes by the site's own label values, where they differ from the job's.
+    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: what values of no
+    class are.
     """
 
     image: Path
@@ -58,6 +59,7 @@ class Item:
     annotated: tuple[str, ...] | None = None
     tile: Tile | None = None
     label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
+    others: Literal["refused", "background"] = "refused"
 
     @property
     def name(self) -> str:

@@ -129,7 +129,9 @@ def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
-    """Raise DataError for a label value that no class declares; regions without a class are left out."""
+    """Raise DataError for a label value that no class declares, unless it is background; so are regions without a class."""
+    if item.others == "background":
+        return
     declared = {0, *(value for wanted in classes.values() for value in wanted), *(value for value, _ in item.label_map or ())}
     if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
         remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"

@@ -9,7 +9,7 @@ from consilium.errors import DataError
 
 def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
     """Return an array that holds something, each a finite real number. Raises DataError for any other."""
-    if not array.size or array.dtype.kind not in "uif" or not np.isfinite(array).all():
+    if not array.size or array.dtype.kind not in "uif" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
         what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
         raise DataError(f"{path}: holds {what}; save it as real, finite numbers", "not finite numbers")
     return array

@@ -22,9 +22,11 @@ def make(folder: Path, salt: bytes | None = None) -> bytes:
     """Make a cache's folder, for this user alone, and return its salt; a new one is `salt`, or drawn. Raises OSError."""
     private_folder(folder)
     if not _is_own(folder):
-        raise OSError(1, "it is a link, or another user's")
+        raise OSError(1, "it is a link, another user's, or others may write in it")
     folder.chmod(0o700)
     path = folder / "salt"
+    if path.is_symlink():
+        raise OSError(1, "its salt is a link")
     if not path.is_file() or path.stat().st_size != SALT:
         temporary = folder / f".salt-{threading.get_ident()}.{os.getpid()}"
         with open(temporary, "wb", opener=private) as file:
@@ -34,12 +36,12 @@ def make(folder: Path, salt: bytes | None = None) -> bytes:
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether a folder is one, and this user's; another user could put a link to any folder in its place."""
+    """Tell whether a folder is one, and this user's, in which nobody else can put anything, such as a link or a salt."""
     try:
         found = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _is_cache(folder: Path) -> bool:
@@ -59,7 +61,7 @@ def _settle(temporary: Path, path: Path) -> None:
 
 def private(name: str, flags: int) -> int:
     """Open as `open` does; a new file is the user's alone."""
-    return os.open(name, flags, PRIVATE)
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE)
 
 
 def discard(root: Path) -> None:

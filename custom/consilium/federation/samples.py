@@ -1,14 +1,17 @@
 """The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList
+from consilium.data import volumes
+from consilium.data.datalist import DataList, Item
 from consilium.data.inspect import tell
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
@@ -25,11 +28,11 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
     data = replace(_read(config, name, site, folder, bad if loading.skip else None), loading=loading, skipped=len(bad))
     if not loading.skip:
-        return task.prepare(config.task, data)
+        return _check_windows(config, task.prepare(config.task, data))
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
     if key not in _looked_at:
         tell(data.path, bad)
-        _looked_at[key] = _without_bad(config, task.prepare(config.task, data))
+        _looked_at[key] = _without_bad(config, _check_windows(config, task.prepare(config.task, data)))
     return _looked_at[key]
 
 
@@ -59,7 +62,8 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: lis
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, bad) if bad is not None and task.usable else task.read(own.datalist)
-        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
+        data = relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
+        return data if config.privacy is None and config.statistics is None else _quiet(data)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
@@ -69,6 +73,34 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: lis
 
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
+
+
+def _quiet(data: DataList) -> DataList:
+    """Return a list whose masks answer no question about what values they hold.
+
+    Who sends jobs with other classes would otherwise learn, as a refusal and without a row in the ledger, whether anybody has a
+    label that they leave out. A site's own `labels` map decides alone, so it may refuse.
+    """
+    splits = {split: tuple(map(_unasked, items)) for split, items in data.splits.items()}
+    return replace(data, splits=splits)
+
+
+def _unasked(item: Any) -> Any:
+    masked = isinstance(item, Item) and isinstance(item.label, Path) and item.label_map is None
+    return replace(item, others="background") if masked else item
+
+
+def _check_windows(config: JobConfig, data: DataList) -> DataList:
+    """Raise DataError for a volume of several records whose grey levels follow from all of it: one would move the others."""
+    window = getattr(config.task, "window", None)
+    if config.privacy is None or config.privacy.unit != "record" or window is not None:
+        return data
+    several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item) and item.slice is not None)
+    for path, count in several.items():
+        if count > 1 and volumes.is_volume(path) and volumes.header(path).window is None:
+            what = "its planes are records of their own, and percentiles of the volume would tie them together"
+            raise DataError(f"{path}: {what}; set task.window for privacy.unit record")
+    return data
 
 
 def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:

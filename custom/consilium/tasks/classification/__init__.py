@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.settings import PictureSettings
@@ -43,6 +43,13 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     @classmethod
     def _differ(cls, value: list[str]) -> list[str]:
         return each_once(value)
+
+    @model_validator(mode="after")
+    def _keeps_all(self) -> Self:
+        for name, part in (("slices", self.slices), ("tiles", self.tiles)):
+            if part is not None and part.empty != "keep":
+                raise ValueError(f"{name}.empty: {part.empty!r}: a class has no mask that would tell; write keep")
+        return self
 
 
 NAMES = ("accuracy", "f1")

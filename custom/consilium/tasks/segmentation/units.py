@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -104,8 +105,12 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
 
 
 def volume_of(item: Item) -> object:
-    """Return what is equal for planes of one volume, cut in one direction; a picture is its own volume."""
-    return item.image, item.axis, None if volumes.is_volume(item.image) else item.label
+    """Return what is equal for planes of one volume, cut in one direction; a picture is its own volume.
+
+    One volume with two masks is two: two raters are not added up.
+    """
+    by_plane = volumes.is_volume(item.image) and isinstance(item.label, Path) and not volumes.is_volume(item.label)
+    return item.image, item.axis, None if by_plane else item.label
 
 
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
