@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 from nibabel.processing import resample_from_to
+from PIL import Image
 
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
@@ -191,3 +192,27 @@ def test_a_nifti_s_unit_of_length_counts(unit: str, voxel: float, tmp_path: Path
     volume.header.set_xyzt_units(unit)
     nibabel.save(volume, tmp_path / "v.nii")
     assert volumes.header(tmp_path / "v.nii").grid.voxel == pytest.approx((voxel,) * 3)
+
+
+def test_an_entrys_own_axis_comes_before_the_jobs(tmp_path: Path) -> None:
+    write(tmp_path, stored("SPL"))
+    data = listed(tmp_path, {"image": "v.nii.gz", "axis": "coronal"}, {"image": "v.nii.gz"})
+    found = expand(data, PictureSettings.model_validate({"slices": {"axis": "axial"}})).splits["test"]
+    assert [(i.axis, i.slice) for i in found] == [("coronal", n) for n in range(6)] + [("axial", n) for n in range(5)]
+    assert all(np.array_equal(read_image(item)[..., 0], seen(item.axis, item.slice)) for item in found)
+
+
+def test_a_single_plane_across_the_patients_axis_is_that_plane(tmp_path: Path) -> None:
+    thin = np.arange(42, dtype=np.uint8).reshape(1, 6, 7)  # stored from feet to head first, of one voxel
+    image = nibabel.Nifti1Image(thin, np.array([[0, 0, 1.0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]))
+    write(tmp_path, image)
+    (item,) = expand(
+        listed(tmp_path, {"image": "v.nii.gz"}), PictureSettings.model_validate({"slices": {"axis": "axial"}})
+    ).splits["test"]
+    assert np.array_equal(read_image(item)[..., 0], thin[0][::-1, ::-1])
+
+
+def test_an_axis_of_one_picture_is_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "p.png")
+    with pytest.raises(DataError, match='is one picture, without planes; take "axis" off its entry'):
+        listed(tmp_path, {"image": "p.png", "axis": "axial"})

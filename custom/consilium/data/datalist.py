@@ -176,8 +176,9 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
 def _check_parts(where: str, item: Item) -> None:
     """Raise DataError for a plane of what is no volume, or a tile of what is one: neither would be read."""
     files = [file for file in (item.image, item.label) if isinstance(file, Path)]
-    if item.slice is not None and not any(map(_is_volume, files)):
-        raise DataError(f'{where}: {item.image}: is one picture, without planes; take "slice" off its entry', "wrong slice")
+    key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
+    if key and not any(map(_is_volume, files)):
+        raise DataError(f'{where}: {item.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
     if item.tile is not None and _is_volume(item.image):
         raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
 

@@ -44,12 +44,14 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
         return
     header = volumes.header(item.image)
+    own = item.axis != "stored" or item.slice is not None  # an entry's own axis comes before the job's
     known = replace(
         item,
+        axis=item.axis if own else settings.slices.axis,
         patient=item.patient or pseudonym(header.patient),
         study=item.study or pseudonym(header.study or str(item.image)),
     )
-    if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
+    if item.slice is not None or header.grid.planes(known.axis) == 1:
         yield known
     else:
         yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
@@ -75,12 +77,11 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
         what = f"is one picture, and {item.image.name} has several planes"
         raise DataError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
-    slices, axis = settings.slices, settings.slices.axis
-    count = header.grid.planes(axis)
+    slices, count = settings.slices, header.grid.planes(item.axis)
     labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
     for number in range(0, count, slices.every if thin else 1):
         if number in labelled or _kept(slices, seed, number):
-            yield replace(item, slice=number, axis=axis)
+            yield replace(item, slice=number)
 
 
 def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
@@ -93,7 +94,7 @@ def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> 
     if not isinstance(item.label, Path) or not volumes.is_volume(item.label):
         raise DataError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
     found = volumes.labels(item.label, header, settings.resample_masks)
-    axis = settings.slices.axis
+    axis = item.axis
     background = {0, *(value for value, classes in item.label_map or () if not classes)}
     marked = found.where(found.present() - background)
     return {n for n in range(header.grid.planes(axis)) if header.grid.cut(marked, axis, n).any()}
