@@ -14,9 +14,11 @@ from tests.data import dicoms  # skips where the extra is missing
 
 from pydicom import uid  # isort: skip
 
-from consilium.data import dicom, dicom_files, dicom_frames, volumes
-from consilium.data.dicom_codes import coded_shape
-from consilium.data.dicom_contours import contours
+from consilium.data import dicom, volumes
+from consilium.data.dicom import files as dicom_files
+from consilium.data.dicom import frames as dicom_frames
+from consilium.data.dicom.codes import coded_shape
+from consilium.data.dicom.contours import contours
 from consilium.errors import DataError
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
@@ -263,7 +265,8 @@ def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path,
 
 
 def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from consilium.data import dicom_contours, dicom_masks
+    from consilium.data.dicom import contours as dicom_contours
+    from consilium.data.dicom import dicom_masks
 
     files = dicoms.stack(tmp_path / "ct", np.stack([GREY] * 3))
     image = volumes.header(tmp_path / "ct")

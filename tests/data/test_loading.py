@@ -14,13 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from consilium.data import fingerprint, images, nifti, storing, volumes
+from consilium.data import images, nifti, volumes
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.expand import expand
 from consilium.data.inspect import look_at_picture, look_at_sample, without_faults
 from consilium.data.loading import Loading, ahead
 from consilium.data.settings import PictureSettings
-from consilium.data.store import Store
+from consilium.data.store import Store, fingerprint
+from consilium.data.store import folder as cache_folder
 from consilium.errors import DataError
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
@@ -73,13 +74,13 @@ def truncate(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:17])
 
 
-@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, storing.clear, lambda f: (f / "salt").unlink()])
+@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, cache_folder.clear, lambda f: (f / "salt").unlink()])
 def test_a_cache_harmed_in_the_middle_changes_nothing(harm: Callable[[Path], object], tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected, place = bits(task(data)), {"folder": tmp_path / "state", "most": 10**9, "workers": 2}
     running = task(data, **place)
     assert bits(running) == expected
-    harm(tmp_path / "state" / storing.FOLDER)
+    harm(tmp_path / "state" / cache_folder.FOLDER)
     assert bits(running) == expected
     assert bits(task(data, **place)) == expected
 
@@ -113,7 +114,7 @@ def test_without_room_on_disk_memory_serves(tmp_path: Path, monkeypatch: pytest.
     data = made(tmp_path / "site")
     running = task(data, folder=tmp_path / "state", most=1)
     expected = bits(running)
-    assert list((tmp_path / "state" / storing.FOLDER).glob("*.sample")) == []
+    assert list((tmp_path / "state" / cache_folder.FOLDER).glob("*.sample")) == []
     monkeypatch.setattr(images.pictures, "read", None)
     assert bits(running) == expected
 
@@ -235,7 +236,7 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     monkeypatch.setattr(fingerprint, "RECENT", -1.0)
     data, looked = made(tmp_path / "site"), []
     for _ in range(2):
-        store = Store(tmp_path / storing.FOLDER, 100)
+        store = Store(tmp_path / cache_folder.FOLDER, 100)
         without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
     assert len(looked) == 7
     data.splits["training"][2].label.write_bytes(b"no mask")

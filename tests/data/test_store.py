@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from consilium.data import fingerprint, storing
 from consilium.data.datalist import Item
-from consilium.data.store import Store, open_store
+from consilium.data.store import Store, fingerprint, open_store
+from consilium.data.store import folder as cache_folder
 from consilium.errors import DataError
 from tests.conftest import run
 from tests.data.storing import made
@@ -94,17 +94,17 @@ def test_all_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_a_folder_left_open_is_closed_and_a_link_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / storing.FOLDER).mkdir(mode=0o755)
+    (tmp_path / cache_folder.FOLDER).mkdir(mode=0o755)
     assert stat.S_IMODE(store(tmp_path).folder.stat().st_mode) == 0o700
     other = tmp_path / "other"
     other.mkdir()
-    (other / storing.FOLDER).symlink_to(tmp_path)
+    (other / cache_folder.FOLDER).symlink_to(tmp_path)
     assert open_store(other, 100) is None
-    (tmp_path / storing.FOLDER).chmod(0o777)  # somebody may have put a salt of his own there
+    (tmp_path / cache_folder.FOLDER).chmod(0o777)  # somebody may have put a salt of his own there
     assert open_store(tmp_path, 100) is None
-    (tmp_path / storing.FOLDER).chmod(0o700)
-    (tmp_path / storing.FOLDER / "salt").rename(tmp_path / "elsewhere")
-    (tmp_path / storing.FOLDER / "salt").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / cache_folder.FOLDER).chmod(0o700)
+    (tmp_path / cache_folder.FOLDER / "salt").rename(tmp_path / "elsewhere")
+    (tmp_path / cache_folder.FOLDER / "salt").symlink_to(tmp_path / "elsewhere")
     assert open_store(tmp_path, 100) is None
     assert caplog.text.count("it is a link, another user's, or others may write in it") == 2
     assert "its salt is a link" in caplog.text
@@ -158,7 +158,7 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path, monkeypatch: pyt
 def test_a_cache_cleared_while_it_is_used_is_made_again(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
-    storing.clear(kept.folder)
+    cache_folder.clear(kept.folder)
     assert not kept.folder.exists()
     assert kept.get(NAME) is None
     assert kept.put(NAME, SAMPLE)
@@ -170,7 +170,7 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
     (kept.folder / "letter.txt").write_text("mine")
-    storing.clear(kept.folder)
+    cache_folder.clear(kept.folder)
     assert [path.name for path in kept.folder.iterdir()] == ["letter.txt"]
 
 
@@ -184,14 +184,14 @@ def somebody_elses(folder: Path, salt: int) -> Path:
 
 def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     """Neither one behind a link that another user has put into a shared folder, nor one that only looks like a cache."""
-    behind = somebody_elses(tmp_path / "home", storing.SALT)
-    alike = somebody_elses(tmp_path / "alike" / storing.FOLDER, storing.SALT + 1)
+    behind = somebody_elses(tmp_path / "home", cache_folder.SALT)
+    alike = somebody_elses(tmp_path / "alike" / cache_folder.FOLDER, cache_folder.SALT + 1)
     (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / storing.FOLDER).symlink_to(behind)
+    (tmp_path / "shared" / cache_folder.FOLDER).symlink_to(behind)
     for root in (tmp_path / "shared", tmp_path / "alike"):
-        storing.discard(root)
-        with pytest.raises(DataError, match=storing.FOLDER):
-            storing.find(root)
+        cache_folder.discard(root)
+        with pytest.raises(DataError, match=cache_folder.FOLDER):
+            cache_folder.find(root)
     assert len(list(behind.iterdir())) == len(list(alike.iterdir())) == 4
 
 
@@ -200,7 +200,7 @@ def test_clearing_leaves_hidden_files_that_are_not_ours(tmp_path: Path) -> None:
     somebody_elses(tmp_path / "one", 1)
     (tmp_path / "one" / ".bash_history.1").rename(kept.folder / ".bash_history.1")
     (kept.folder / f".{NAME}-140.99").write_text("half a sample")
-    storing.clear(kept.folder)
+    cache_folder.clear(kept.folder)
     assert [path.name for path in kept.folder.iterdir()] == [".bash_history.1"]
 
 
@@ -213,7 +213,7 @@ def test_the_command_shows_and_clears(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run(monkeypatch, "data", "cache", kept.folder, "--clear") == 0
     assert not kept.folder.exists()
     assert run(monkeypatch, "data", "cache", tmp_path) == 2
-    assert storing.FOLDER in capsys.readouterr().err
+    assert cache_folder.FOLDER in capsys.readouterr().err
 
 
 # names ----------------------------------------------------------------------------------------------------------------
@@ -319,4 +319,4 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     said = [process.communicate(timeout=120)[0].split() for process in started]
     assert [one[:2] for one in said] == [["0", "120"]] * 2
     assert said[0][2] == said[1][2]
-    assert not list((tmp_path / storing.FOLDER).glob(".*"))
+    assert not list((tmp_path / cache_folder.FOLDER).glob(".*"))

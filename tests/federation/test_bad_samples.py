@@ -11,7 +11,7 @@ from rich.console import Console
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
-from consilium.data import storing
+from consilium.data.store import folder as cache_folder
 from consilium.errors import ConsiliumError, DataError
 from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.engine import simulate
@@ -133,11 +133,11 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", stop)
-    assert (tmp_path / "parts" / "sites" / "a" / storing.FOLDER).is_dir()
+    assert (tmp_path / "parts" / "sites" / "a" / cache_folder.FOLDER).is_dir()
     simulate(assemble_job(config(rounds=2)), sites, tmp_path / "parts", quiet, resume=True)
     found, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not list(tmp_path.glob(f"*/sites/*/{storing.FOLDER}"))
+    assert not list(tmp_path.glob(f"*/sites/*/{cache_folder.FOLDER}"))
 
 
 def test_all_pixels_bad_ends_in_one_line(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         sites = {name: site(tmp_path / name, **settings) for name in ("a", "b")}
         simulate(assemble_job(config()), sites, tmp_path / f"run-{index}", quiet)
         ends.append(tensors(tmp_path / f"run-{index}"))
-        assert not list((tmp_path / f"run-{index}").rglob(storing.FOLDER))
+        assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
-    assert storing.contents(tmp_path / "kept" / storing.FOLDER)[0] == 7  # equal pictures of two sites are one
+    assert cache_folder.contents(tmp_path / "kept" / cache_folder.FOLDER)[0] == 7  # equal pictures of two sites are one
 
 
 # validation -----------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ def data_cache(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how many decoded samples a site keeps on its disk, and how large they are."""
-    from consilium.data import storing
+    from consilium.data.store import folder as cache_folder
 
-    found = storing.find(folder)
-    samples, size = storing.contents(found)
+    found = cache_folder.find(folder)
+    samples, size = cache_folder.contents(found)
     if clear:
-        storing.clear(found)
+        cache_folder.clear(found)
     if format is Format.JSON:
         print(json.dumps({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}))
         return

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from consilium.config.site import SiteConfig, check_packages
-from consilium.data.storing import discard
+from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator

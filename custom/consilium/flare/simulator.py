@@ -14,7 +14,7 @@ import yaml
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
-from consilium.data.storing import discard
+from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import GIVEN, OUTPUT

@@ -1,7 +1,7 @@
 """Volumes in DICOM: one file, several frames in one file, or a folder that holds a series.
 
-The reading itself is in dicom_files.py (files), dicom_frames.py (where frames lie), dicom_pixels.py (values) and
-dicom_masks.py (segmentations, contours). They need the extra `dicom`; knowing a DICOM file when one sees it does not.
+The reading itself is in files.py (files), frames.py (where frames lie), pixels.py (values) and
+masks.py (segmentations, contours). They need the extra `dicom`; knowing a DICOM file when one sees it does not.
 """
 
 from importlib import import_module
@@ -31,25 +31,25 @@ def is_own(path: Path) -> bool:
 
 def header(path: Path) -> Header:
     """Return where a file's or a series' voxels lie, and whose they are; of a segmentation, its own. Raises DataError."""
-    found: Header = _part(path, "dicom_frames").header(path)
+    found: Header = _part(path, "frames").header(path)
     return found
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return values (i, j, k) of columns, rows and slices, rescaled, or colours (i, j, k, 3) of 8 bits. Raises DataError."""
-    found: np.ndarray = _part(path, "dicom_pixels").voxels(path)
+    found: np.ndarray = _part(path, "pixels").voxels(path)
     return found
 
 
 def labels(path: Path, image: Header) -> Labels:
     """Return the regions of a DICOM-SEG or an RTSTRUCT, or the label values of an image (i, j, k). Raises DataError."""
-    found: Labels = _part(path, "dicom_masks").labels(path, image)
+    found: Labels = _part(path, "masks").labels(path, image)
     return found
 
 
 def _part(path: Path, name: str) -> Any:
     try:
-        return import_module(f"consilium.data.{name}")
+        return import_module(f"consilium.data.dicom.{name}")
     except ModuleNotFoundError:
         raise DataError(f"{path}: is DICOM; install consilium[dicom] to read it") from None
 

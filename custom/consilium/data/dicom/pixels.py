@@ -9,10 +9,10 @@ from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
 from pydicom.pixels.utils import get_expected_length
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
-from consilium.data.dicom_codes import check_codes
-from consilium.data.dicom_files import SEGMENTATIONS, has_pixels, open_file, reading
-from consilium.data.dicom_frames import Stack, count_of, stack
-from consilium.data.dicom_values import in_unit
+from consilium.data.dicom.codes import check_codes
+from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
+from consilium.data.dicom.frames import Stack, count_of, stack
+from consilium.data.dicom.values import in_unit
 from consilium.data.opening import TAKE_OFF
 from consilium.errors import DataError
 

@@ -13,8 +13,8 @@ import numpy as np
 from pydicom import Dataset
 
 from consilium.data.dicom import MOST_FILES
-from consilium.data.dicom_files import CONTOURS, SEGMENTATIONS, reading, series, whose
-from consilium.data.dicom_values import Scale, scale_of, shown
+from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
+from consilium.data.dicom.values import Scale, scale_of, shown
 from consilium.data.grid import Grid
 from consilium.data.opening import MOST_VOLUME
 from consilium.data.volumes import Header
@@ -239,7 +239,7 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
 
 def _check_size(path: Path, files: Sequence[Dataset]) -> None:
     """Raise DataError for images that would take more than MOST_VOLUME bytes, before one is decoded."""
-    segments = files[0].get("SOPClassUID") in SEGMENTATIONS  # each frame becomes a part of a mask: see dicom_masks.py
+    segments = files[0].get("SOPClassUID") in SEGMENTATIONS  # each frame becomes a part of a mask: see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     for elements in files:
         count, rows, columns = count_of(elements), int(elements.Rows), int(elements.Columns)

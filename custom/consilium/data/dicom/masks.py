@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from pydicom import Dataset
 
-from consilium.data.dicom_contours import check_space, contours
-from consilium.data.dicom_files import CONTOURS, SEGMENTATIONS, alone, open_file, reading
-from consilium.data.dicom_frames import Frame, stack
-from consilium.data.dicom_pixels import pictures, voxels
+from consilium.data.dicom.contours import check_space, contours
+from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, alone, open_file, reading
+from consilium.data.dicom.frames import Frame, stack
+from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
 from consilium.data.labels import Labels
 from consilium.data.numbers import whole_numbers

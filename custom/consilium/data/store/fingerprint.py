@@ -9,8 +9,8 @@ from pathlib import Path
 import PIL
 
 from consilium.data.datalist import Item
-from consilium.data.index import Index, salted
 from consilium.data.opening import MOST_SLIDE, check_file
+from consilium.data.store.index import Index, salted
 from consilium.errors import DataError
 
 VERSION = 1

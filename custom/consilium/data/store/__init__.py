@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from consilium.data import storing
-from consilium.data.fingerprint import Fingerprints
-from consilium.data.index import Index
+from consilium.data.store import folder as cache_folder
+from consilium.data.store.fingerprint import Fingerprints
+from consilium.data.store.index import Index
 
 Raw = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
@@ -43,10 +43,10 @@ class Store:
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
-        self._salt = storing.make(folder)
+        self._salt = cache_folder.make(folder)
         self._index = Index(folder / "index", self._salt)
         self.fingerprints = Fingerprints(self._index, self._salt, self._keep_line)
-        self._used = storing.contents(folder)[1]
+        self._used = cache_folder.contents(folder)[1]
         self._whole: dict[str, tuple[int, int, int]] = {}
 
     def get(self, name: str) -> Raw | None:
@@ -87,7 +87,7 @@ class Store:
         """Tell whether writing went well. After a disk that is full, or will not be written to, nothing is tried again."""
         try:
             if not self.folder.is_dir():  # cleared while we run
-                storing.make(self.folder, self._salt)
+                cache_folder.make(self.folder, self._salt)
             write()
         except OSError as error:
             self._stop(error.strerror or "error")
@@ -98,7 +98,7 @@ class Store:
         """Write a file that takes its name when it is whole; not flushed: what a crash leaves of it fails its checksum."""
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
-            with open(temporary, "wb", opener=storing.private) as file:
+            with open(temporary, "wb", opener=cache_folder.private) as file:
                 file.writelines(parts)
             os.replace(temporary, path)
         except OSError:
@@ -142,7 +142,7 @@ class Store:
 
     def _evict(self, wanted: int) -> int:
         """Remove what was used longest ago and not since this process began, until `wanted` bytes are left; return them."""
-        kept = sorted(storing.samples(self.folder))
+        kept = sorted(cache_folder.samples(self.folder))
         used = sum(size for _, size, _ in kept)
         for last, size, path in kept:
             if used <= wanted or last >= self._began:
@@ -173,7 +173,9 @@ def open_store(folder: Path | None, most: int) -> Store | None:
     if folder is None or most <= 0:
         return None
     try:
-        return Store(folder / storing.FOLDER, most)
+        return Store(folder / cache_folder.FOLDER, most)
     except OSError as error:
-        _log.warning(f"{folder / storing.FOLDER}: decoded samples are not kept ({error.strerror}); training goes on, slower")
+        _log.warning(
+            f"{folder / cache_folder.FOLDER}: decoded samples are not kept ({error.strerror}); training goes on, slower"
+        )
         return None

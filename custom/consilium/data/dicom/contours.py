@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 
-from consilium.data.dicom_frames import TOLERANCE
+from consilium.data.dicom.frames import TOLERANCE
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
 from consilium.data.opening import MOST_VOLUME
