@@ -266,7 +266,7 @@ def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path,
 
 def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from consilium.data.dicom import contours as dicom_contours
-    from consilium.data.dicom import dicom_masks
+    from consilium.data.dicom import masks as dicom_masks
 
     files = dicoms.stack(tmp_path / "ct", np.stack([GREY] * 3))
     image = volumes.header(tmp_path / "ct")

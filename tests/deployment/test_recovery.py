@@ -52,7 +52,7 @@ def releases(federation: Federation, site: str) -> list[tuple[int, int]]:
 
 
 def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    config = private_job(steps=4)
+    config = private_job(steps=16)
     reference = tmp_path / "reference"
     sites = {n: SiteConfig(privacy=HospitalPrivacyPolicy(dataset=n, noise_seed=1)) for n in SITES}
     simulate(assemble_job(config), sites, reference, lambda event: None)
@@ -63,7 +63,7 @@ def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> Non
         federation.until(lambda: len(federation.events("started")) == 2, 120, "round 2")
         running = status(federation, "ward-study")
         assert running["status"] == "RUNNING"
-        assert (running["progress"]["round"], running["progress"]["rounds"]) == (1, 3)
+        assert (running["progress"]["round"], running["progress"]["rounds"]) in ((1, 3), (2, 3))  # it goes on while we ask
         assert running["progress"]["sites"].keys() == set(SITES)
         assert "train/loss" in running["progress"]["sites"]["site-1"]["metrics"]
         assert 0 < running["progress"]["epsilon"] < 8
