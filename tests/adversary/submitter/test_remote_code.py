@@ -123,20 +123,22 @@ def test_a_jobs_own_settings_and_transports_are_not_loaded(federation: Federatio
 def test_a_site_that_asks_for_approval_runs_what_was_approved_and_nothing_else(federation: Federation) -> None:
     """The log says what to type; a changed job is another job."""
     job, kit = federation.export(config()), federation.kit("site-2")
-    assert _sites(federation, job) == ["site-1"]
-    *_, command = re.findall(rf"approve \S+ --kit {re.escape(str(kit))}", federation.log("site-2"))  # of this job, the last
+    number, sites = _run(federation, job)
+    assert sites == ["site-1"]
+    command = re.findall(rf"approve \S*{number}\S* --kit {re.escape(str(kit))}", federation.log("site-2"))[0]
     assert CliRunner().invoke(app, command.split()).exit_code == 0
-    assert _sites(federation, job) == ["site-1", "site-2"]
+    assert _run(federation, job)[1] == ["site-1", "site-2"]
     (job / "app/config/notes.txt").write_text("another")
-    assert _sites(federation, job) == ["site-1"]
+    assert _run(federation, job)[1] == ["site-1"]
     assert (kit / "local/approved.json").stat().st_mode & 0o077 == 0
 
 
-def _sites(federation: Federation, job: Path) -> list[str]:
-    """Submit a job, wait for it and return the sites that took part."""
-    assert federation.wait(federation.submit(job, LEAD)) == "FINISHED:COMPLETED"
+def _run(federation: Federation, job: Path) -> tuple[str, list[str]]:
+    """Submit a job, wait for it and return its id and the sites that took part."""
+    number = federation.submit(job, LEAD)
+    assert federation.wait(number) == "FINISHED:COMPLETED"
     (round,) = federation.events("concluded")
-    return round["sites"]
+    return number, round["sites"]
 
 
 def test_modules_in_the_callers_folder_are_not_loaded(tmp_path: Path) -> None:
