@@ -73,6 +73,10 @@ class Item:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
 
+    def across(self, axis: Axis) -> Axis:
+        """Return which way a volume's planes are cut: the entry's own way comes before the job's `axis`."""
+        return self.axis if self.axis != "stored" or self.slice is not None else axis
+
 
 @dataclass(frozen=True)
 class DataList:

@@ -44,10 +44,9 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
         return
     header = volumes.header(item.image)
-    own = item.axis != "stored" or item.slice is not None  # an entry's own axis comes before the job's
     known = replace(
         item,
-        axis=item.axis if own else settings.slices.axis,
+        axis=item.across(settings.slices.axis),
         patient=item.patient or pseudonym(header.patient),
         study=item.study or pseudonym(header.study or str(item.image)),
     )

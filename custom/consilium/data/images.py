@@ -83,6 +83,13 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     )
 
 
+def tied(item: Item) -> bool:
+    """Tell whether a plane's or tile's grey levels follow from more of its file if the job has no window. Raises DataError."""
+    if volumes.is_volume(item.image):
+        return item.slice is not None and volumes.header(item.image).window is None
+    return item.tile is not None and slides.read(item.image, (*item.tile[:2], 1, 1)).dtype != np.uint8
+
+
 def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
     label = item.label

@@ -130,11 +130,11 @@ def _shown(item: Item, values: set[Value], classes: Mapping[str, Sequence[int]])
 def _see_volume(
     found: Look, item: Item, header: volumes.Header, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
-    whole = item.slice is None and header.grid.planes(settings.slices.axis) > 1
-    axis = settings.slices.axis if whole else item.axis
+    axis = item.across(settings.slices.axis)
+    whole = item.slice is None and header.grid.planes(axis) > 1
     found.planes = header.grid.planes(axis) if whole else 1
     item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
-    plane = replace(item, slice=found.planes // 2, axis=axis) if whole else item
+    plane = replace(item, slice=found.planes // 2 if whole else item.slice, axis=axis)
     image = read_image(plane, settings)
     _show(found, item, image, _place(item))
     if whole:

@@ -10,9 +10,7 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
-from consilium.data.inspect import tell
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
@@ -31,6 +29,8 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
         return _check_windows(config, task.prepare(config.task, data))
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
     if key not in _looked_at:
+        from consilium.data.inspect import tell
+
         tell(data.path, bad)
         _looked_at[key] = _without_bad(config, _check_windows(config, task.prepare(config.task, data)))
     return _looked_at[key]
@@ -91,15 +91,19 @@ def _unasked(item: Any) -> Any:
 
 
 def _check_windows(config: JobConfig, data: DataList) -> DataList:
-    """Raise DataError for a volume of several records whose grey levels follow from all of it: one would move the others."""
+    """Raise DataError for a file of several records whose grey levels follow from all of it: one would move the others."""
     window = getattr(config.task, "window", None)
     if config.privacy is None or config.privacy.unit != "record" or window is not None:
         return data
-    several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item) and item.slice is not None)
-    for path, count in several.items():
-        if count > 1 and volumes.is_volume(path) and volumes.header(path).window is None:
-            what = "its planes are records of their own, and percentiles of the volume would tie them together"
-            raise DataError(f"{path}: {what}; set task.window for privacy.unit record")
+    from consilium.data.images import tied
+
+    records = [item for item in data.splits["training"] if isinstance(item, Item)]
+    several = Counter(item.image for item in records)
+    for item in {item.image: item for item in records}.values():
+        if several[item.image] > 1 and tied(item):
+            parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
+            what = f"its {parts} are records of their own, and percentiles of the {whole} would tie them together"
+            raise DataError(f"{item.image}: {what}; set task.window for privacy.unit record")
     return data
 
 

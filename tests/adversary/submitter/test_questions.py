@@ -70,6 +70,21 @@ def test_planes_that_are_records_are_not_windowed_by_their_volume(tmp_path: Path
     assert len(site_data(job({}), "a", site, tmp_path / "run").splits["training"]) == 3
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint8])
+def test_tiles_that_are_records_are_not_windowed_by_their_picture(kind: Any, tmp_path: Path) -> None:
+    """Grey levels of 8 bits stay as they are, so nothing ties them."""
+    values = np.random.default_rng(0).integers(0, 250, (16, 32)).astype(kind)
+    Image.fromarray(values).save(tmp_path / "v.tif")
+    Image.fromarray((values > 125).astype(np.uint8)).save(tmp_path / "m.png")
+    (tmp_path / "d.json").write_text(json.dumps({"training": [{"image": "v.tif", "label": "m.png"}]}))
+    site, tiles = SiteConfig(datalist=tmp_path / "d.json"), {"tiles": {"size": 16}}
+    if kind is np.uint16:
+        with pytest.raises(DataError, match=r"its tiles .* percentiles of the picture would tie them .*set task\.window"):
+            site_data(job(tiles, **PRIVATE), "a", site, tmp_path / "run")
+        tiles |= {"window": {"center": 450, "width": 900}}
+    assert len(site_data(job(tiles, **PRIVATE), "a", site, tmp_path / "run").splits["training"]) == 2
+
+
 @pytest.mark.parametrize("thin", [{"slices": {"empty": "drop"}}, {"tiles": {"size": 64, "empty": 0.5}}])
 def test_classes_have_no_masks_that_could_be_empty(thin: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"empty.*a class has no mask that would tell; write keep"):

@@ -1,20 +1,18 @@
 """Classification: one class per image, judged by accuracy."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.data.datalist import DataList, read_datalist
+from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
-from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
+from consilium.tasks import pictures
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
-    from consilium.data.findings import Findings
     from consilium.tasks.classification.task import ClassificationTask
 
 
@@ -62,20 +60,6 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
     return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
 
 
-def _read(path: Path) -> DataList:
-    return read_datalist(path, True)
-
-
-def _usable(path: Path, bad: list[DataError]) -> DataList:
-    return read_datalist(path, True, lambda split, index, error: bad.append(error))
-
-
-def _prepare(config: Any, data: DataList) -> DataList:
-    from consilium.data.expand import expand
-
-    return expand(data, config)
-
-
 def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "ClassificationTask":
     from consilium.tasks.classification.task import ClassificationTask
 
@@ -90,14 +74,6 @@ def _look(config: Any, item: Any) -> None:
     look_at(item, config.classes, config)
 
 
-def _check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
-) -> "Findings":
-    from consilium.data.check import check_datalist
-
-    return check_datalist(path, config.classes, config, change) if config else check_datalist(path, change=change)
-
-
 def scores(config: ClassificationConfig) -> Scores:
     """Return how the scores are shown."""
     return replace(SCORES, remark=f", per {config.scores.per}")
@@ -108,10 +84,10 @@ CLASSIFICATION = TaskKind(
     ClassificationConfig,
     scores,
     metric_names,
-    _read,
+    pictures.reader(classes=True),
     _build,
-    _check,
-    prepare=_prepare,
+    pictures.check,
+    prepare=pictures.prepare,
     look=_look,
-    usable=_usable,
+    usable=pictures.usable(classes=True),
 )

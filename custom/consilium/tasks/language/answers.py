@@ -8,6 +8,8 @@ _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 _FRACTION = re.compile(
     r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/.])"
 )
+_ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n]|$))"
+"""Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
 _SAYS = r"\banswer\b(?:\s+(?:is|should be|would be))?\s*[:=]?\s*[\"'(\[]?"
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
@@ -15,21 +17,33 @@ _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 def first_label(text: str, labels: Sequence[str]) -> str | None:
     """Return the label that a text settles on, or None.
 
-    That is the one behind the last "answer", "answer is" or "answer:"; else the first as whole words, in its own case for a
-    single letter ("a question" does not say A), in any case for longer ones; of two at one place the longer.
+    That is the one behind the last "answer", "answer is" or "answer:", a single letter in another case only where nothing but
+    a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not say A), in any
+    case for longer ones; of two at one place the longer.
     """
-    said = [found for label in labels for found in _places(rf"{_SAYS}(?P<label>{re.escape(label)})(?!\w)", text, label, True)]
+    said = [found for label in labels for found in _said(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
     places = [found for label in labels for found in _places(rf"(?<!\w)(?P<label>{re.escape(label)})(?!\w)", text, label)]
     return min(places)[2] if places else None
 
 
-def _places(pattern: str, text: str, label: str, anywhere: bool = False) -> list[tuple[int, int, str]]:
+def _said(text: str, label: str) -> list[tuple[int, int, str]]:
+    """Return where a label stands behind "answer"."""
+    pattern = rf"{_SAYS}(?P<label>{re.escape(label)})(?!\w)"
+    alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
+    return [*_places(pattern, text, label), *alone]
+
+
+def _places(pattern: str, text: str, label: str, any_case: bool = False) -> list[tuple[int, int, str]]:
     """Return where a label stands, with its length and itself, so that the longer of two at one place comes first."""
     found = re.finditer(pattern, text, re.IGNORECASE)
-    exact = len(label) == 1 and label.isalpha() and not anywhere
+    exact = _is_letter(label) and not any_case
     return [(m.start("label"), -len(label), label) for m in found if not exact or m["label"] == label]
+
+
+def _is_letter(label: str) -> bool:
+    return len(label) == 1 and label.isalpha()
 
 
 def final_answer(text: str) -> str | None:

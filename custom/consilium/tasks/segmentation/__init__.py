@@ -1,21 +1,19 @@
 """Segmentation: masks, judged by Dice."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from consilium.data.datalist import DataList, read_datalist
+from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError
 from consilium.models.registry import ModelConfig
 from consilium.schema import MOST_CLASSES, ClassName, each_once
-from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
+from consilium.tasks import pictures
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 if TYPE_CHECKING:
-    from consilium.data.findings import Findings
     from consilium.tasks.segmentation.task import SegmentationTask
 
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
@@ -43,20 +41,6 @@ def metric_names(config: SegmentationConfig) -> frozenset[str]:
     return scores.metric_names(config.classes)
 
 
-def _read(path: Path) -> DataList:
-    return read_datalist(path, False)
-
-
-def _usable(path: Path, bad: list[DataError]) -> DataList:
-    return read_datalist(path, False, lambda split, index, error: bad.append(error))
-
-
-def _prepare(config: Any, data: DataList) -> DataList:
-    from consilium.data.expand import expand
-
-    return expand(data, config)
-
-
 def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "SegmentationTask":
     from consilium.tasks.segmentation.task import SegmentationTask
 
@@ -71,14 +55,6 @@ def _look(config: Any, item: Any) -> None:
     look_at_sample(item, config.classes, config)
 
 
-def _check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
-) -> "Findings":
-    from consilium.data.check import check_datalist
-
-    return check_datalist(path, config.classes, config, change) if config else check_datalist(path, change=change)
-
-
 def _scores(config: SegmentationConfig) -> Scores:
     return scores.scores(config.scores)
 
@@ -89,10 +65,10 @@ SEGMENTATION = TaskKind(
     SegmentationConfig,
     _scores,
     metric_names,
-    _read,
+    pictures.reader(classes=False),
     _build,
-    _check,
-    prepare=_prepare,
+    pictures.check,
+    prepare=pictures.prepare,
     look=_look,
-    usable=_usable,
+    usable=pictures.usable(classes=False),
 )

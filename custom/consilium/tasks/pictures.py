@@ -1,0 +1,38 @@
+"""What tasks on pictures share: how their lists are read, prepared and checked."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consilium.data.datalist import DataList, read_datalist
+from consilium.errors import DataError
+from consilium.tasks.registry import Change
+
+if TYPE_CHECKING:
+    from consilium.data.findings import Findings
+
+
+def reader(classes: bool) -> Callable[[Path], DataList]:
+    """Return what reads a list whose labels are `classes`, or else masks."""
+    return lambda path: read_datalist(path, classes)
+
+
+def usable(classes: bool) -> Callable[[Path, list[DataError]], DataList]:
+    """Return what reads the entries that can be used, and puts into a list why the others cannot."""
+    return lambda path, bad: read_datalist(path, classes, lambda split, index, error: bad.append(error))
+
+
+def prepare(config: Any, data: DataList) -> DataList:
+    """Return a list with volumes as their planes and large pictures as their tiles. Raises DataError."""
+    from consilium.data.expand import expand
+
+    return expand(data, config)
+
+
+def check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> "Findings":
+    """Return what is found in a list and its files, for a job's task where one is given."""
+    from consilium.data.check import check_datalist
+
+    return check_datalist(path, config.classes, config, change) if config else check_datalist(path, change=change)
