@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("monai", "opacus", "transformers", "peft", "tokenizers", "matplotlib", "tensorboard", "segment_anything.predictor")
+HEAVY = (
+    "monai",
+    "opacus",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "matplotlib",
+    "tensorboard",
+    "segment_anything.predictor",
+    "nibabel",
+    "PIL",
+)
 READ = "import consilium.config.job"
 SERVER = """
 import consilium.flare.aggregator, consilium.flare.controller, consilium.flare.filters

@@ -13,10 +13,10 @@ from PIL import Image
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
-from consilium.federation import site as site_module
 from consilium.federation.build import Job, build_site
 from consilium.federation.site import Site
 from consilium.messages import HELD_OUT, Payload, SiteInfo
+from consilium.report import predictions
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
 
@@ -154,7 +154,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_score(
 ) -> None:
     job, events = small_job("fedit"), []
     member = build_site(job, "site-1", SiteConfig(), tmp_path, events.append)
-    monkeypatch.setattr(site_module, "write_predictions", Mock(side_effect=OSError(28, "no space left")))
+    monkeypatch.setattr(predictions, "write_predictions", Mock(side_effect=OSError(28, "no space left")))
     payload = Payload(2, 0, job.initial)
     assert "test/global/dice" in member.evaluate("r", payload).metrics
     (event,) = [e for e in events if e["event"] == "undrawn"]
@@ -166,7 +166,7 @@ def test_a_picture_shows_the_models_as_they_are_scored(
 ) -> None:
     """Both test pictures are shown, so the mean of their Dice is the test score, stage by stage."""
     job, seen = small_job(lr=1e-2, local_steps=4), {}
-    monkeypatch.setattr("consilium.federation.site.write_predictions", lambda path, found: seen.update(found))
+    monkeypatch.setattr(predictions, "write_predictions", lambda path, found: seen.update(found))
     site = make_site(job, tmp_path)
     site.train("run", payload(job))
     scores = site.evaluate("run", payload(job, joined=True, round=1)).metrics

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
-from consilium.data.tally import Tally, tally
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.federation import probe
 from consilium.messages import (
@@ -34,13 +34,15 @@ from consilium.messages import (
 )
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
-from consilium.report.predictions import PREDICTIONS, write_predictions
 from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
 from consilium.training.loop import Progress, train
+
+if TYPE_CHECKING:
+    from consilium.data.tally import Tally
 
 
 class Site:
@@ -97,10 +99,12 @@ class Site:
             write_atomic(path, json.dumps(found).encode())
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def statistics(self) -> Tally:
+    def statistics(self) -> "Tally":
         """Return the counts of the site's data, for its guard. Raises RefusedError where the job asks for none, DataError."""
         if self.config.statistics is None or self.data is None:
             raise RefusedError(f"{self.name}: the job asks for no statistics; nothing was counted", Reason.TASK)
+        from consilium.data.tally import tally
+
         return tally(self.data, self.config.task, self.config.statistics.bins, self.should_stop)
 
     def train(self, run: str, payload: Payload) -> Payload:
@@ -208,6 +212,8 @@ class Site:
 
     def _draw(self, examples: dict[Stage, Examples]) -> None:
         """Write predictions.png; what goes wrong with a picture never costs the scores."""
+        from consilium.report.predictions import PREDICTIONS, write_predictions
+
         try:
             write_predictions(self.folder / PREDICTIONS, examples)
         except Exception as error:
