@@ -18,7 +18,6 @@ HEAVY = (
     "tensorboard",
     "segment_anything.predictor",
     "nibabel",
-    "PIL",
 )
 READ = "import consilium.config.job"
 SERVER = """

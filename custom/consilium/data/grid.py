@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from nibabel.orientations import io_orientation
 
 from consilium.data.settings import Axis
 
@@ -99,6 +98,8 @@ class Grid:
 
     @cached_property
     def _orientation(self) -> list[tuple[int, int]]:
+        from nibabel.orientations import io_orientation  # a server, which knows grids by name only, does without
+
         return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough
 
 
