@@ -91,7 +91,7 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     assert len(site_data(job.config, "a", settings, folder).splits["training"]) == 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_skipping_trains_as_if_the_sample_were_not_there(workers: int, tmp_path: Path) -> None:
     """Of five samples the last has no header, so indices, and with them draws, are those of a list of four."""
     bad, good = site(tmp_path / "a", bad_samples="skip", workers=workers), site(tmp_path / "b")
@@ -208,7 +208,7 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
         path = sites[name].datalist
         path.write_text(path.read_text().replace('"test"', '"validation"'))
     events: list[Mapping[str, Any]] = []
-    settings = config(rounds=3).model_dump(mode="json")
+    settings = config(rounds=3, local_steps=1).model_dump(mode="json")
     settings["training"]["validate"] = validate
     ended = simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
     rounds = [e["metrics"] for e in events if e["event"] == "metrics" and e["site"] == "a" and "train/loss" in e["metrics"]]

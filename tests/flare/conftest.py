@@ -8,12 +8,6 @@ import pytest
 from tests.flare.running import Runner, in_simulator, in_this_process
 
 
-@pytest.fixture(scope="module")
-def simulator(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Run a job in FLARE's simulator. It takes a minute: let several tests read what one run leaves."""
-    return lambda *words, **more: in_simulator(tmp_path_factory.mktemp("simulator") / "run", *words, **more)
-
-
 @pytest.fixture(params=["one-process", pytest.param("simulator", marks=pytest.mark.slow)])
 def flare(request: pytest.FixtureRequest, tmp_path: Path) -> Runner:
     """Run a job over FLARE's components in this process and, in the slow suite, in FLARE's simulator too."""

@@ -1,4 +1,4 @@
-"""Real FLARE runs in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
+"""Runs over FLARE, in the slow suite in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from consilium.messages import Tensors
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, add_filter, edited, in_simulator, listen, state_of
+from tests.flare.running import SITES, Runner, add_filter, edited, in_simulator, in_this_process, listen, state_of
 
 DAMAGED, BROKEN = "site-4", "site-5"
 
@@ -48,11 +48,11 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs(simulator: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """One simulation for all: four processes, each of which takes seconds to start."""
-    config = small_config("fediat")
-    workspace = simulator(config, edited(client=listen))
+@pytest.fixture(scope="module", params=["one-process", pytest.param("simulator", marks=pytest.mark.slow)])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """One run for all: the simulator's four processes take seconds each to start."""
+    config, run = small_config("fediat"), in_this_process if request.param == "one-process" else in_simulator
+    workspace = run(tmp_path_factory.mktemp("flare") / "run", config, edited(client=listen))
     job, reference = assemble_job(config), tmp_path_factory.mktemp("inprocess")
     simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)
     return Runs(job, workspace, reference)

@@ -48,7 +48,7 @@ def config(only: bool) -> JobConfig:
     return JobConfig.model_validate(raw | more)
 
 
-@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("only", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_statistics_are_the_same_over_flare(only: bool, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     workspace = flare(config(only), edited(client=listen), SITES, hospitals)
     reference = tmp_path / "inprocess"

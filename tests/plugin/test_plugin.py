@@ -170,6 +170,7 @@ def test_a_hospital_reads_nothing_of_a_package_it_does_not_list(packages: Path, 
     assert len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.slow  # a process of seconds; the fast one above shows the border
 def test_a_hospital_takes_a_package_it_lists(packages: Path, tmp_path: Path) -> None:
     kit = kit_of(tmp_path, f"{{approve: digest, plugins: [{NAME}]}}")
     end, said = approve(kit, job_file(tmp_path), packages)
