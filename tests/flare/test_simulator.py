@@ -1,4 +1,4 @@
-"""Runs over FLARE, in the slow suite in its simulator: equal to the in-process engine, nothing local on the wire, bad results left out."""
+"""Runs over FLARE: equal to the in-process engine, nothing local on the wire, bad results left out."""
 
 import json
 from dataclasses import replace
