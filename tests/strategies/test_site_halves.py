@@ -1,5 +1,6 @@
 """FedALA, FedDBE and FedDPA against plain loops of two sites, one of which misses a round; their limits; what they refuse."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_feddbe_is_its_paper_in_a_plain_loop() -> None:
         for name in [name for name in SIZES if (round, name) not in ABSENT]:
             running, points = [torch.zeros(4)], Points(name)
 
-            def loss(p: Tensors, round=round, points=points, running=running, mean=mean) -> Tensor:
+            def loss(p: Tensors, round: int, points: Points, running: list[Tensor], mean: Tensor) -> Tensor:
                 z = features(p, points.x)
                 now = 0.7 * running[-1] + 0.3 * z.mean(0)
                 running.append(now.detach())
@@ -142,7 +143,8 @@ def test_feddbe_is_its_paper_in_a_plain_loop() -> None:
                 return task + 2.0 * (0.5 * (now - mean) ** 2).mean() if round else task
 
             trained = [A, B, *HEAD, *["m"] * bool(round)]
-            end = descend(shared | {"m": bias[name]}, trained, loss)
+            fixed = {"round": round, "points": points, "running": running, "mean": mean}
+            end = descend(shared | {"m": bias[name]}, trained, partial(loss, **fixed))
             bias[name], ends[name], found[name] = end["m"], end, {"mean": running[-1]}
             mine[name] = {n: end[n] for n in shared}
         if not round:
