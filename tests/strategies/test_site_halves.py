@@ -15,6 +15,7 @@ from consilium.adapters.lora import LORA, LoraConfig, PerSample
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
+from consilium.federation.site import export_adapter
 from consilium.messages import Tensors
 from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
@@ -233,6 +234,13 @@ def test_both_adapters_are_exported_and_nothing_of_what_samples_are_compared_wit
     assert not torch.equal(own[key], local[key])
 
 
+def test_a_sites_vector_is_exported_beside_its_adapter_and_the_common_mean_is_not(tmp_path: Path) -> None:
+    job = assemble_job(small_config("feddbe"))
+    export_adapter(tmp_path, job.initial | {"feature_shift.shift": torch.ones(64)}, job.config)
+    assert load_file(tmp_path / "feature_shift.safetensors")["feature_shift.shift"].tolist() == [1.0] * 64
+    assert not [name for name in load_file(tmp_path / "adapter_model.safetensors") if "feature_shift" in name]
+
+
 RECORD = {"unit": "record", "epsilon": 5, "delta": 1e-5, "clip": 1.0}
 
 
@@ -252,6 +260,13 @@ def test_record_level_privacy_refuses_what_it_does_not_cover(strategy: dict[str,
     assert named in str(refused.value)
     assert "; use " in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_strategy_that_does_not_say_so_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FedALA, "refuses_records", lambda self: None)
+    raw = small_config("fedala").model_dump() | {"privacy": RECORD}
+    with pytest.raises(ConfigError, match=r"does more with records than privacy.unit record charges; use fedit"):
+        assemble_job(JobConfig.model_validate(raw))
 
 
 def test_two_passes_cost_twice_the_steps() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
+from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -106,7 +106,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         return
     if strategy.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if privacy.unit == "record" and (why := strategy.refuses_records()):
+    if privacy.unit == "record" and (why := strategy.refuses_records() or _uncharged(job)):
         raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if privacy.unit == "record" and part and part.empty != "keep"]:
@@ -117,6 +117,16 @@ def _check_privacy(job: Job, source: Path | str) -> None:
             f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
             "on their sum protects nothing; use local"
         )
+
+
+def _uncharged(job: Job) -> str | None:
+    """Return why record-level privacy would not cover what a strategy does, should it not say so itself."""
+    strategy, blend = job.strategy, job.strategy.blend(closing=True)
+    uneven = any(len(strategy.passes(job.initial, *p)) != len(strategy.passes((), *p)) for p in strategy.places())
+    looks = strategy.looked_at or strategy.closing_passes(job.initial) or (blend and blend.examples)
+    if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
+        return None
+    return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:

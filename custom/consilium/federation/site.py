@@ -11,6 +11,7 @@ from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
+from consilium.adapters.names import MEAN, SHIFT
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
@@ -238,6 +239,9 @@ def _hash(path: Path) -> str:
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does."""
+    """Write a whole adapter of a job into `folder`, as its kind does; a vector behind the encoder has a file of its own."""
     kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
-    kind.export(folder, values, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
+    kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    if SHIFT in values:
+        save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
