@@ -44,7 +44,10 @@ RUNNING = "running mean"
 
 @dataclass(frozen=True)
 class FedDBE(Strategy):
-    """Share every adapter tensor; `kappa` weighs the pull to the common mean, `momentum` is mu of the running mean."""
+    """Share every adapter tensor but the vector, which trains at its site.
+
+    `kappa` weighs the pull to the common mean, `momentum` is mu of the running mean.
+    """
 
     name: ClassVar[str] = "feddbe"
     parts: ClassVar[frozenset[str]] = frozenset({FEATURE_SHIFT})
