@@ -55,6 +55,7 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedsca 4",
         "fedsca 0",
         "fedit",
+        "fedala",
         "fedprox",
         "local_only",
     }

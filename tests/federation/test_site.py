@@ -180,3 +180,18 @@ def test_an_evaluation_before_a_round_draws_nothing(small_job: MakeJob, tmp_path
     job = small_job()
     make_site(job, tmp_path).evaluate("run", replace(payload(job), phase=HELD_OUT))
     assert not list(tmp_path.rglob("predictions.png"))
+
+
+@pytest.mark.slow
+def test_a_site_that_starts_anew_every_round_goes_on_with_its_mixing_weights(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job({"name": "fedala", "layers": 2}, local_steps=1)
+    whole, states = make_site(job, tmp_path / "whole"), []
+    for folder in ("whole", "parts"):
+        for round in range(3):
+            member = whole if folder == "whole" else make_site(job, tmp_path / folder)
+            member.train("run", payload(job, joined=round > 0, round=round))
+        states.append(load_state(tmp_path / folder / "run/state.safetensors")[0])
+    one, other = states
+    assert len([name for name in one if name.startswith("kept/")]) == 4
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from consilium.adapters.bottleneck import PLACES
-from consilium.adapters.names import factor
+from consilium.adapters.names import MEAN, SHIFT, factor, local_twin
+from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER
 from consilium.errors import RefusedError
 from consilium.federation.aggregate import ExactMean, RoundAggregate
 from consilium.messages import Payload, SiteInfo, Tensors
@@ -29,10 +30,20 @@ def adapter(seed: int) -> Tensors:
 def tensors_of(strategy: Strategy, seed: int) -> Tensors:
     """Return an adapter of the kind the strategy is for."""
     if strategy.name != "fedsca":
-        return adapter(seed)
+        return adapter(seed) | parts_of(strategy, seed)
     generator = torch.Generator().manual_seed(seed)
     names = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
     return {name: torch.randn(3, 4, generator=generator) for name in names}
+
+
+def parts_of(strategy: Strategy, seed: int) -> Tensors:
+    """Return what the strategy asks for beside the adapter."""
+    generator, found = torch.Generator().manual_seed(100 + seed), Tensors()
+    if LOCAL_ADAPTER in strategy.parts:
+        found |= {local_twin(name): torch.randn(t.shape, generator=generator) for name, t in adapter(seed).items()}
+    if FEATURE_SHIFT in strategy.parts:
+        found |= {name: torch.randn(5, generator=generator) for name in (SHIFT, MEAN)}
+    return found
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
@@ -131,7 +142,7 @@ def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strateg
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
-    for round in range(strategy.period):
+    for round in range(strategy.warm_up, strategy.warm_up + strategy.period):
         assert strategy.phases(round) == strategy.phases(round + strategy.period)
         places = [(round, phase) for phase in range(strategy.phases(round))]
         for name in tensors_of(strategy, 0):

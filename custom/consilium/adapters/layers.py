@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters.names import HEAD, factor
+from consilium.adapters.names import HEAD, LOCAL, factor
 from consilium.errors import CheckpointError, ConfigError
 from consilium.seeding import seed_for
 
@@ -53,6 +53,12 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
         parameter.requires_grad_(_short(name) in own | base)
     kept = {n: p.detach().clone() for n, p in model.named_parameters() if n in base}
     object.__setattr__(model, "adapter", Adapted(own | base, kept))
+
+
+def add_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Count more of the model's parameters to its adapter."""
+    found = _adapted(model)
+    object.__setattr__(model, "adapter", Adapted(found.names | set(names), found.base))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -110,7 +116,7 @@ def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
     They are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing changes at the start.
     """
-    if factor(name) != "A" and not name.endswith(".down.weight"):
+    if factor(name) != "A" and not name.endswith((".local_A", ".down.weight")):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
     bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
@@ -145,6 +151,8 @@ def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def _short(name: str) -> str:
+    for own, local in LOCAL.items():
+        name = name.replace(f".{own}.local.weight", f".{local}")
     return name.replace(".default.weight", "")
 
 

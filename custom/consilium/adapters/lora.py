@@ -4,15 +4,16 @@ A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.names import HEAD, factor
+from consilium.adapters.names import HEAD, LOCAL, factor, is_local
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.errors import ConfigError
@@ -82,6 +83,46 @@ def scale(model: nn.Module, value: float) -> None:
         layer.scaling["default"] = value
 
 
+class PerSample:
+    """A factor a sample: what it multiplies has the rows of a sample together, as windows and boxes of SAM have them."""
+
+    def __init__(self, factors: Tensor) -> None:
+        self.factors = factors
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        """Return x (N k, ...) with the rows of sample n times factor n. Raises ConfigError for rows of no sample."""
+        if len(x) % len(self.factors):
+            raise ConfigError(f"adapter.targets: a layer has {len(x)} rows for {len(self.factors)} samples; use other targets")
+        each = self.factors.to(x).repeat_interleave(len(x) // len(self.factors))
+        return x * each.view(-1, *[1] * (x.ndim - 1))
+
+
+def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+    """Put a second adapter beside the first, into the same layers; it takes no part until `mix` says so."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    wrapped = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    whole = "|".join(map(re.escape, wrapped))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is another adapter already, which is the point
+        inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model, adapter_name="local")
+    for module in wrapped.values():
+        module.set_adapter(["default", "local"])
+    layers.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])
+
+
+def mix(model: nn.Module, scaling: float, share: float | Tensor) -> None:
+    """Make every layer W x + scaling ((1 - share) B A x + share B' A' x); one share, or (N,) of the samples of a batch."""
+    from peft.tuners.lora import LoraLayer
+
+    parts: Any = {"default": scaling * (1 - share), "local": scaling * share}
+    if isinstance(share, Tensor):
+        parts = {name: PerSample(part) for name, part in parts.items()}
+    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+        layer.scaling.update(parts)
+
+
 def save_peft(
     folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, base: str, target: TargetSet | None = None
 ) -> None:
@@ -130,11 +171,22 @@ def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     target = base.targets.get(config.targets)  # a regex of the user's may match more than linear layers
-    save_peft(folder, values, config.rank, config.alpha, name, target)
+    own = {n: t for n, t in values.items() if not is_local(n)}
+    save_peft(folder, own, config.rank, config.alpha, name, target)
+    if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
+        save_peft(folder / "local", local, config.rank, config.alpha, name, target)
 
 
 def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
     scale(model, config.product_scaling * factor)
 
 
-LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale)
+def _add_local(model: nn.Module, config: LoraConfig) -> None:
+    add_local(model, config.rank, config.alpha, config.dropout)
+
+
+def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:
+    mix(model, config.product_scaling, share)
+
+
+LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale, add_local=_add_local, mix=_mix)

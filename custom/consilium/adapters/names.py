@@ -2,7 +2,9 @@
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
 (out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
-"head.weight" and "head.bias" of a classifier's head, which is trained whole. Any other name is a parameter of the base.
+"head.weight" and "head.bias" of a classifier's head, which is trained whole. What a strategy may ask for beside the job's
+adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA; "feature_shift.shift" and ".mean" (C,) between encoder and
+head. Any other name is a parameter of the base.
 """
 
 import re
@@ -14,6 +16,9 @@ HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 TAIL = ("tail_A", "tail_B")
 GATE = "gate"
+LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
+"""A LoRA factor's name in a layer, and that of its local twin."""
+SHIFT, MEAN = "feature_shift.shift", "feature_shift.mean"
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 """The bottlenecks of a block, from its input."""
 _BOTTLENECK = re.compile(rf".*\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
@@ -29,6 +34,22 @@ def lora_factor(name: str, strategy: str) -> str | None:
     if factor(name) is None and not is_head(name):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")
     return factor(name)
+
+
+def is_local(name: str) -> bool:
+    """Tell whether a tensor belongs to a second, local adapter."""
+    return name.rpartition(".")[2] in LOCAL.values()
+
+
+def local_twin(name: str) -> str:
+    """Return the name that a LoRA factor's tensor has in the local adapter."""
+    layer, _, own = name.rpartition(".")
+    return f"{layer}.{LOCAL[own]}"
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a tensor is there because the job's strategy asks for it, see parts.py."""
+    return is_local(name) or name in (SHIFT, MEAN)
 
 
 def is_head(name: str) -> bool:

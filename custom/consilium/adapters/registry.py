@@ -41,7 +41,9 @@ class AdapterKind:
     head not counted); `inject(model, config, base)` puts it in; `export(folder, values, config, base, name)` writes a whole
     one for others; `trainable_base(model, config)`: parameters of the base that train too and never leave their site;
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
-    adapter's part of the forward pass. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has
+    adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
+    `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
+    `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has
     gradients per sample.
     """
 
@@ -52,6 +54,8 @@ class AdapterKind:
     trainable_base: "Callable[[nn.Module, Any], list[str]]" = _no_base
     start: "Callable[[str, tuple[int, ...], int], Tensor] | None" = None
     scale: "Callable[[nn.Module, Any, float], None] | None" = None
+    add_local: "Callable[[nn.Module, Any], None] | None" = None
+    mix: "Callable[[nn.Module, Any, float | Tensor], None] | None" = None
     unequal_ranks: bool = False
     per_sample: bool = True
 

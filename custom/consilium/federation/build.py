@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import ADAPTERS, AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -52,12 +53,14 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     base, _, adapter = kinds_of(config)
     with torch.device("meta"):
         model = _bare_model(config, checkpoint=None, weights=False)
-        shapes = adapter.shapes(model, config.adapter, base) | layers.head_shapes(model)
+        own = adapter.shapes(model, config.adapter, base)
+        shapes = own | part_shapes(config.strategy.parts, own, model, base) | layers.head_shapes(model)
     begin, seed = adapter.start or layers.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
     _check_adapter(config, adapter, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
+    _check_blend(job, base, source)
     _check_base(job, adapter.trainable_base(model, config.adapter), source)
     _check_privacy(job, source)
     make_plan(config, job.strategy)
@@ -73,9 +76,20 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
     if type(strategy).scaling is not Strategy.scaling and adapter.scale is None:
         what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+    if LOCAL_ADAPTER in strategy.parts and adapter.add_local is None:
+        what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
     if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
         what = "has no per-sample gradients for privacy.unit record"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+
+
+def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
+    """Raise ConfigError for samples that would be weighed with the answer in sight."""
+    blend = job.strategy.blend(closing=True)
+    if blend and blend.examples and base.tokenizer:
+        what = "would weigh a text by prompt and answer, which scores must not see"
+        raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
 
 def _check_base(job: Job, names: list[str], source: Path | str) -> None:
@@ -92,6 +106,8 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         return
     if strategy.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
+    if privacy.unit == "record" and (why := strategy.refuses_records() or _uncharged(job)):
+        raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if privacy.unit == "record" and part and part.empty != "keep"]:
         what = "the number of records leaves without noise, and must not tell how many of them show a label"
@@ -103,6 +119,16 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         )
 
 
+def _uncharged(job: Job) -> str | None:
+    """Return why record-level privacy would not cover what a strategy does, should it not say so itself."""
+    strategy, blend = job.strategy, job.strategy.blend(closing=True)
+    uneven = any(len(strategy.passes(job.initial, *p)) != len(strategy.passes((), *p)) for p in strategy.places())
+    looks = strategy.looked_at or strategy.closing_passes(job.initial) or (blend and blend.examples)
+    if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
+        return None
+    return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+
+
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
     from consilium.training.device import pick_device
@@ -110,6 +136,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     base, _, adapter = kinds_of(config)
     model = _bare_model(config, _checkpoint(config.model, site), weights=True)
     adapter.inject(model, config.adapter, base)
+    add_parts(config.strategy.parts, model, adapter, config.adapter, base)
     return model.to(pick_device(site.device)).eval()
 
 

@@ -234,8 +234,8 @@ class Coordinator:
 
     def _keeps_local(self) -> bool:
         """Tell whether sites keep parts of the adapter for themselves."""
-        phases = [(r, p) for r in range(self.job.strategy.period) for p in range(self.job.strategy.phases(r))]
-        return any(self.job.strategy.role(name, *place) is Role.LOCAL for name in self.job.initial for place in phases)
+        strategy = self.job.strategy
+        return any(strategy.role(name, *place) is Role.LOCAL for name in self.job.initial for place in strategy.places())
 
     def close(self) -> None:
         """Close the run's files."""

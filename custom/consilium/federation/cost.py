@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from consilium.adapters.names import bottleneck_count, bottleneck_position
+from consilium.adapters.names import bottleneck_count, bottleneck_position, is_part
 from consilium.errors import ConfigError
 from consilium.federation.build import Job
 from consilium.messages import SiteInfo, Tensors
@@ -41,14 +41,15 @@ class Cost:
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on."""
     start = strategy.init_state(initial)
-    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    first = max(1, strategy.warm_up)
+    places = [(r, p) for r in range(first, first + strategy.period) for p in range(strategy.phases(r))]
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
     sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
     down = [tensor for one in sent for tensor in one.tensors.values()]
-    first = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
+    joining = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
     sizes = [round(size / strategy.period) for size in (_count(up), _count(down), _bytes(up), _bytes(down))]
-    numbers = [_count(initial[n] for n in trained), *sizes, _count(first.values())]
+    numbers = [_count(initial[n] for n in trained), *sizes, _count(joining.values())]
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
 
@@ -65,14 +66,18 @@ def adapters(job: Job) -> dict[str, float] | None:
 def compare(job: Job) -> list[Cost]:
     """Return the job's own cost first, then every other strategy's in its variants.
 
-    A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out.
+    A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out, and so is
+    one that asks for other parts beside the adapter: the job's model has no place for them.
     """
     if isinstance(job.strategy, UnequalRanks):
         return compare_unequal(job.strategy, job.initial)
     own = job.strategy
-    kinds = [cls for cls in STRATEGIES.values() if not cls.ranks_differ and not cls.pools_data]
-    others = [one for cls in kinds for one in cls.variants() if one.label != own.label and _fits(one, job.initial)]
-    return [cost_of(one, job.initial, one.label) for one in (own, *others)]
+    kinds = [cls for cls in STRATEGIES.values() if not cls.ranks_differ and not cls.pools_data and cls.parts <= own.parts]
+    found = [one for cls in kinds for one in cls.variants() if one.label != own.label]
+    plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
+    places = [(one, job.initial if one.parts else plain) for one in found]
+    fitting = [(one, tensors) for one, tensors in places if _fits(one, tensors)]
+    return [cost_of(one, tensors, one.label) for one, tensors in [(own, job.initial), *fitting]]
 
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:

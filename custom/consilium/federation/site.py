@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,14 @@ from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
+from consilium.adapters.names import MEAN, SHIFT
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
 from consilium.federation import probe
+from consilium.federation.local import LocalTraining
 from consilium.messages import (
     HELD_OUT,
     SKIPPED,
@@ -33,19 +34,17 @@ from consilium.messages import (
     Tensors,
 )
 from consilium.models.registry import MODELS
-from consilium.privacy.plan import Plan, dpsgd
-from consilium.seeding import seed_for
+from consilium.privacy.plan import Plan
 from consilium.storage import file_hash, load_state, save_state, write_atomic
-from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
-from consilium.training.loop import Progress, train
 
 if TYPE_CHECKING:
     from consilium.data.tally import Tally
 
 
-class Site:
+class Site(LocalTraining):
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
@@ -74,7 +73,7 @@ class Site:
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
         self.data = data
         self.adapter = ADAPTERS[config.adapter.kind]
-        self.should_stop: Callable[[], None] = lambda: None
+        self.should_stop = lambda: None
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
@@ -120,14 +119,18 @@ class Site:
         start = self._receive(own, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
-        trained = self._train(payload)
+        start, kept = self.prepare(own, start, self._kept(run), payload)
+        memory: Tensors = {}
+        passes = self.strategy.passes(layers.tensors(self.model), payload.round, payload.phase)
+        trained = self.train_passes(passes, payload, memory)
         seconds = time.monotonic() - began
-        end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
-        metrics |= self._validate(Stage.PERSONALIZED, payload)
+        end = self.strategy.after_training(self.values(), memory, payload.round)
+        with self.personalized(False, payload):
+            metrics |= self._validate(Stage.PERSONALIZED, payload)
         metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
-        self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
+        self._save(run, end, payload, reply, kept)  # before sending: a lost answer must not cost a second training
         return reply
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -143,12 +146,18 @@ class Site:
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
-        if last is not None:
+        passes = self.strategy.closing_passes(layers.tensors(self.model))
+        if last is not None and passes is None:
             layers.load(self.model, own)
             self._scale(1.0)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         final = self._receive(own, payload)
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
+        if passes or (passes is not None and last is not None):
+            self.train_passes(passes, payload, {})
+            final = self.values()
+            with self.personalized(True, payload):
+                metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
@@ -166,30 +175,8 @@ class Site:
             raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: {why}")
         layers.load(self.model, start)
         self._scale(self.strategy.scaling(payload))
+        self._mix(0.0)
         return start
-
-    def _scale(self, factor: float) -> None:
-        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
-        if self.adapter.scale:
-            self.adapter.scale(self.model, self.config.adapter, factor)
-
-    def _train(self, payload: Payload) -> dict[str, float]:
-        params = layers.tensors(self.model)
-        trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
-        seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
-
-        def watch(progress: Progress) -> None:
-            self.should_stop()
-            place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
-            self.observer(place | asdict(progress))
-
-        hook, private = self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
-        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
-
-    def _noise_seed(self, payload: Payload) -> int | None:
-        if self.noise_seed is None:
-            return None
-        return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase)
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round."""
@@ -229,10 +216,16 @@ class Site:
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"
 
-    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload) -> None:
-        tensors = {f"params/{n}": t for n, t in params.items()} | {f"reply/{n}": t for n, t in reply.tensors.items()}
+    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload, kept: Tensors) -> None:
+        groups = {"params": params, "reply": reply.tensors, "kept": kept}
+        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
         save_state(self._file(run), tensors, meta)
+
+    def _kept(self, run: str) -> Tensors:
+        """Return what the strategy kept of the last `before_training`; {} before the first."""
+        tensors = load_state(self._file(run))[0] if self._file(run).exists() else {}
+        return {n.removeprefix("kept/"): t for n, t in tensors.items() if n.startswith("kept/")}
 
     def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
         """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
@@ -252,6 +245,9 @@ def _hash(path: Path) -> str:
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does."""
+    """Write a whole adapter of a job into `folder`, as its kind does; a vector behind the encoder has a file of its own."""
     kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
-    kind.export(folder, values, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
+    kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    if SHIFT in values:
+        save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from consilium.registry import Registry
 from consilium.schema import Section, Sha256
@@ -57,11 +57,20 @@ class Build(Protocol):
         ...
 
 
+class Cut(NamedTuple):
+    """Where encoder and head meet: behind `module`, whose output (N, ...) has `width` features along `axis`."""
+
+    module: "nn.Module"
+    width: int
+    axis: int
+
+
 @dataclass(frozen=True)
 class ModelKind:
     """What the rest must know of a model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
-    `tokenizer(config, checkpoint)` returns a language model's tokenizer.
+    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
+    raises AttributeError for a model laid out otherwise.
     """
 
     config: type[ModelConfig]
@@ -69,6 +78,7 @@ class ModelKind:
     build: Build
     targets: Mapping[str, TargetSet] = field(default_factory=dict)
     tokenizer: Callable[[Any, Path | None], Any] | None = None
+    cut: "Callable[[Any], Cut] | None" = None
 
     def target(self, name: str) -> TargetSet:
         """Return the set of that name; any other name is a pattern."""

@@ -99,7 +99,8 @@ def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = N
     rounds = range(config.training.rounds)
     phases = [strategy.phases(round) for round in rounds]
     if privacy.unit == "record":
-        return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples)
+        passes = max((len(strategy.passes((), *place)) for place in strategy.places()), default=1)
+        return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples, passes)
     return site_plan(privacy, sum(phases))
 
 
@@ -109,13 +110,14 @@ def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     return Plan(privacy, sigma, GaussianEvent(sigma), releases)
 
 
-def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int, num_samples: int) -> Plan:
+def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int, num_samples: int, passes: int) -> Plan:
+    """Return the plan of a site; every release is charged all `passes` of its phase's local training."""
     if config.training.batch_size >= num_samples:
         raise ConfigError(
             f"training.batch_size: {config.training.batch_size}: not under this site's {num_samples} samples, so nothing is "
             "sampled and record-level DP has no use; lower it"
         )
-    steps = config.training.steps_per_round(num_samples)
+    steps = passes * config.training.steps_per_round(num_samples)
     rate = 1 / math.ceil(num_samples / config.training.batch_size)  # as Opacus' loader has it
     sigma = _sigma(privacy, steps * releases, rate)
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps), releases)

@@ -5,10 +5,10 @@ site's own tensors. The defaults here are plain federated averaging of whatever 
 which tensors those are and overrides a hook only where its paper differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 from torch import Tensor
@@ -61,6 +61,35 @@ class LocalStep:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """One pass of local training: the tensors it trains, and the share of a local adapter in its forward pass."""
+
+    trained: frozenset[str]
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The share of a local adapter in a site's personalized model: `most`, times each sample's similarity to the site's data.
+
+    `examples`: of how many training records; with 0 the share is `most` for every sample.
+    """
+
+    most: float
+    examples: int
+
+
+class Look(Protocol):
+    """Looks at a site's training data before local training, batch after batch; `batches` of them are one pass."""
+
+    batches: int
+
+    def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
+        """Return the loss on the next batch of the model with `values`, and its gradients of `names`."""
+        ...
+
+
+@dataclass(frozen=True)
 class SiteResult:
     """One site's accepted result with its weight, for strategies that need sites' results one by one."""
 
@@ -104,6 +133,8 @@ class Strategy:
     pools_data: ClassVar[bool] = False
     ranks_differ: ClassVar[bool] = False
     """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
+    parts: ClassVar[frozenset[str]] = frozenset()
+    """What it asks of the model beside the job's adapter; see adapters/parts.py."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
     """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
     every site's result."""
@@ -122,6 +153,24 @@ class Strategy:
     def period(self) -> int:
         """After how many rounds `phases` and `role` repeat."""
         return 1
+
+    @property
+    def warm_up(self) -> int:
+        """How many rounds come before those that repeat."""
+        return 0
+
+    @property
+    def looked_at(self) -> float:
+        """The share of its training data that a site looks at before its local training."""
+        return 0.0
+
+    def refuses_records(self) -> str | None:
+        """Return what of the site half record-level privacy does not cover (field, value, remedy), None where it covers all."""
+        return None
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return the rounds and phases in which roles can differ: those of the warm-up and of one period."""
+        return [(round, phase) for round in range(self.warm_up + self.period) for phase in range(self.phases(round))]
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
@@ -146,8 +195,8 @@ class Strategy:
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
-        phases = [(r, p) for r in range(self.period) for p in range(self.phases(r))]
-        shared = {n: t for n, t in initial.items() if any(self.role(n, *p) is Role.SHARED for p in phases)}
+        places = self.places()
+        shared = {n: t for n, t in initial.items() if any(self.role(n, *p) is Role.SHARED for p in places)}
         return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared})
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
@@ -179,6 +228,40 @@ class Strategy:
     def receive(self, params: Tensors, payload: Payload) -> Tensors:
         """Return the tensors local training starts from: the site's own, overwritten by what the server sent."""
         return {**params, **payload.tensors}
+
+    def before_training(self, own: Tensors, start: Tensors, kept: Tensors, look: Look) -> tuple[Tensors, Tensors]:
+        """Return the tensors training really starts from, and what the site keeps for the next time.
+
+        `own`: the site's tensors after its last training; `start`: as `receive` returned them, in the model's order; `kept`:
+        what this hook returned last, {} at first. Called where `looked_at` is over 0.
+        """
+        return start, kept
+
+    def passes(self, names: Iterable[str], round: int, phase: int) -> list[Pass]:
+        """Return the passes of this phase's local training over `names`; how many does not depend on them."""
+        return [Pass(frozenset(name for name in names if self.role(name, round, phase) is not Role.FROZEN))]
+
+    def closing_passes(self, names: Iterable[str]) -> list[Pass] | None:
+        """Return what trains once more after the last round, from what was then received; it never leaves the site.
+
+        None: the personalized model is the one that the site trained last.
+        """
+        return None
+
+    def blend(self, closing: bool) -> Blend | None:
+        """Return how the personalized model weighs a local adapter, in a round or at the end of the run; None without one."""
+        return None
+
+    def feature_penalty(self, mean: Tensor, params: Mapping[str, Tensor], memory: Tensors, round: int) -> Tensor | None:
+        """Return a scalar to add to a batch's loss, given its features' mean (C,) with its graph; for the part FEATURE_SHIFT.
+
+        `memory` is empty at the phase's start and belongs to the strategy.
+        """
+        return None
+
+    def after_training(self, end: Tensors, memory: Tensors, round: int) -> Tensors:
+        """Return the site's tensors after its training, given what `feature_penalty` has put into `memory`."""
+        return end
 
     def scaling(self, payload: Payload) -> float:
         """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
 from consilium.schema import LONGEST_TEXT
 
 if TYPE_CHECKING:
@@ -97,6 +97,11 @@ def _tokenizer(config: CausalLmConfig, checkpoint: Path | None) -> "PreTrainedTo
     return load_tokenizer(config.variant, checkpoint)
 
 
+def _cut(model: Any) -> Cut:
+    """Return the cut behind the last norm, before the output embedding (N, T, D)."""
+    return Cut(model.model.norm, model.get_output_embeddings().in_features, -1)
+
+
 _ATTENTION, _MLP = r"model\.layers\.\d+\.self_attn", r"model\.layers\.\d+\.mlp"
 _QKV = TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)")
 TARGETS = {
@@ -108,4 +113,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names, of models laid out like Llama (Mistral, Qwen3)."""
 
-CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer)
+CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer, _cut)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +35,11 @@ def _build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool
     return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
 
 
+def _cut(model: Any) -> Cut:
+    """Return the cut before the classifier's head: the class token, projected (N, F)."""
+    return Cut(model.projection, model.head.in_features, -1)
+
+
 _TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
 _ATTENTION = rf"{_TOWER}\.(attention|self_attn)"
 TARGETS = {
@@ -44,4 +49,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS)
+CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS, cut=_cut)

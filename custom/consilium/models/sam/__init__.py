@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.models.registry import ModelConfig, ModelKind, TargetSet
+from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +52,12 @@ def _fuse(values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
     return fuse_qkv(values)
 
 
+def _cut(model: Any) -> Cut:
+    """Return the cut behind the encoder's neck, whose output is the image embedding (N, C, h, w)."""
+    neck = model.image_encoder.neck
+    return Cut(neck, neck[0].out_channels, 1)
+
+
 _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
 _QV_DECODER = rf"{_DECODER}\.(q_proj|v_proj)"
 TARGETS = {
@@ -64,4 +70,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS)
+SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut)

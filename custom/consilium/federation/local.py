@@ -1,0 +1,106 @@
+"""The training of one phase at a site: looks before it, its passes, and the model that the site then calls its own."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import cast
+
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
+from consilium.adapters.registry import AdapterKind
+from consilium.config.job import JobConfig
+from consilium.messages import Observer, Payload, Tensors
+from consilium.models.registry import MODELS
+from consilium.privacy.plan import Plan, dpsgd
+from consilium.seeding import seed_for
+from consilium.strategies.strategy import Pass, Strategy
+from consilium.tasks.base import Task
+from consilium.training.blending import blended
+from consilium.training.features import WithFeatures
+from consilium.training.looking import Looking
+from consilium.training.loop import Progress, train
+
+
+class LocalTraining:
+    """What a site's training needs; see Site."""
+
+    name: str
+    config: JobConfig
+    strategy: Strategy
+    model: nn.Module
+    task: Task
+    adapter: AdapterKind
+    observer: Observer
+    plan: Plan | None
+    noise_seed: int | None
+    should_stop: Callable[[], None]
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
+        if self.adapter.scale:
+            self.adapter.scale(self.model, self.config.adapter, factor)
+
+    def values(self) -> Tensors:
+        """Return the model's adapter tensors as they are now."""
+        return {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
+
+    def prepare(self, own: Tensors, start: Tensors, kept: Tensors, payload: Payload) -> tuple[Tensors, Tensors]:
+        """Let the strategy look at data before training; return what training starts from, and what the site keeps of it."""
+        if not self.strategy.looked_at:
+            return start, {}
+        seed = self._seed("look", payload)
+        look = Looking(self.model, self.task, self.config.training, seed, self.strategy.looked_at)
+        ordered = {name: start[name] for name in layers.tensors(self.model)}
+        begin, kept = self.strategy.before_training(own, ordered, kept, look)
+        layers.load(self.model, begin)
+        return begin, kept
+
+    def train_passes(self, passes: list[Pass], payload: Payload, memory: Tensors) -> dict[str, float]:
+        """Train pass after pass; return the loss of the last one, and the steps of all."""
+        steps, loss = 0.0, 0.0
+        for number, one in enumerate(passes):
+            self._mix(one.share)
+            trained = self._pass(set(one.trained), payload, memory, number)
+            steps, loss = steps + trained["steps"], trained["loss"]
+        self._mix(0.0)
+        return {"loss": loss, "steps": steps}
+
+    def _pass(self, trained: set[str], payload: Payload, memory: Tensors, number: int) -> dict[str, float]:
+        params = layers.tensors(self.model)
+        task = self.task
+        if FEATURE_SHIFT in self.strategy.parts:
+            penalty = self.strategy.feature_penalty
+            task = cast(Task, WithFeatures(task, lambda mean: penalty(mean, params, memory, payload.round)))
+
+        def watch(progress: Progress) -> None:
+            self.should_stop()
+            place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
+            self.observer(place | asdict(progress))
+
+        seed, hook = self._seed("train", payload, number), self.strategy.regularizer
+        private = dpsgd(self.plan, self._noise_seed(payload, number))
+        return train(self.model, task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+
+    def _seed(self, what: str, payload: Payload, number: int = 0) -> int:
+        """Return the seed of a part of a phase; of its first pass as if there were no other."""
+        return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
+
+    def _noise_seed(self, payload: Payload, number: int) -> int | None:
+        if self.noise_seed is None:
+            return None
+        return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase, *[number] * bool(number))
+
+    def _mix(self, share: float | Tensor) -> None:
+        """Give a local adapter its share of the forward pass, where there is one."""
+        if LOCAL_ADAPTER in self.strategy.parts and self.adapter.mix:
+            self.adapter.mix(self.model, self.config.adapter, share)
+
+    def personalized(self, closing: bool, payload: Payload) -> AbstractContextManager[None]:
+        """Return the block in which the model is the site's personalized one."""
+        blend = self.strategy.blend(closing)
+        if blend is None:
+            return nullcontext()
+        cut = cut_of(self.model, MODELS[self.config.model.name])
+        return blended(self.model, cut, self.task, self._mix, blend, self._seed("blend", payload))

@@ -1,0 +1,103 @@
+"""FedALA: before it trains, a site mixes the global model into its own, element by element, by weights that it learns.
+
+    theta_i <- theta_i + (theta_g - theta_i) * W_i            (Eq. 4; the top layers only, all others are the global ones)
+    W_i <- clip_[0,1](W_i - eta * dL/dtheta_i * (theta_g - theta_i))                                   (Eq. 5)
+
+W_i is 1 at first and kept from round to round. The first time it is learned until the losses settle, later in one pass.
+
+Our reading, where the paper leaves room or its code differs:
+- The paper counts layers of a network; here a layer is what an adapter adds to one (A and B, or a bottleneck) or a head.
+- The code takes a contiguous slice of the data; the paper draws at random, and so do we, anew every round.
+- The code learns "until the standard deviation of the last 10 losses is under 0.1", which need not come: `most_passes` ends it.
+- A site that has no tensors of its own yet starts from the global ones; the code compares one tensor to find out.
+- Looks are without adapter dropout. Moments of the optimizer play no part in them.
+
+Source: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "FedALA: Adaptive Local Aggregation for Personalized
+Federated Learning", AAAI 2023: Eq. 4 and 5, Algorithm 1. Uncertain: which layers the medical papers that compare with it took.
+"""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from consilium.messages import Payload, Tensors
+from consilium.schema import Factor, Positive
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.strategy import Look
+
+WINDOW = 10
+"""So many last losses say whether the weights have settled."""
+
+
+@dataclass(frozen=True)
+class FedALA(FedIT):
+    """Share every adapter tensor; sites start from mixtures of their own top `layers` (null: all) and the global ones.
+
+    `data`: the share of a site's training data that a pass looks at; `eta`: the weights' learning rate; `threshold`: the
+    standard deviation of losses under which they have settled; `most_passes`: where the first learning ends in any case.
+    """
+
+    name: ClassVar[str] = "fedala"
+
+    layers: Annotated[int, Field(ge=1, le=100_000)] | None = 1
+    data: Annotated[float, Field(gt=0, le=1)] = 0.8
+    eta: Positive = 1.0
+    threshold: Factor = 0.1
+    most_passes: Annotated[int, Field(ge=1, le=1000)] = 20
+
+    @property
+    def looked_at(self) -> float:
+        """See Strategy."""
+        return self.data
+
+    def refuses_records(self) -> str:
+        """See Strategy."""
+        return "strategy.name: 'fedala' looks at gradients without noise before training, for no privacy.unit record; use fedit"
+
+    def before_training(self, own: Tensors, start: Tensors, kept: Tensors, look: Look) -> tuple[Tensors, Tensors]:
+        """Return the mixture that training starts from, and the weights by tensor."""
+        upper = self.upper(start)
+        if not upper or not set(upper) <= own.keys():
+            return start, kept
+        gap = {name: start[name] - own[name] for name in upper}
+        weights = {name: kept[name] if name in kept else torch.ones_like(gap[name]) for name in upper}
+        losses: list[float] = []
+        while not losses or (not kept and not self.settled(losses)):
+            for _ in range(look.batches):
+                loss, gradients = look({**start, **mixture(own, gap, weights)}, upper)
+                weights = {n: (w - self.eta * gradients[n] * gap[n]).clamp(0, 1) for n, w in weights.items()}
+            losses.append(loss)
+        return {**start, **mixture(own, gap, weights)}, weights
+
+    def upper(self, names: Iterable[str]) -> list[str]:
+        """Return the tensors of the top layers, given those of all in the model's order."""
+        ordered = list(names)
+        found = list(dict.fromkeys(map(layer_of, ordered)))
+        top = set(found if self.layers is None else found[-self.layers :])
+        return [name for name in ordered if layer_of(name) in top]
+
+    def settled(self, losses: list[float]) -> bool:
+        """Tell whether the weights' first learning ends after passes with these last losses."""
+        if len(losses) >= self.most_passes:
+            return True
+        return len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
+
+    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
+        """Return what training and mixing together changed of the global tensors: the server averages theta_i."""
+        return super().upload(payload.tensors, end, payload)
+
+
+def layer_of(name: str) -> str:
+    """Return what a tensor's layer is called: "<layer>.lora_A" is of <layer>, "<place>.down.weight" of <place>."""
+    layer, _, own = name.rpartition(".")
+    return layer.removesuffix(".down").removesuffix(".up") if own in ("weight", "bias") else layer
+
+
+def mixture(own: Tensors, gap: Tensors, weights: dict[str, Tensor]) -> Tensors:
+    """Return own + gap * weights."""
+    return {name: own[name] + gap[name] * weight for name, weight in weights.items()}

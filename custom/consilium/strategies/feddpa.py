@@ -1,0 +1,102 @@
+"""FedDPA: beside the global adapter every site has a local one in the same layers.
+
+    y = W0 x + s ((1 - w) B_g A_g x + w B_l A_l x)
+
+Only the global adapter (and a head) travels, and it trains alone, w = 0. The local one trains with the global one frozen beside
+it, w = `local_share`: in FedDPA-T in every round, before the global one; in FedDPA-F once, after the last round. It is used by
+the site's personalized model with a weight of each sample's own:
+
+    w(x) = `most` * mean_s max(0, cos(h(x), h(x_s))),  over `examples` training records x_s of the site
+
+h is the representation between encoder and head, with the local adapter alone in place, as in the authors' code.
+
+Source's formula / our reading:
+- `local_share` 0.5, `most` 0.5 and five records are what the authors' code does; the paper's own symbols were not at hand.
+- cos may be negative; the code then weighs negatively, we take 0, record by record.
+- The authors draw the records anew for every sample; here they are drawn once an evaluation.
+- For sam and clip h is the image embedding's mean over places, and the class token. The records are augmented like in training.
+- For language the authors take h of the prompt's last token. An evaluation here scores answers by their likelihood, and would
+  weigh with the answer in sight: `weighting: fixed` is all there is, w = `most`.
+- The authors' code averages sites uniformly; here the job's `federation.weighting` says.
+- A local adapter starts fresh (A drawn, B = 0), at a new site too; one that a site has is kept when it misses rounds. In
+  FedDPA-F it is fitted to the closing model anew, so that a run that is prolonged goes on without it.
+
+Record level: both of T's passes are private and both are charged, though the local adapter never leaves. Refused: F, which
+trains after the last charge, and weights by similarity, which look at training records as they are.
+
+Source: Y. Yang, G. Long, T. Shen, J. Jiang, M. Blumenstein, "Dual-Personalizing Adapter for Federated Foundation Models",
+NeurIPS 2024, arXiv 2403.19211: Section 4.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from consilium.adapters.names import is_local
+from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.schema import Share
+from consilium.strategies.strategy import Blend, Pass, Role, Strategy
+
+
+@dataclass(frozen=True)
+class FedDPA(Strategy):
+    """Share the global adapter; the local one trains in every round (`variant` T) or after the last one (F).
+
+    `local_share`: its weight while it trains; `most`: its largest weight in use; `weighting`: by `similarity` to `examples`
+    training records, or `fixed` at `most`.
+    """
+
+    name: ClassVar[str] = "feddpa"
+    parts: ClassVar[frozenset[str]] = frozenset({LOCAL_ADAPTER})
+
+    variant: Literal["T", "F"] = "T"
+    weighting: Literal["similarity", "fixed"] = "similarity"
+    local_share: Share = 0.5
+    most: Share = 0.5
+    examples: Annotated[int, Field(ge=1, le=1000)] = 5
+
+    @property
+    def label(self) -> str:
+        """See Strategy."""
+        return f"{self.name} {self.variant}"
+
+    @classmethod
+    def variants(cls) -> list[Strategy]:
+        """See Strategy."""
+        return [cls(variant="T"), cls(variant="F")]
+
+    def refuses_records(self) -> str | None:
+        """See Strategy."""
+        if self.variant == "F":
+            return "strategy.variant: 'F' trains after the last round, for which privacy.unit record has no charge; use T"
+        if self.weighting == "similarity":
+            return "strategy.weighting: 'similarity' looks at training records once more, so no privacy.unit record; use fixed"
+        return None
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED for the global adapter and a head; the local one is LOCAL in T and FROZEN in F's rounds."""
+        if not is_local(name):
+            return Role.SHARED
+        return Role.LOCAL if self.variant == "T" else Role.FROZEN
+
+    def passes(self, names: Iterable[str], round: int, phase: int) -> list[Pass]:
+        """Return T's two passes, the local adapter's and the global one's; F's one."""
+        names = list(names)
+        last = Pass(frozenset(name for name in names if not is_local(name)))
+        return [self.local_pass(names), last] if self.variant == "T" else [last]
+
+    def closing_passes(self, names: Iterable[str]) -> list[Pass]:
+        """Return F's fit of the local adapter to the final global one; T's is ready."""
+        return [self.local_pass(names)] if self.variant == "F" else []
+
+    def local_pass(self, names: Iterable[str]) -> Pass:
+        """Return the pass that trains the local adapter."""
+        return Pass(frozenset(name for name in names if is_local(name)), self.local_share)
+
+    def blend(self, closing: bool) -> Blend | None:
+        """Return the local adapter's weight, where there is one that was trained."""
+        if self.variant == "F" and not closing:
+            return None
+        return Blend(self.most, self.examples if self.weighting == "similarity" else 0)
