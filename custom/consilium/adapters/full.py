@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import save_parameters
-from consilium.adapters.names import WHOLE, is_head
+from consilium.adapters.names import WHOLE_BASE, is_head
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
 from consilium.models.registry import ModelKind
 
@@ -23,7 +23,7 @@ class FullConfig(AdapterConfig):
 
 
 def _names(model: nn.Module, config: FullConfig) -> list[str]:
-    return [f"{WHOLE}.{name}" for name, _ in model.named_parameters() if not is_head(name)]
+    return [f"{WHOLE_BASE}.{name}" for name, _ in model.named_parameters() if not is_head(name)]
 
 
 def _shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:

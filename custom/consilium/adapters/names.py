@@ -15,7 +15,7 @@ from consilium.errors import ConfigError
 
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
-BASE, WHOLE = "base", "whole"
+BASE, WHOLE_BASE = "base", "whole"
 TAIL = ("tail_A", "tail_B")
 GATE = "gate"
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
@@ -44,7 +44,7 @@ def is_head(name: str) -> bool:
 
 def is_base(name: str) -> bool:
     """Tell whether a tensor is the change of a parameter of the base."""
-    return name.startswith((f"{BASE}.", f"{WHOLE}."))
+    return name.startswith((f"{BASE}.", f"{WHOLE_BASE}."))
 
 
 def is_frozen_part(name: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from consilium.adapters.names import WHOLE, bottleneck_count, factor, is_base, is_head
+from consilium.adapters.names import WHOLE_BASE, bottleneck_count, factor, is_base, is_head
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
@@ -60,7 +60,7 @@ def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
 
 
 def _is_whole(name: str) -> bool:
-    return name.startswith(f"{WHOLE}.")
+    return name.startswith(f"{WHOLE_BASE}.")
 
 
 def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
