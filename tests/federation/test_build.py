@@ -62,7 +62,7 @@ def test_what_trains_of_the_base_too(adapter: dict[str, Any], strategy: str) -> 
 @pytest.mark.parametrize(
     ("adapter", "strategy", "said"),
     [
-        (BOTTLENECK | {"decoder": "share"}, "fedsca", "adapter.decoder: 'share': strategy 'fedsca' keeps it at its site; use keep"),
+        (BOTTLENECK | {"decoder": "share"}, "fedsca", "decoder: 'share': strategy 'fedsca' keeps it at its site; use keep"),
         (BOTTLENECK | {"decoder": "keep"}, "fedit", "adapter.decoder: 'keep': strategy 'fedit' shares it; use share or freeze"),
         (ENCODER | {"decoder": "share"}, "fediat", "adapter.decoder: 'share': strategy 'fediat' has no rule .* use freeze"),
         (LORA | {"decoder": "share"}, "fedit", "adapter.targets: 'paper' adapts 'mask_decoder.* use encoder-qkv"),

@@ -1,6 +1,6 @@
 """Parts of the base that train: against plain loops over whole parameters, resumed, exported, kept and counted."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from consilium.data.datalist import read_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.build import Job, assemble_job, build_model, build_task
 from consilium.federation.engine import simulate
-from consilium.federation.trained import trained_set
-from consilium.models.unet.network import PictureUnet, build_unet
+from consilium.models.unet.network import build_unet
 from consilium.seeding import seed_for
 from consilium.storage import load_state
 from consilium.training.loop import stream

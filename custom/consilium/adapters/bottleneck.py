@@ -27,7 +27,10 @@ from consilium.storage import write_atomic
 
 
 class BottleneckConfig(AdapterConfig):
-    """Three bottleneck adapters in every block of SAM's image encoder. `width`: hidden features, a quarter of the block's by default."""
+    """Three bottleneck adapters in every block of SAM's image encoder.
+
+    `width`: hidden features, a quarter of the block's by default.
+    """
 
     kind: Literal["bottleneck"]
     width: Annotated[int, Field(ge=1, le=4096)] | None = None

@@ -1,6 +1,7 @@
-"""Full fine-tuning: no adapter, all of the base trains. It is what adapters are measured against (FedSCA's FedAvg-F, FedProx-F).
+"""Full fine-tuning: no adapter, all of the base trains.
 
-Also the way for a model that has no published weights to be frozen (unet).
+It is what adapters are measured against (FedAvg-F and FedProx-F of FedSCA's Table 3), and the way for a model that has no
+published weights to be frozen (unet).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """An adapter's tensors, whatever its kind: which they are, how they start, how they are read and written.
 
-names.py says how tensors are called. Parameters of the base that train too (a mask decoder, or all of them) start as the base has
-them. In the model they are parameters; sites and server keep and send their changes from the base.
+names.py says how tensors are called. Parameters of the base that train too (a mask decoder, or all of them) start as the base
+has them. In the model they are parameters; sites and server keep and send their changes from the base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -22,7 +22,8 @@ LARGEST = 2**29
 def check_size(numbers: int) -> None:
     """Raise ConfigError for an adapter of more `numbers` than a federation can carry; called before they take memory."""
     if numbers > LARGEST:
-        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, narrow targets, or use kind lora")
+        remedy = "lower rank or width, narrow targets, or use kind lora"
+        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; {remedy}")
 
 
 @dataclass(frozen=True)

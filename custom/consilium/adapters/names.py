@@ -2,10 +2,9 @@
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
 (out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
-"head.weight" and "head.bias" of a classifier's head, which is trained whole; "base.<parameter>" of a part of the base that trains
-beside the adapter (a mask decoder), "whole.<parameter>" where all of the base trains. What stands under these two is the change
-from the base: 0 at the start. So the server, which has no weights, needs none, and the mean of the changes is the mean of the
-parameters.
+"head.weight" and "head.bias" of a classifier's head, which is trained whole; "base.<parameter>" of a part of the base that
+trains beside the adapter (a mask decoder), "whole.<parameter>" where all of the base trains. What stands under these two is the
+change from the base, 0 at the start. So the server needs no weights, and the mean of the changes makes the mean of the parameters.
 """
 
 import re
@@ -29,8 +28,9 @@ def factor(name: str) -> str | None:
 
 
 def lora_factor(name: str, strategy: str) -> str | None:
-    """Return `factor(name)` for a strategy that is about LoRA; None for what trains beside it: a head, a part
-    of the base. Raises ConfigError for any other tensor.
+    """Return `factor(name)` for a strategy that is about LoRA; None for what trains beside it, a head or a part of the base.
+
+    Raises ConfigError for any other tensor.
     """
     if factor(name) is None and not is_head(name) and not name.startswith(f"{BASE}."):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")

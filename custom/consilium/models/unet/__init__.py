@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from consilium.errors import ConfigError
 from consilium.models.registry import ModelConfig, ModelKind
 from consilium.schema import Seed
 
@@ -24,7 +25,7 @@ class UnetConfig(ModelConfig):
     name: Literal["unet"]
     variant: Literal["unet", "resunet"]
     image_size: Annotated[int, Field(ge=32, le=4096, multiple_of=16, description="pixels, a multiple of 16")]
-    width: Annotated[int, Field(ge=1, le=256, description="channels of the first of five levels; each next has twice as many")] = 64
+    width: Annotated[int, Field(ge=1, le=256, description="channels of the first of five levels, doubled in each next")] = 64
     seed: Seed = 0
 
     @property
@@ -41,6 +42,10 @@ class UnetConfig(ModelConfig):
 def _build(config: UnetConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
     from consilium.models.unet.network import build_unet
 
+    if getattr(task, "prompt", "none") != "none":
+        raise ConfigError(f"task.prompt: {task.prompt!r}: model unet takes no prompts; use none")
+    if use_checkpointing:
+        raise ConfigError("training.gradient_checkpointing: model unet has none; use false")
     return build_unet(config.variant, config.width, len(task.classes), config.seed, checkpoint if weights else None)
 
 

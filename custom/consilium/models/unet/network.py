@@ -29,6 +29,8 @@ SPREAD = 58.0
 class PictureUnet(nn.Module):
     """MONAI's UNet on RGB pictures in 0..255."""
 
+    mean: Tensor
+
     def __init__(self, variant: Literal["unet", "resunet"], width: int, classes: int) -> None:
         super().__init__()
         channels = [width * 2**level for level in range(LEVELS)]
@@ -36,7 +38,7 @@ class PictureUnet(nn.Module):
         self.register_buffer("mean", torch.tensor(MEAN, dtype=torch.float32).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S). It has no prompts, so `boxes` say nothing to it."""
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); there are no `boxes`, it has no prompts."""
         return self.net((images - self.mean) / SPREAD)
 
 
