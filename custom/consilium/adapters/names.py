@@ -4,7 +4,7 @@
 (out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
 "head.weight" and "head.bias" of a classifier's head, which is trained whole; "base.<parameter>" of a part of the base that
 trains beside the adapter (a mask decoder), "whole.<parameter>" where all of the base trains. What stands under these two is the
-change from the base, 0 at the start. So the server needs no weights, and the mean of the changes makes the mean of the parameters.
+change from the base, 0 at the start. So the server needs no weights, and the mean of the changes is that of the parameters.
 """
 
 import re

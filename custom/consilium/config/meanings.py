@@ -46,7 +46,7 @@ MEANINGS: dict[str, str] = {
     "LoraConfig.decoder": _DECODER,
     "BottleneckConfig.decoder": _DECODER,
     "UnetConfig.variant": "plain, or with residual units",
-    "UnetConfig.checkpoint": "an earlier run's model.safetensors; may start with `${SITE}`. Without it `seed` draws the weights",
+    "UnetConfig.checkpoint": "an earlier run's model.safetensors; may start with `${SITE}`; else `seed` draws the weights",
     "UnetConfig.seed": "of the first weights, the same at every site",
     "DualRankConfig.dropout": "of the adapter's input",
     "SegmentationConfig.prompt": "`box` gives the model the box around each class",

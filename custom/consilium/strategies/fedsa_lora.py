@@ -5,7 +5,8 @@ The server's own model has B = 0, so only per-site evaluation means anything.
 On bottleneck adapters, A(f) = M_u GELU(M_d f) + f, M_d stands where A does and M_u where B does.
 Source's formula: A = sum_k p_k A_k, B_k stays; it knows no bottlenecks. FedSCA's tables have a row "FedSA" on them
 and say only that the "global module" travels. Our reading: M_d with its bias is shared, M_u with its bias and a trained decoder
-stay. Uncertain: which half it was, and the decoder. Their 2.8G is half of the 5.5G of adapters and decoder together; ours sends 2.0G.
+stay. Uncertain: which half it was, and the decoder. Their 2.8G is half of the 5.5G of adapters and decoder together; ours sends
+2.0G.
 
 Source: P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu, "Selective Aggregation for Low-Rank Adaptation in Federated
 Learning", ICLR 2025.
