@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.adapters.names import is_base
 from consilium.cli.main import main
 from consilium.config.job import JobConfig
 from consilium.federation.build import Job, assemble_job
@@ -48,7 +49,7 @@ def strategy_of(options: dict[str, Any]) -> Strategy:
 
 def initial(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of a model's adapter."""
-    live = {n: t for n, t in layers.tensors(model).items() if n not in layers.trainable_base_parameters(model)}
+    live = {n: t for n, t in layers.tensors(model).items() if not is_base(n)}
     return {name: layers.start(name, tuple(tensor.shape), seed) for name, tensor in live.items()}
 
 

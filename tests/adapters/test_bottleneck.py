@@ -9,15 +9,20 @@ from safetensors.torch import load_file
 
 from consilium.adapters import bottleneck, layers
 from consilium.adapters.names import bottleneck_count, bottleneck_position
+from consilium.adapters.registry import Decoder
 from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
-from consilium.strategies.fedit import FedIT
-from tests.conftest import initial, small_config
+from tests.conftest import initial
+
+DECODERS: tuple[Decoder, ...] = ("freeze", "keep", "share")
 
 
-def tiny(decoder: bool = False, width: int | None = 4) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+def decoder_parameters(model: torch.nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if name.startswith("mask_decoder.")}
+
+
+def tiny(decoder: Decoder = "freeze", width: int | None = 4) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     model, images = build_sam("tiny", None, 64, 2), torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
     with torch.no_grad():
         before = model(images)
@@ -59,7 +64,7 @@ def test_the_formula_of_one_adapter() -> None:
 def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
     with torch.device("meta"):
         model = build_sam("vit_b", None, 1024, 1, weights=False)
-        bottleneck.inject(model, None, False)
+        bottleneck.inject(model, None)
     names = list(layers.tensors(model))
     assert bottleneck_count(names) == 36
     assert bottleneck_position("image_encoder.blocks.0.adapter_attention.down.weight") == 0
@@ -73,17 +78,16 @@ def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
 
 
 def test_only_adapters_train_and_a_decoder_where_it_may() -> None:
-    for decoder in (False, True):
+    for decoder in DECODERS:
         model, _, _ = tiny(decoder)
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert trained == layers.tensors(model).keys()
-        assert any(n.startswith("mask_decoder.") for n in trained) == decoder
-        assert not any(n.startswith("mask_decoder.") for n in initial(model, 0))
+        assert trained == {n.removeprefix("base.") for n in layers.tensors(model)}
+        assert {n for n in trained if "adapter_" not in n} == (decoder_parameters(model) if decoder != "freeze" else set())
 
 
 def test_the_base_is_evaluated_with_its_own_decoder() -> None:
-    model, images, before = tiny(decoder=True)
-    layers.load(model, initial(model, 0) | layers.trainable_base_parameters(model))
+    model, images, before = tiny(decoder="keep")
+    layers.load(model, initial(model, 0) | layers.unchanged(model))
     with torch.no_grad():
         assert torch.equal(model(images), before)
         for parameter in layers.tensors(model).values():
@@ -95,6 +99,16 @@ def test_the_base_is_evaluated_with_its_own_decoder() -> None:
     assert not torch.equal(moved, before)
 
 
+def test_a_change_of_the_base_is_what_was_added_to_its_parameter() -> None:
+    model, _, _ = tiny(decoder="share")
+    parameter = dict(model.named_parameters())["mask_decoder.iou_token.weight"]
+    before, change = parameter.detach().clone(), {"base.mask_decoder.iou_token.weight": torch.full((1, 64), 0.25)}
+    layers.load(model, initial(model, 0) | layers.unchanged(model) | change)
+    assert torch.equal(parameter, before + 0.25)
+    assert torch.allclose(layers.values(model)["base.mask_decoder.iou_token.weight"], torch.full((1, 64), 0.25), atol=1e-6)
+    assert torch.equal(layers.parameters_of(model, change)["mask_decoder.iou_token.weight"], before + 0.25)
+
+
 def test_export_holds_every_tensor(tmp_path: Path) -> None:
     model, _, _ = tiny()
     values = {n: p.detach() for n, p in layers.tensors(model).items()}
@@ -104,10 +118,6 @@ def test_export_holds_every_tensor(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter.json").read_text())["adapters"] == 12
 
 
-def test_a_model_without_such_blocks_and_a_decoder_that_would_be_shared_are_named() -> None:
+def test_a_model_without_such_blocks_is_named() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.kind: 'bottleneck' needs"):
-        bottleneck.inject(build_clip("tiny", None, 64, 2), None, False)
-    config = small_config("fedsca")
-    sharing = config.model_copy(update={"strategy": FedIT(), "adapter": config.adapter.model_copy(update={"decoder": True})})
-    with pytest.raises(ConfigError, match=r"adapter\.decoder: true: strategy 'fedit' would share 'mask_decoder"):
-        assemble_job(sharing)
+        bottleneck.inject(build_clip("tiny", None, 64, 2), None)

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 
 from consilium.adapters import layers
+from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
@@ -33,14 +33,71 @@ def test_the_server_lays_out_what_a_site_injects(model: str, adapter: dict[str, 
     assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items()]
 
 
-@pytest.mark.parametrize("decoder", [False, True])
-def test_bottlenecks_too_and_the_decoder_stays_at_the_site(decoder: bool) -> None:
-    made = job("sam", BOTTLENECK | {"decoder": decoder}, "fedsca")
-    model = build_model(made.config, SiteConfig())
-    base, live = layers.trainable_base_parameters(model), layers.tensors(model)
-    assert bool(base) == decoder
-    assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items() if n not in base]
-    assert all(name.startswith("mask_decoder.") and torch.equal(live[name], t) for name, t in base.items())
+ENCODER = LORA | {"targets": "encoder-qkv"}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "strategy"),
+    [
+        (BOTTLENECK, "fedsca"),
+        (BOTTLENECK | {"decoder": "keep"}, "fedsca"),
+        (BOTTLENECK | {"decoder": "share"}, "fedprox"),
+        (ENCODER | {"decoder": "keep"}, "fedsa_lora"),
+        (ENCODER | {"decoder": "share"}, "ffa_lora"),
+        ({"kind": "full"}, "fedit"),
+    ],
+)
+def test_what_trains_of_the_base_too(adapter: dict[str, Any], strategy: str) -> None:
+    """Its changes start at 0, and travel where the strategy shares them."""
+    made = job("sam", adapter, strategy)
+    live = layers.tensors(build_model(made.config, SiteConfig()))
+    assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items()]
+    base = [n for n in made.initial if is_base(n)]
+    assert bool(base) == (adapter.get("decoder", "freeze") != "freeze" or adapter["kind"] == "full")
+    assert not any(made.initial[n].any() for n in base)
+    state = made.strategy.init_state(made.initial)
+    assert all((n in state.shared) == (strategy not in ("fedsca", "fedsa_lora")) and n not in state.initial for n in base)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "strategy", "said"),
+    [
+        (BOTTLENECK | {"decoder": "share"}, "fedsca", "decoder: 'share': strategy 'fedsca' keeps it at its site; use keep"),
+        (BOTTLENECK | {"decoder": "keep"}, "fedit", "adapter.decoder: 'keep': strategy 'fedit' shares it; use share or freeze"),
+        (ENCODER | {"decoder": "share"}, "fediat", "adapter.decoder: 'share': strategy 'fediat' has no rule .* use freeze"),
+        (LORA | {"decoder": "share"}, "fedit", "adapter.targets: 'paper' adapts 'mask_decoder.* use encoder-qkv"),
+        ({"kind": "full"}, "fedsca", "strategy fedsca cannot place adapter tensor 'whole"),
+        ({"kind": "full"}, "fedsa_lora", "strategy fedsa_lora cannot place adapter tensor 'whole"),
+        ({"kind": "full"}, "lora_fair", "strategy lora_fair cannot place adapter tensor 'whole"),
+        ({"kind": "full"}, "fedhera", "adapter.kind: 'full': strategy 'fedhera' gives sites unequal ranks"),
+        (BOTTLENECK, "deer", "strategy deer cannot place adapter tensor .* use adapter kind lora"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(adapter: dict[str, Any], strategy: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job("sam", adapter, strategy)
+
+
+def test_a_model_without_a_decoder_or_linear_layers_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
+        job("clip", LORA | {"decoder": "share"})
+    raw = small_config("fedit").model_dump() | {"model": {"name": "unet", "variant": "unet", "image_size": 32, "width": 2}}
+    with pytest.raises(ConfigError, match=r"adapter\.kind: the model has no linear layers to adapt; use kind full"):
+        assemble_job(JobConfig.model_validate(raw))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"kind": "full"}, "adapter.kind: 'full': has no per-sample gradients"),
+        (ENCODER | {"decoder": "share"}, "adapter.decoder: 'share': privacy.unit record covers linear layers only"),
+    ],
+)
+def test_record_level_privacy_does_not_cover_the_base(adapter: dict[str, Any], said: str) -> None:
+    raw = small_config("fedit").model_dump() | {"adapter": adapter}
+    raw["privacy"] = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
+    with pytest.raises(ConfigError, match=said):
+        assemble_job(JobConfig.model_validate(raw))
 
 
 def test_a_strategy_that_scales_by_the_round_is_refused_where_the_adapter_cannot() -> None:

@@ -18,22 +18,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.adapters.base import decoder_names
 from consilium.adapters.names import PLACES, bottleneck_count
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.errors import ConfigError
 from consilium.models.registry import ModelKind
 from consilium.storage import write_atomic
 
 
 class BottleneckConfig(AdapterConfig):
-    """Three bottleneck adapters in every block of SAM's image encoder. `decoder`: the mask decoder trains too, at its site.
+    """Three bottleneck adapters in every block of SAM's image encoder.
 
     `width`: hidden features, a quarter of the block's by default.
     """
 
     kind: Literal["bottleneck"]
     width: Annotated[int, Field(ge=1, le=4096)] | None = None
-    decoder: bool = False
+    decoder: Decoder = "freeze"
 
 
 PARALLEL_SCALE = 0.5
@@ -76,20 +77,15 @@ def _blocks(model: nn.Module) -> Any:
     return blocks
 
 
-def inject(model: nn.Module, width: int | None, decoder: bool) -> None:
-    """Freeze `model` and add three bottlenecks to every block of its image encoder; `decoder` lets the mask decoder train.
+def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> None:
+    """Freeze `model` and add three bottlenecks to every block of its image encoder; the mask `decoder` may train too.
 
     `width`: hidden features, a quarter of the block's by default. Raises ConfigError as `shapes`.
     """
     names = list(shapes(model, width))
     for block in _blocks(model):
         _add(block, block.norm1.normalized_shape[0], width)
-    layers.freeze_base(model, names, decoder_names(model) if decoder else [])
-
-
-def decoder_names(model: nn.Module) -> list[str]:
-    """Return the names of the mask decoder's parameters."""
-    return [name for name, _ in model.named_parameters() if name.startswith("mask_decoder.")]
+    layers.freeze_base(model, names, decoder_names(model, decoder))
 
 
 def _add(block: Any, features: int, width: int | None) -> None:
@@ -129,7 +125,7 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig
 
 
 def _trainable_base(model: nn.Module, config: BottleneckConfig) -> list[str]:
-    return decoder_names(model) if config.decoder else []
+    return decoder_names(model, config.decoder)
 
 
 BOTTLENECK = AdapterKind(BottleneckConfig, _shapes, _inject, _export, _trainable_base)

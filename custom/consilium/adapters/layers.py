@@ -1,7 +1,7 @@
 """An adapter's tensors, whatever its kind: which they are, how they start, how they are read and written.
 
-names.py says how tensors are called. Parameters of the base that train too (a mask decoder) start as the base has them and
-never leave a site.
+names.py says how tensors are called. Parameters of the base that train too (a mask decoder, or all of them) start as the base
+has them. In the model they are parameters; sites and server keep and send their changes from the base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters.names import HEAD, LOCAL, factor
+from consilium.adapters.names import HEAD, LOCAL, factor, is_base
 from consilium.errors import CheckpointError, ConfigError
 from consilium.seeding import seed_for
 
@@ -22,12 +22,15 @@ LARGEST = 2**29
 def check_size(numbers: int) -> None:
     """Raise ConfigError for an adapter of more `numbers` than a federation can carry; called before they take memory."""
     if numbers > LARGEST:
-        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; lower rank or width, or narrow targets")
+        remedy = "lower rank or width, narrow targets, or use kind lora"
+        raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; {remedy}")
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a model with an adapter knows of it: the names of what trains, and parameters of the base as the base has them."""
+    """What a model with an adapter knows of it: the names of what trains, and the values in the base of its own
+    parameters that do.
+    """
 
     names: Set[str]
     base: dict[str, Tensor]
@@ -47,12 +50,15 @@ class AdapterModule(nn.Module):
 
 
 def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = ()) -> None:
-    """Freeze `model` but for its head, its adapter's parameters `trained` (as PEFT or we name them), and those of `base`."""
-    own, base = {_short(n) for n in trained} | set(_head(model)), frozenset(base)
+    """Freeze `model` but for its head, its adapter's parameters `trained` (as PEFT or we name them), and those of `base`.
+
+    `base` are names as in names.py, with what they begin with.
+    """
+    own, of_base = {_short(n) for n in trained} | set(_head(model)), {_parameter(n): n for n in base}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_short(name) in own | base)
-    kept = {n: p.detach().clone() for n, p in model.named_parameters() if n in base}
-    object.__setattr__(model, "adapter", Adapted(own | base, kept))
+        parameter.requires_grad_(_short(name) in own or name in of_base)
+    kept = {of_base[n]: p.detach().clone() for n, p in model.named_parameters() if n in of_base}
+    object.__setattr__(model, "adapter", Adapted(own | kept.keys(), kept))
 
 
 def add_names(model: nn.Module, names: Iterable[str]) -> None:
@@ -62,9 +68,14 @@ def add_names(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail)."""
-    names = _adapted(model).names
-    found: dict[str, Tensor] = {_short(name): p for name, p in model.named_parameters() if _short(name) in names}
+    """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail).
+
+    Those of the base are the parameters themselves, not their changes: what an optimizer takes.
+    """
+    adapted = _adapted(model)
+    of_base = {_parameter(n): n for n in adapted.base}
+    called = [(of_base.get(name, _short(name)), p) for name, p in model.named_parameters()]
+    found: dict[str, Tensor] = {name: p for name, p in called if name in adapted.names}
     for name, module in _modules(model):
         found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
     return found
@@ -82,9 +93,21 @@ def _modules(model: nn.Module) -> list[tuple[str, AdapterModule]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule)]
 
 
-def trainable_base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of the base that train too, as the base has them."""
-    return dict(_adapted(model).base)
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the adapter's tensors on the processor, as sites keep and send them: of the base, its changes."""
+    held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted(model).base
+    return {name: tensor - base[name].cpu() if name in base else tensor.clone() for name, tensor in held.items()}
+
+
+def unchanged(model: nn.Module) -> dict[str, Tensor]:
+    """Return the changes of the base's parameters that train, before any training: 0."""
+    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted(model).base.items()}
+
+
+def parameters_of(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the base's parameters, by their names in it, that `values` (changes) make of it."""
+    base = _adapted(model).base
+    return {_parameter(name): base[name].cpu() + change.cpu() for name, change in values.items() if name in base}
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -95,7 +118,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         by_module.setdefault(module, {})[own] = tensor
     for own, part in _modules(model):
         part.fit(by_module.get(own, {}))
-    live = tensors(model)
+    live, base = tensors(model), _adapted(model).base
     if wrong := sorted(live.keys() ^ values.keys()):
         raise CheckpointError(f"adapter tensor {wrong[0]!r} is not in both model and state; same job.yaml for both?")
     with torch.no_grad():
@@ -103,7 +126,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             if parameter.shape != values[name].shape:
                 shapes = f"{tuple(values[name].shape)}, the model needs {tuple(parameter.shape)}"
                 raise CheckpointError(f"adapter tensor {name!r} has shape {shapes}; same adapter section for both?")
-            parameter.copy_(values[name])
+            parameter.copy_(base[name].cpu() + values[name].cpu() if name in base else values[name])
 
 
 def head_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -116,7 +139,7 @@ def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
     They are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing changes at the start.
     """
-    if factor(name) != "A" and not name.endswith((".local_A", ".down.weight")):
+    if is_base(name) or (factor(name) != "A" and not name.endswith((".local_A", ".down.weight"))):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, "adapter", name))
     bound = shape[1] ** -0.5  # Kaiming-uniform with a = sqrt 5 is uniform within 1 / sqrt(fan_in)
@@ -148,6 +171,11 @@ def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in values.items():
             live[name].copy_(value)
+
+
+def _parameter(name: str) -> str:
+    """Return what the base calls a parameter that the adapter calls `name`."""
+    return name.partition(".")[2]
 
 
 def _short(name: str) -> str:

@@ -13,8 +13,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.names import HEAD, LOCAL, factor, is_local
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
+from consilium.adapters.base import DECODER, decoder_names, save_parameters
+from consilium.adapters.names import HEAD, LOCAL, factor, is_head, is_local
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.errors import ConfigError
 from consilium.models.registry import ModelKind, TargetSet
@@ -35,6 +36,7 @@ class LoraConfig(AdapterConfig):
     alpha: Annotated[Positive, Field(default_factory=lambda section: float(section["rank"]))]
     targets: str = "paper"
     dropout: Dropout = 0.0
+    decoder: Decoder = "freeze"
 
     @property
     def product_scaling(self) -> float:
@@ -65,14 +67,20 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     return found
 
 
-def inject(model: nn.Module, rank: int, alpha: float, target: TargetSet, dropout: float = 0.0) -> None:
-    """Freeze `model` but for its head, and add LoRA in place to the layers of `target`. Raises ConfigError as `shapes`."""
+def inject(
+    model: nn.Module, rank: int, alpha: float, target: TargetSet, dropout: float = 0.0, decoder: Decoder = "freeze"
+) -> None:
+    """Freeze `model` but for its head, and add LoRA in place to the layers of `target`; the mask `decoder` may train too.
+
+    Raises ConfigError as `shapes`.
+    """
     from peft import inject_adapter_in_model
 
     names = [name.removesuffix(".lora_A") for name in shapes(model, rank, target) if factor(name) == "A"]
     whole = "|".join(map(re.escape, names))  # a list of names would also match every name that ends like one of them
     inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model)
-    layers.freeze_base(model, [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n])
+    factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
+    layers.freeze_base(model, factors, decoder_names(model, decoder))
 
 
 def scale(model: nn.Module, value: float) -> None:
@@ -162,23 +170,33 @@ def _layer(name: str) -> str:
 
 
 def _shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:
-    return shapes(model, config.rank, base.target(config.targets))
+    found = shapes(model, config.rank, base.target(config.targets))
+    if config.decoder != "freeze" and (twice := next((name for name in found if name.startswith(DECODER)), None)):
+        what = f"{config.targets!r} adapts {twice.rpartition('.')[0]!r}, which decoder: {config.decoder} trains whole"
+        raise ConfigError(f"adapter.targets: {what}; use encoder-qkv, or decoder: freeze")
+    return found
 
 
 def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
-    inject(model, config.rank, config.alpha, base.target(config.targets), config.dropout)
+    inject(model, config.rank, config.alpha, base.target(config.targets), config.dropout, config.decoder)
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     target = base.targets.get(config.targets)  # a regex of the user's may match more than linear layers
-    own = {n: t for n, t in values.items() if not is_local(n)}
+    own = {n: t for n, t in values.items() if factor(n) or is_head(n)}
     save_peft(folder, own, config.rank, config.alpha, name, target)
     if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
         save_peft(folder / "local", local, config.rank, config.alpha, name, target)
+    rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
+    save_parameters(folder / "decoder.safetensors", rest)
 
 
 def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
     scale(model, config.product_scaling * factor)
+
+
+def _trainable_base(model: nn.Module, config: LoraConfig) -> list[str]:
+    return decoder_names(model, config.decoder)
 
 
 def _add_local(model: nn.Module, config: LoraConfig) -> None:
@@ -189,4 +207,4 @@ def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:
     mix(model, config.product_scaling, share)
 
 
-LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale, add_local=_add_local, mix=_mix)
+LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, _trainable_base, scale=_scale, add_local=_add_local, mix=_mix)

@@ -2,9 +2,11 @@
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
 (out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
-"head.weight" and "head.bias" of a classifier's head, which is trained whole. What a strategy may ask for beside the job's
-adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA; "feature_shift.shift" and ".mean" (C,) between encoder and
-head. Any other name is a parameter of the base.
+"head.weight" and "head.bias" of a classifier's head, which is trained whole; "base.<parameter>" of a part of the base that
+trains beside the adapter (a mask decoder), "whole.<parameter>" where all of the base trains. What stands under these two is the
+change from the base, 0 at the start. So the server needs no weights, and the mean of the changes is that of the parameters.
+What a strategy may ask for beside the job's adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA;
+"feature_shift.shift" and ".mean" (C,) between encoder and head.
 """
 
 import re
@@ -14,6 +16,7 @@ from consilium.errors import ConfigError
 
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
+BASE, WHOLE_BASE = "base", "whole"
 TAIL = ("tail_A", "tail_B")
 GATE = "gate"
 LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
@@ -30,8 +33,11 @@ def factor(name: str) -> str | None:
 
 
 def lora_factor(name: str, strategy: str) -> str | None:
-    """Return `factor(name)` for a strategy that is about LoRA; None for a head. Raises ConfigError for any other tensor."""
-    if factor(name) is None and not is_head(name):
+    """Return `factor(name)` for a strategy that is about LoRA; None for what trains beside it, a head or a part of the base.
+
+    Raises ConfigError for any other tensor.
+    """
+    if factor(name) is None and not is_head(name) and not name.startswith(f"{BASE}."):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")
     return factor(name)
 
@@ -57,6 +63,11 @@ def is_head(name: str) -> bool:
     return name.startswith(f"{HEAD}.")
 
 
+def is_base(name: str) -> bool:
+    """Tell whether a tensor is the change of a parameter of the base."""
+    return name.startswith((f"{BASE}.", f"{WHOLE_BASE}."))
+
+
 def is_frozen_part(name: str) -> bool:
     """Tell whether a tensor is a dual-rank adapter's tail or gate, which never train."""
     return name.rpartition(".")[2] in (*TAIL, GATE)
@@ -66,6 +77,12 @@ def bottleneck_position(name: str) -> int | None:
     """Return which bottleneck a tensor belongs to, from 0 at the input; None for any other tensor."""
     found = _BOTTLENECK.fullmatch(name)
     return None if found is None else len(PLACES) * int(found[1]) + PLACES.index(found[2])
+
+
+def bottleneck_half(name: str) -> str | None:
+    """Return "down" or "up" for a bottleneck's tensor, None for any other."""
+    found = _BOTTLENECK.fullmatch(name)
+    return None if found is None else found[3]
 
 
 def bottleneck_count(names: Iterable[str]) -> int:

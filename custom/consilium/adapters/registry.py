@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from consilium.models.registry import ModelKind
 from consilium.registry import Registry
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Shapes = dict[str, tuple[int, ...]]
+Decoder = Literal["share", "keep", "freeze"]
+"""What becomes of SAM's mask decoder: it trains and is shared, it trains and stays at its site, or it does not train."""
 
 
 class AdapterConfig(Section):
@@ -39,7 +41,7 @@ class AdapterKind:
 
     `shapes(model, config, base)`: its tensors' names and shapes, in the order of the model's modules, on a base without it (a
     head not counted); `inject(model, config, base)` puts it in; `export(folder, values, config, base, name)` writes a whole
-    one for others; `trainable_base(model, config)`: parameters of the base that train too and never leave their site;
+    one for others; `trainable_base(model, config)`: the tensors that are changes of the base's parameters (names.is_base);
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
     adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
     `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
@@ -66,6 +68,7 @@ ADAPTERS: Registry[AdapterKind] = Registry(
         "lora": "consilium.adapters.lora:LORA",
         "dual_rank": "consilium.adapters.dual_rank:DUAL_RANK",
         "bottleneck": "consilium.adapters.bottleneck:BOTTLENECK",
+        "full": "consilium.adapters.full:FULL",
     },
     "consilium.adapters",
     "consilium.adapters.registry:AdapterKind",

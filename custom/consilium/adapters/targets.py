@@ -23,6 +23,8 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
         for n, m in model.named_modules()
         if isinstance(m, nn.Linear) and n.partition(".")[0] != HEAD and pattern.fullmatch(n)
     }
+    if not any(isinstance(module, nn.Linear) for module in model.modules()):
+        raise ConfigError("adapter.kind: the model has no linear layers to adapt; use kind full, which trains it whole")
     if not linear:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"

@@ -83,13 +83,16 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.federation.build import assemble_job
     from consilium.federation.cost import adapters, compare
+    from consilium.federation.trained import trained_set
 
     config, source = load(job, [])
     ready = assemble_job(config, source)
-    costs, bottlenecks = compare(ready), adapters(ready)
+    costs, bottlenecks, trained = compare(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     if format is Format.JSON:
-        print(json.dumps([c.to_dict() | (bottlenecks or {} if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
+        own = {"trained_set": trained, **(bottlenecks or {})}
+        print(json.dumps([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
+    typer.echo(f"trains: {trained}")
     if bottlenecks:
         k, each, low, saved = bottlenecks.values()
         typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")

@@ -2,6 +2,8 @@
 
 _RELATIVE = "a relative path starts at this file's folder"
 
+_DECODER = "SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"
+
 MEANINGS: dict[str, str] = {
     # job.yaml
     "JobConfig.name": "the job's name, also of its folder",
@@ -41,6 +43,11 @@ MEANINGS: dict[str, str] = {
     "LoraConfig.alpha": "B A is multiplied by alpha / rank; without it alpha is the rank, so by 1 at every rank",
     "LoraConfig.targets": "a set of the model's (paper, qv, all-linear ...) or a regular expression (RE2) on module names",
     "LoraConfig.dropout": "of the adapter's input",
+    "LoraConfig.decoder": _DECODER,
+    "BottleneckConfig.decoder": _DECODER,
+    "UnetConfig.variant": "plain, or with residual units",
+    "UnetConfig.checkpoint": "an earlier run's model.safetensors; may start with `${SITE}`; else `seed` draws the weights",
+    "UnetConfig.seed": "of the first weights, the same at every site",
     "DualRankConfig.dropout": "of the adapter's input",
     "SegmentationConfig.prompt": "`box` gives the model the box around each class",
     "SegmentationConfig.slices": "planes of a volume whose entry names none",

@@ -16,13 +16,14 @@ from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site
+from consilium.federation.trained import base_shapes, check_base
 from consilium.messages import Observer, Tensors, allowed_metrics
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.statistics import Terms
-from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
 
@@ -54,14 +55,16 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     with torch.device("meta"):
         model = _bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
-        shapes = own | part_shapes(config.strategy.parts, own, model, base) | layers.head_shapes(model)
+        names = adapter.trainable_base(model, config.adapter)
+        shapes = own | part_shapes(config.strategy.parts, own, model, base)
+        shapes |= base_shapes(model, names) | layers.head_shapes(model)
     begin, seed = adapter.start or layers.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
     _check_adapter(config, adapter, source)
+    check_base(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
     _check_blend(job, base, source)
-    _check_base(job, adapter.trainable_base(model, config.adapter), source)
     _check_privacy(job, source)
     make_plan(config, job.strategy)
     return job
@@ -90,13 +93,6 @@ def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
     if blend and blend.examples and base.tokenizer:
         what = "would weigh a text by prompt and answer, which scores must not see"
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
-
-
-def _check_base(job: Job, names: list[str], source: Path | str) -> None:
-    """Raise ConfigError for a strategy that would share parameters of the base, which never leave a site."""
-    if shared := [name for name in names if job.strategy.role(name, 0, 0) is not Role.LOCAL]:
-        who = f"strategy {job.strategy.name!r} would share {shared[0]!r}"
-        raise ConfigError(f"{source}: adapter.decoder: true: {who}, which never leaves a site; use fedsca, or false")
 
 
 def _check_privacy(job: Job, source: Path | str) -> None:

@@ -16,6 +16,7 @@ from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
+from consilium.federation.trained import as_changes
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, privatize, system_normal
 from consilium.privacy.plan import Plan, make_plan
@@ -230,7 +231,7 @@ class Coordinator:
         self.log.finish(self.plan)
         if self.job.config.trains and self.job.strategy.needs == "sums" and not self._keeps_local():
             shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
-            export_adapter(self.folder / "adapter", self.state.initial | shared, self.job.config)
+            export_adapter(self.folder / "adapter", as_changes(self.state.initial | shared), self.job.config)
 
     def _keeps_local(self) -> bool:
         """Tell whether sites keep parts of the adapter for themselves."""

@@ -44,7 +44,7 @@ class LocalTraining:
 
     def values(self) -> Tensors:
         """Return the model's adapter tensors as they are now."""
-        return {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
+        return layers.values(self.model)
 
     def prepare(self, own: Tensors, start: Tensors, kept: Tensors, payload: Payload) -> tuple[Tensors, Tensors]:
         """Let the strategy look at data before training; return what training starts from, and what the site keeps of it."""

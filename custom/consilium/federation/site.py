@@ -12,7 +12,7 @@ from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
-from consilium.adapters.names import MEAN, SHIFT
+from consilium.adapters.names import MEAN, SHIFT, is_base
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
@@ -161,7 +161,8 @@ class Site(LocalTraining):
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
-        export_adapter(self.folder / "adapter", final, self.config)
+        own = {name: tensor for name, tensor in final.items() if not is_base(name)}
+        export_adapter(self.folder / "adapter", own | layers.parameters_of(self.model, final), self.config)
         self._draw(examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
@@ -230,7 +231,7 @@ class Site(LocalTraining):
     def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
         """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
         if not self._file(run).exists():
-            return layers.trainable_base_parameters(self.model), None, Payload(-1, -1, {})
+            return layers.unchanged(self.model), None, Payload(-1, -1, {})
         tensors, meta = load_state(self._file(run))
         params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}

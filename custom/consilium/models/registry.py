@@ -92,6 +92,7 @@ MODELS: Registry[ModelKind] = Registry(
         "sam": "consilium.models.sam:SAM",
         "clip": "consilium.models.clip:CLIP",
         "causal_lm": "consilium.models.causal_lm:CAUSAL_LM",
+        "unet": "consilium.models.unet:UNET",
     },
     "consilium.models",
     "consilium.models.registry:ModelKind",

@@ -2,6 +2,12 @@
 
 The server's own model has B = 0, so only per-site evaluation means anything.
 
+On bottleneck adapters, A(f) = M_u GELU(M_d f) + f, M_d stands where A does and M_u where B does.
+Source's formula: A = sum_k p_k A_k, B_k stays; it knows no bottlenecks. FedSCA's tables have a row "FedSA" on them
+and say only that the "global module" travels. Our reading: M_d with its bias is shared, M_u with its bias and a trained decoder
+stay. Uncertain: which half it was, and the decoder. Their 2.8G is half of the 5.5G of adapters and decoder together; ours sends
+2.0G.
+
 Source: P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu, "Selective Aggregation for Low-Rank Adaptation in Federated
 Learning", ICLR 2025.
 """
@@ -9,16 +15,17 @@ Learning", ICLR 2025.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.adapters.names import lora_factor
+from consilium.adapters.names import bottleneck_half, lora_factor
 from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)
 class FedSALoRA(Strategy):
-    """Share lora_A; lora_B and any other adapter tensor (a head) stay local."""
+    """Share lora_A, or a bottleneck's down-projection; lora_B, the up-projection and any other tensor (a head) stay local."""
 
     name: ClassVar[str] = "fedsa_lora"
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED for lora_A, LOCAL for the rest."""
-        return Role.SHARED if lora_factor(name, self.name) == "A" else Role.LOCAL
+        """Return SHARED for lora_A and M_d, LOCAL for the rest. Raises ConfigError for a model that trains whole."""
+        first = (bottleneck_half(name) or lora_factor(name, self.name)) in ("A", "down")
+        return Role.SHARED if first else Role.LOCAL

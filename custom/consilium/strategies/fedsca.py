@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium.adapters.names import bottleneck_count, bottleneck_position, factor, is_head
+from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
 from consilium.errors import ConfigError
 from consilium.linalg.lowrank import summed
 from consilium.linalg.simplex import mixture_weights
@@ -64,7 +64,7 @@ class FedSCA(Strategy):
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
         where = bottleneck_position(name)
-        if factor(name) or is_head(name):
+        if factor(name) or is_head(name) or name.startswith(f"{WHOLE_BASE}."):
             raise ConfigError(f"strategy fedsca cannot place adapter tensor {name!r}; use adapter kind bottleneck")
         return Role.SHARED if where is not None and (where < self.low or not self.low) else Role.LOCAL
 

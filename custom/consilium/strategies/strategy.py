@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 from pydantic import ConfigDict
 from torch import Tensor
 
+from consilium.adapters.names import is_base
 from consilium.errors import ConfigError
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import STRICT
@@ -194,10 +195,13 @@ class Strategy:
     # server half ------------------------------------------------------------------------------------------------------
 
     def init_state(self, initial: Tensors) -> ServerState:
-        """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
+        """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it.
+
+        A change of the base that stays at its site is not sent: every site knows that it starts at 0.
+        """
         places = self.places()
         shared = {n: t for n, t in initial.items() if any(self.role(n, *p) is Role.SHARED for p in places)}
-        return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared})
+        return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared and not is_base(n)})
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""

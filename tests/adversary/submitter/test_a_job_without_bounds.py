@@ -96,7 +96,7 @@ def test_an_adapter_larger_than_a_federation_carries_is_refused(kind: str, monke
         inject = {
             "lora": lambda: lora.inject(model, 4, 4.0, SAM.target("paper")),
             "dual_rank": lambda: dual_rank.inject(model, 64, 1.0, SAM.target("paper")),
-            "bottleneck": lambda: bottleneck.inject(model, None, False),
+            "bottleneck": lambda: bottleneck.inject(model, None),
         }
         with pytest.raises(ConfigError, match=r"adapter: [\d,]+ numbers to train, over 1,000; lower rank or width"):
             inject[kind]()

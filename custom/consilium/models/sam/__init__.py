@@ -62,6 +62,7 @@ _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\
 _QV_DECODER = rf"{_DECODER}\.(q_proj|v_proj)"
 TARGETS = {
     "paper": TargetSet(rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)"),
+    "encoder-qkv": TargetSet(rf"{_ENCODER}\.attn\.qkv"),
     "qv": TargetSet(rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_QV_DECODER}", _split, _fuse, rf"{_ENCODER}\.attn\.qkv|{_QV_DECODER}"),
     "all-linear": TargetSet(
         rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"

@@ -1,0 +1,68 @@
+"""What trains in a job: an adapter, and parameters of the base beside it or instead; and which strategies can place these."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_base, is_head, is_local
+from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.strategies.strategy import Role, Strategy
+
+ROLES: dict[Decoder, Role] = {"share": Role.SHARED, "keep": Role.LOCAL}
+
+
+def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
+    """Return the shapes of the base's parameters that train, by what the adapter calls them."""
+    parameters = dict(model.named_parameters())
+    return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
+
+
+def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
+    """Raise ConfigError where a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
+    wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
+    if not names or wanted == "freeze":
+        return
+    where = f"{source}: adapter.decoder: {wanted!r}"
+    if config.privacy is not None and config.privacy.unit == "record":
+        raise ConfigError(f"{where}: privacy.unit record covers linear layers only, the decoder has others; use freeze")
+    does = {"keep": "keeps it at its site", "share": "shares it"}
+    if (rule := decoder_rule(config.strategy, names)) is None:
+        raise ConfigError(f"{where}: strategy {config.strategy.name!r} has no rule for a decoder that trains; use freeze")
+    if rule != wanted:
+        raise ConfigError(f"{where}: strategy {config.strategy.name!r} {does[rule]}; use {rule} or freeze")
+
+
+def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
+    """Return what the strategy does with all of these tensors in every phase; None for one that has no single rule."""
+    try:
+        roles = {strategy.role(name, *place) for name in names for place in strategy.places()}
+    except ConfigError:
+        return None
+    return next((decoder for decoder, role in ROLES.items() if roles == {role}), None)
+
+
+def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
+    """Return what trains, with its numbers: two methods are compared fairly where this is the same."""
+    parts = {
+        "LoRA": [n for n in initial if factor(n)],
+        "local LoRA": [n for n in initial if is_local(n)],
+        f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
+        f"mask decoder ({getattr(adapter, 'decoder', '')})": [n for n in initial if is_base(n) and not _is_whole(n)],
+        "whole model": [n for n in initial if _is_whole(n)],
+        "head": [n for n in initial if is_head(n)],
+    }
+    sizes = {part: sum(math.prod(initial[n].shape) for n in names) for part, names in parts.items()}
+    return " + ".join(f"{part} {size:,}" for part, size in sizes.items() if size)
+
+
+def _is_whole(name: str) -> bool:
+    return name.startswith(f"{WHOLE_BASE}.")
+
+
+def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `values` as a server exports them, which has no base: what is a change is called one, "<parameter>.change"."""
+    return {f"{n.partition('.')[2]}.change" if is_base(n) else n: tensor for n, tensor in values.items()}

@@ -1,0 +1,52 @@
+"""U-Nets, trained from scratch: the references without a foundation model (FedSCA, Figure 7)."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from consilium.errors import ConfigError
+from consilium.models.registry import ModelConfig, ModelKind
+from consilium.schema import Seed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MEAN = (124, 116, 104)
+"""The 8-bit colour that it takes for 0, SAM's rounded."""
+
+
+class UnetConfig(ModelConfig):
+    """A U-Net, plain or residual (MONAI), for segmentation. Without `checkpoint` its first weights are drawn from `seed`.
+
+    `checkpoint` is a state dict, such as the model.safetensors of an earlier run. Use adapter kind full.
+    """
+
+    name: Literal["unet"]
+    variant: Literal["unet", "resunet"]
+    image_size: Annotated[int, Field(ge=32, le=4096, multiple_of=16, description="pixels, a multiple of 16")]
+    width: Annotated[int, Field(ge=1, le=256, description="channels of the first of five levels, doubled in each next")] = 64
+    seed: Seed = 0
+
+    @property
+    def image_side(self) -> int:
+        """See ModelConfig."""
+        return self.image_size
+
+    @property
+    def padding(self) -> tuple[int, int, int]:
+        """See ModelConfig."""
+        return MEAN
+
+
+def _build(config: UnetConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+    from consilium.models.unet.network import build_unet
+
+    if getattr(task, "prompt", "none") != "none":
+        raise ConfigError(f"task.prompt: {task.prompt!r}: model unet takes no prompts; use none")
+    if use_checkpointing:
+        raise ConfigError("training.gradient_checkpointing: model unet has none; use false")
+    return build_unet(config.variant, config.width, len(task.classes), config.seed, checkpoint if weights else None)
+
+
+UNET = ModelKind(UnetConfig, "segmentation", _build)
