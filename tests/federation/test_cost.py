@@ -30,6 +30,15 @@ def test_sam_vit_b_rank_8_paper_targets(strategy: str, trainable: int, total: in
     assert costs[strategy].bytes_up == 4 * costs[strategy].up
 
 
+@pytest.mark.parametrize("strategy", ["flora", "frlora"])
+def test_updates_kept_whole_cost_the_layer_s_own_size(strategy: str) -> None:
+    """The paper's rows without its decoder: l = 294,912 numbers of rank 8 on the encoder's qkv, whose weights are 21,233,664."""
+    targets = {"adapter.targets": r"image_encoder\.blocks\.\d+\.attn\.qkv"}
+    own = compare(assemble_job(load_job(JOBS / "fundus_fediat", {"strategy": strategy} | targets)))[0]
+    assert (own.strategy, own.trainable, own.total) == (strategy, 294_912, 2 * 294_912 + 21_233_664)
+    assert own.bytes_down >= 4 * own.down
+
+
 def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
     raw = small_cells().model_dump()
     raw["model"] = {"name": "clip", "variant": "biomedclip", "image_size": 224}
@@ -56,13 +65,15 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedsca 0",
         "fedit",
         "fedprox",
+        "fedheal",
         "local_only",
     }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
-    assert {c.start for name, c in costs.items() if name != "dp_dylora"} == {389_120}
+    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora")} == {389_120}
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
+    assert costs["frlora"].start == 2 * 389_120 + 40  # what the base's weights lack, and a gate a layer
     assert next(iter(costs)) == "fediat M4"
 
 

@@ -78,8 +78,12 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
             torch.testing.assert_close(whole(state, layer), total[layer], rtol=1e-4, atol=1e-6)
             for payload in (strategy.broadcast(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
                 torch.testing.assert_close(product(payload.tensors, layer), total[layer], rtol=1e-4, atol=1e-6)
-    widths = [len(strategy.broadcast(state, SiteInfo("late", 1)).tensors[f"{layer}.tail_A"]) for layer in LAYERS]
-    assert widths == [min(shape) for shape in LAYERS.values()]  # never wider than the layer
+    sent = strategy.final(state, SiteInfo("late", 1))
+    received = strategy.receive({}, sent)
+    for layer, (out, into) in LAYERS.items():  # never wider than the layer, and on the wire one matrix of its size
+        assert len(received[f"{layer}.tail_A"]) == min(out, into)
+        assert sent.tensors[f"{layer}.tail_whole"].numel() == out * into
+        torch.testing.assert_close(product(received, layer), total[layer], rtol=1e-4, atol=1e-6)
 
 
 def _trained_only(uploads: dict[str, SiteResult]) -> dict[str, SiteResult]:

@@ -170,9 +170,15 @@ def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str) -> None:
-    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out."""
+def save_peft(
+    folder: Path, values: Mapping[str, Tensor], scaling: float, base: str, target: TargetSet | None = None
+) -> None:
+    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out.
+
+    What a `target` set has split comes back into the layers that the unchanged base has.
+    """
     plain = merged(values)
+    plain = target.fuse(plain) if target and target.fuse else plain
     empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
     kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
     lora.save_peft(folder, kept, 1, scaling, base)
@@ -187,7 +193,17 @@ def _inject(model: nn.Module, config: DualRankConfig, base: ModelKind) -> None:
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, base: ModelKind, name: str) -> None:
-    save_peft(folder, values, config.scaling, name)
+    save_peft(folder, values, config.scaling, name, base.targets.get(config.targets))
+
+
+def _inject_tailed(model: nn.Module, config: lora.LoraConfig, base: ModelKind) -> None:
+    inject(model, config.rank, config.product_scaling, base.target(config.targets), config.dropout)
+
+
+def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.LoraConfig, base: ModelKind, name: str) -> None:
+    save_peft(folder, values, config.product_scaling, name, base.targets.get(config.targets))
 
 
 DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, unequal_ranks=True, per_sample=False)
+TAILED_LORA = AdapterKind(lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, per_sample=False)
+"""Plain LoRA at the job's one rank, with room for a frozen tail."""

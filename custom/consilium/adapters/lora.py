@@ -137,4 +137,10 @@ def _scale(model: nn.Module, config: LoraConfig, factor: float) -> None:
     scale(model, config.product_scaling * factor)
 
 
-LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale)
+def _tailed() -> AdapterKind:
+    from consilium.adapters.dual_rank import TAILED_LORA
+
+    return TAILED_LORA
+
+
+LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, scale=_scale, tailed=_tailed)

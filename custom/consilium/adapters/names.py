@@ -1,7 +1,7 @@
 """What the names of adapter tensors say. Strategies know these names and no model's.
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
-(out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
+(out, k) and ".gate" (1,) of a frozen tail, which may travel as one ".tail_whole" (out, in) where that is smaller; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
 "head.weight" and "head.bias" of a classifier's head, which is trained whole. Any other name is a parameter of the base.
 """
 
@@ -13,6 +13,7 @@ from consilium.errors import ConfigError
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 TAIL = ("tail_A", "tail_B")
+WHOLE = "tail_whole"
 GATE = "gate"
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 """The bottlenecks of a block, from its input."""
@@ -37,8 +38,8 @@ def is_head(name: str) -> bool:
 
 
 def is_frozen_part(name: str) -> bool:
-    """Tell whether a tensor is a dual-rank adapter's tail or gate, which never train."""
-    return name.rpartition(".")[2] in (*TAIL, GATE)
+    """Tell whether a tensor is a frozen tail or its gate, which never train."""
+    return name.rpartition(".")[2] in (*TAIL, WHOLE, GATE)
 
 
 def bottleneck_position(name: str) -> int | None:

@@ -42,7 +42,7 @@ class AdapterKind:
     one for others; `trainable_base(model, config)`: parameters of the base that train too and never leave their site;
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
     adapter's part of the forward pass. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has
-    gradients per sample.
+    gradients per sample; `tailed`: the same adapter with room for frozen tails, for strategies that send such.
     """
 
     config: type[AdapterConfig]
@@ -54,6 +54,7 @@ class AdapterKind:
     scale: "Callable[[nn.Module, Any, float], None] | None" = None
     unequal_ranks: bool = False
     per_sample: bool = True
+    tailed: "Callable[[], AdapterKind] | None" = None
 
 
 ADAPTERS: Registry[AdapterKind] = Registry(

@@ -12,7 +12,6 @@ from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
-from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
@@ -71,12 +70,12 @@ class Site:
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
         self.data = data
-        self.adapter = ADAPTERS[config.adapter.kind]
+        self.adapter = config.adapter_kind
         self.should_stop: Callable[[], None] = lambda: None
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
-        checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
+        checkpoint = checkpoint_hash(self.checkpoint) if self.checkpoint else ""
         joined = self._file(run).exists()
         return Hello(
             self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
@@ -84,7 +83,7 @@ class Site:
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
-        if not (self.limits.given and self.strategy.ranks_differ):
+        if not (self.limits.given and self.strategy.ranks_differ and self.adapter.unequal_ranks):
             return {}
         path = self.folder / run / "capacity.json"
         if not path.exists():
@@ -240,12 +239,12 @@ class Site:
 
 
 @cache
-def _hash(path: Path) -> str:
+def checkpoint_hash(path: Path) -> str:
     """Hash a checkpoint once per process: the sites of a simulation share it."""
     return file_hash(path)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
     """Write a whole adapter of a job into `folder`, as its kind does."""
-    kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
+    kind, base = config.adapter_kind, MODELS[config.model.name]
     kind.export(folder, values, config.adapter, base, f"{config.model.name}-{config.model.variant}")

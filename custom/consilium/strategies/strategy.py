@@ -104,6 +104,12 @@ class Strategy:
     pools_data: ClassVar[bool] = False
     ranks_differ: ClassVar[bool] = False
     """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
+    one_rank: ClassVar[bool] = False
+    """Whether it may then also run at one rank everywhere, on plain LoRA."""
+    tails: ClassVar[bool] = False
+    """Whether sites are sent frozen ranks beside those they train."""
+    from_base: ClassVar[bool] = False
+    """Whether the server reads the base's weights to make the start, see `start`."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
     """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
     every site's result."""
@@ -142,7 +148,15 @@ class Strategy:
         """
         return None
 
+    def at_rank(self, rank: int) -> "Strategy":
+        """Return it for an adapter of one rank at all sites. Raises ConfigError where it cannot be."""
+        return self
+
     # server half ------------------------------------------------------------------------------------------------------
+
+    def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
+        """Return what all sites start from, of the usual start, the adapted layers' weights (out, in), and alpha / rank."""
+        return initial
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it."""
@@ -154,6 +168,10 @@ class Strategy:
         """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**state.shared, **first})
+
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return how many numbers a site downloads in a round, once there is an update."""
+        return sum(tensor.numel() for tensor in sent.tensors.values())
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what `site` receives after the last round, to evaluate and keep."""
