@@ -66,14 +66,16 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedit",
         "fedprox",
         "fedheal",
+        "fedra",
         "local_only",
     }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
-    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora")} == {389_120}
+    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora", "fedra")} == {389_120}
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
     assert costs["frlora"].start == 2 * 389_120 + 40  # what the base's weights lack, and a gate a layer
+    assert costs["fedra"].start == 389_120 - 12 * 8 * (768 + 3 * 768) * 4 // 12  # without 4 of the encoder's 12 blocks
     assert next(iter(costs)) == "fediat M4"
 
 

@@ -115,9 +115,9 @@ class Site:
         start = self._receive(own, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
-        trained = self._train(payload)
+        trained = self._train(payload, start)
         seconds = time.monotonic() - began
-        end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
+        end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items() if name in start}
         metrics |= self._validate(Stage.PERSONALIZED, payload)
         metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -139,7 +139,7 @@ class Site:
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
         if last is not None:
-            layers.load(self.model, own)
+            self._load(own)
             self._scale(1.0)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         final = self._receive(own, payload)
@@ -155,21 +155,27 @@ class Site:
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
         start = self.strategy.receive(own, payload)
-        parameters = {name for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
-        if missing := sorted(parameters - start.keys()):
-            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
-            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: {why}")
-        layers.load(self.model, start)
+        self._load(start)
         self._scale(self.strategy.scaling(payload))
         return start
+
+    def _load(self, values: Tensors) -> None:
+        """Put `values` into the model, which runs without the blocks whose tensors are not among them."""
+        live = {name: tensor for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
+        absent = {name: self.strategy.block(name) for name in live if name not in values}
+        if lost := sorted(name for name, block in absent.items() if block is None):
+            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+            raise CheckpointError(f"{self.name}: no value for {lost[0]!r}: {why}")
+        layers.leave_out(self.model, {block for block in absent.values() if block is not None})
+        layers.load(self.model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
 
     def _scale(self, factor: float) -> None:
         """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
         if self.adapter.scale:
             self.adapter.scale(self.model, self.config.adapter, factor)
 
-    def _train(self, payload: Payload) -> dict[str, float]:
-        params = layers.tensors(self.model)
+    def _train(self, payload: Payload, start: Tensors) -> dict[str, float]:
+        params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in start}
         trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
         seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
 

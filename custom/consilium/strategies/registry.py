@@ -17,6 +17,7 @@ STRATEGIES: "Registry[type[Strategy]]" = Registry(
         "deer": "consilium.strategies.deer:DEeR",
         "dp_dylora": "consilium.strategies.dp_dylora:DPDyLoRA",
         "fedsca": "consilium.strategies.fedsca:FedSCA",
+        "fedra": "consilium.strategies.fedra:FedRA",
         "fedheal": "consilium.strategies.fedheal:FedHEAL",
         "fedprox": "consilium.strategies.fedprox:FedProx",
         "lora_fair": "consilium.strategies.lora_fair:LoraFair",

@@ -198,6 +198,10 @@ class Strategy:
         """Return the tensors local training starts from: the site's own, overwritten by what the server sent."""
         return {**params, **payload.tensors}
 
+    def block(self, name: str) -> str | None:
+        """Return the module that a site runs without where it has no tensor `name`; None where it cannot do without."""
+        return None
+
     def scaling(self, payload: Payload) -> float:
         """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""
         return 1.0
