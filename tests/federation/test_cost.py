@@ -32,7 +32,7 @@ def test_sam_vit_b_rank_8_paper_targets(strategy: str, trainable: int, total: in
 
 @pytest.mark.parametrize("strategy", ["flora", "frlora"])
 def test_updates_kept_whole_cost_the_layer_s_own_size(strategy: str) -> None:
-    """The paper's rows without its decoder: l = 294,912 numbers of rank 8 on the encoder's qkv, whose weights are 21,233,664."""
+    """The paper's rows without its decoder: 294,912 numbers of rank 8 on the encoder's qkv, whose weights are 21,233,664."""
     targets = {"adapter.targets": r"image_encoder\.blocks\.\d+\.attn\.qkv"}
     own = compare(assemble_job(load_job(JOBS / "fundus_fediat", {"strategy": strategy} | targets)))[0]
     assert (own.strategy, own.trainable, own.total) == (strategy, 294_912, 2 * 294_912 + 21_233_664)

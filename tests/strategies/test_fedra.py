@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,15 @@ def test_every_round_draws_anew_and_every_block_in_time() -> None:
 
 
 def small(kind: Mapping[str, Any], **training: Any) -> JobConfig:
-    raw = small_config({"name": "fedra", "share": 0.5}, lr=1e-2, local_steps=1, validate={"stages": []}, **training).model_dump()
+    raw = small_config(
+        {"name": "fedra", "share": 0.5}, lr=1e-2, local_steps=1, validate={"stages": []}, **training
+    ).model_dump()
     raw["data"]["phantoms"] |= {"training": 2, "validation": 0, "test": 1}
     return JobConfig.model_validate(raw | {"adapter": kind})
 
 
 @pytest.mark.parametrize("kind", [{"rank": 2, "targets": "qv"}, {"kind": "bottleneck", "width": 4}])
-def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp_path) -> None:
+def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp_path: Path) -> None:
     """Against the same model with those blocks taken out of its list: each block that stays keeps its own window."""
     config = small(kind)
     job, site = assemble_job(config), build_site(assemble_job(config), "a", SiteConfig(), tmp_path, lambda event: None)
@@ -100,7 +103,7 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
         assert torch.equal(site.model(images), full)
 
 
-def test_a_missing_tensor_of_no_block_is_an_error(tmp_path) -> None:
+def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
     config = small({"rank": 2})
     job = assemble_job(config)
     site = build_site(job, "a", SiteConfig(), tmp_path, lambda event: None)
@@ -110,7 +113,7 @@ def test_a_missing_tensor_of_no_block_is_an_error(tmp_path) -> None:
         site._receive({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
 
 
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path) -> None:
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     job, sites = assemble_job(small({"kind": "bottleneck", "width": 4}, rounds=3)), {n: SiteConfig() for n in ("a", "b")}
     snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 2)
     simulate(job, sites, tmp_path / "run", snapshot)

@@ -1,5 +1,7 @@
 """FRLoRA against a server that writes every round into dense weights (numpy, float64), and on a real model."""
 
+from pathlib import Path
+
 import numpy as np
 import peft
 import pytest
@@ -43,7 +45,9 @@ def forward(tensors: Tensors) -> np.ndarray:
 
 def trained(start: Tensors, round: int, site: str) -> Tensors:
     generator = torch.Generator().manual_seed(100 * round + ord(site[0]))
-    moved = {n: t + 0.2 * torch.randn(t.shape, generator=generator) for n, t in start.items() if "tail" not in n and "gate" not in n}
+    moved = {
+        n: t + 0.2 * torch.randn(t.shape, generator=generator) for n, t in start.items() if "tail" not in n and "gate" not in n
+    }
     return start | moved
 
 
@@ -92,7 +96,7 @@ def small(**sections: object) -> JobConfig:
     return JobConfig.model_validate(raw | sections)
 
 
-def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_path) -> None:
+def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_path: Path) -> None:
     """Fused qkv from split q and v, tails of several rounds: base + PEFT folder = what the sites evaluated."""
     config = small(adapter={"rank": 4, "alpha": 8, "targets": "qv"})
     job = assemble_job(config)
@@ -110,7 +114,7 @@ def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_pat
     assert (expected - base).abs().max() > 0.05  # else the adapter's export would not matter
 
 
-def test_what_it_cannot_do_is_refused_by_name(tmp_path) -> None:
+def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="with frozen ranks has no per-sample gradients"):
         assemble_job(small(privacy={"unit": "record", "epsilon": 3}))
     with pytest.raises(ConfigError, match="sends frozen ranks; use lora"):

@@ -1,5 +1,7 @@
 """FLoRA and FlexLoRA on plain LoRA, one rank at all sites: dense references in numpy, and real jobs."""
 
+from pathlib import Path
+
 import numpy as np
 import peft
 import pytest
@@ -40,7 +42,9 @@ def dense(tensors: Tensors) -> np.ndarray:
 def test_one_rank_at_all_sites_against_dense_weights(kind: type[UnequalRanks]) -> None:
     """FLoRA: W += sum p_k B_k A_k, sites start from B = 0 beside W. FlexLoRA: W = sum p_k B_k A_k, sites start from its SVD."""
     strategy = kind().at_rank(RANK)
-    state = strategy.init_state({A: torch.randn(RANK, INTO, generator=torch.Generator().manual_seed(0)), B: torch.zeros(OUT, RANK)})
+    state = strategy.init_state(
+        {A: torch.randn(RANK, INTO, generator=torch.Generator().manual_seed(0)), B: torch.zeros(OUT, RANK)}
+    )
     whole = np.zeros((OUT, INTO))
     for round, sites in enumerate(ROUNDS):
         aggregate, mean = RoundAggregate(strategy), np.zeros((OUT, INTO))
@@ -70,7 +74,7 @@ def small(strategy: object, **sections: object) -> JobConfig:
 
 
 @pytest.mark.parametrize("name", ["flora", "flexlora"])
-def test_a_plain_lora_job_runs_and_exports_plain_peft(name: str, tmp_path) -> None:
+def test_a_plain_lora_job_runs_and_exports_plain_peft(name: str, tmp_path: Path) -> None:
     job = assemble_job(small(name, adapter={"rank": 4, "alpha": 8}))
     assert isinstance(job.strategy, UnequalRanks)
     assert job.strategy.tiers == {"all": Tier(4, 4)}
@@ -81,7 +85,7 @@ def test_a_plain_lora_job_runs_and_exports_plain_peft(name: str, tmp_path) -> No
         assert (plain.eval()(images) - build_sam("tiny", None, 64, 2)(images)).abs().max() > 0.01
 
 
-def test_a_site_s_capacity_does_not_count_at_one_rank(tmp_path) -> None:
+def test_a_site_s_capacity_does_not_count_at_one_rank(tmp_path: Path) -> None:
     site = SiteConfig(capacity=CapacityConfig(train=1, download=1))
     job = assemble_job(small("flora"))
     assert build_site(job, "a", site, tmp_path, lambda event: None).hello("run").capacity == {}

@@ -170,9 +170,7 @@ def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def save_peft(
-    folder: Path, values: Mapping[str, Tensor], scaling: float, base: str, target: TargetSet | None = None
-) -> None:
+def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str, target: TargetSet | None = None) -> None:
     """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out.
 
     What a `target` set has split comes back into the layers that the unchanged base has.

@@ -1,8 +1,9 @@
 """What the names of adapter tensors say. Strategies know these names and no model's.
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
-(out, k) and ".gate" (1,) of a frozen tail, which may travel as one ".tail_whole" (out, in) where that is smaller; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
-"head.weight" and "head.bias" of a classifier's head, which is trained whole. Any other name is a parameter of the base.
+(out, k) and ".gate" (1,) of a frozen tail, which may travel as one ".tail_whole" (out, in) where that is smaller;
+"<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks; "head.weight" and "head.bias" of a classifier's
+head, which is trained whole. Any other name is a parameter of the base.
 """
 
 import re

@@ -38,8 +38,9 @@ class Job:
     def strategy(self) -> Strategy:
         """The job's algorithm, at the one rank of an adapter that has one. Raises ConfigError where it cannot be."""
         rank = getattr(self.config.adapter, "rank", None)
-        one = rank is not None and not self.config.adapter_kind.unequal_ranks
-        return self.config.strategy.at_rank(rank) if one else self.config.strategy
+        if rank is None or self.config.adapter_kind.unequal_ranks:
+            return self.config.strategy
+        return self.config.strategy.at_rank(rank)
 
 
 def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:

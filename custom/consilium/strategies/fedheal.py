@@ -36,7 +36,10 @@ ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 
 @dataclass(frozen=True)
 class FedHEAL(FedIT):
-    """Share every adapter tensor. `tau`: the share of rounds that a sign must have; `beta`: how fast weights follow distances."""
+    """Share every adapter tensor. A number's change counts where its sign was there in over `tau` of the site's rounds so far.
+
+    `beta`: how fast the sites' weights follow their distances.
+    """
 
     name: ClassVar[str] = "fedheal"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"

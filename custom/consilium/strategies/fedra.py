@@ -9,10 +9,10 @@ A site does run the shallower net: a block that it does not have hands on what i
 in their order, costs nothing, and leaves every block its place, so that SAM's windowed and global blocks keep their settings.
 That is what the method is for, sites that cannot hold the whole net; freezing the others instead, all run, is `fedhello`.
 
-Source's formula: the matrix, the plain mean over holders, untouched blocks. Our reading: what is in no block (SAM's mask decoder,
-a head) all sites have, and it is averaged likewise; SAM's decoder blocks are never left out, as they hand on two streams; models
-of two towers draw in each. Evaluation: received and kept models are the whole net at the end, and before a round's training
-what the site has of it.
+Source's formula: the matrix, the plain mean over holders, untouched blocks. Our reading: what is in no block (SAM's mask
+decoder, a head) all sites have, and it is averaged likewise; SAM's decoder blocks are never left out, as they hand on two
+streams. Evaluation at the end: the global model is the whole net, the personalized one the shallower net that the site trained
+last. In a round both are what the site has of the net then.
 
 Source: S. Su, B. Li, X. Xue, "FedRA: A Random Allocation Strategy for Federated Tuning to Unleash the Power of Heterogeneous
 Clients", ECCV 2024, arXiv 2311.11227.

@@ -53,7 +53,7 @@ class FLoRA(ExactServer):
         return Payload(state.round, state.phase, tensors)
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return fresh factors and the update at its widest: each layer's size, from the round on in which the stack reaches it."""
+        """Return fresh factors and the update at its widest: each layer's size."""
         return whole_numbers(sent.tensors)
 
     def receive(self, params: Tensors, payload: Payload) -> Tensors:
@@ -72,4 +72,3 @@ class FLoRA(ExactServer):
     def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
         """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
         return UnequalRanks.diagnostics(self, state, gathered)
-

@@ -73,7 +73,7 @@ class FRLoRA(Strategy):
         return Payload(state.round, state.phase, {**state.shared, **state.matrices})
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return the start and the tail at its widest: each layer's size, from the round on in which it reaches that."""
+        """Return the start and the tail at its widest: each layer's size."""
         return whole_numbers(sent.tensors)
 
     def merge(self, state: ServerState, results: Tensors) -> ServerState:
