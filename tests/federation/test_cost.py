@@ -47,11 +47,13 @@ TABLE_3: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
     ({"name": "fediat"}, PAPER, "0.39", "0.55", "LoRA 389,120"),
     (
         {"name": "feddpa"},
-        {"rank": 8, "targets": "encoder-qkv", "decoder": "share"},
+        ENCODER_AND_DECODER,
         "4.65",
         "8.71",
         "LoRA 294,912 + local LoRA 294,912 + mask decoder (share) 4,058,340",
     ),
+    ({"name": "flora"}, ENCODER_AND_DECODER, "4.35", "29.94", "LoRA 294,912 + mask decoder (share) 4,058,340"),
+    ({"name": "frlora"}, {"rank": 8, "targets": "encoder-qkv"}, "0.29", "21.82", "LoRA 294,912"),
 ]
 """Zhao et al., Table 3: strategy, adapter, trainable and exchanged millions as printed, and what trains."""
 
@@ -91,7 +93,7 @@ def test_fedscas_table_3_counts_adapters_and_decoder_and_the_whole_model() -> No
     assert found["adapters"]["fedprox"].up == 36 * 295_872 + DECODER
     assert found["adapters"]["fedprox"].bytes_up / 2**20 == pytest.approx(56.2, rel=2e-3)
     assert (found["adapters"]["fedsa_lora"].up, found["adapters"]["fedsa_lora"].trainable) == (36 * 147_648, 14_709_732)
-    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "local_only"}
+    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "fedheal", "fedra", "local_only"}
     assert found["full"]["fedprox"].bytes_up / 2**20 == pytest.approx(357.4, rel=1e-3)
 
 
@@ -103,6 +105,15 @@ def test_a_unet_counts_as_on_paper() -> None:
     slopes = len(pairs) - 1  # none after the last
     wanted = sum(9 * into * out + out for into, out in pairs) + slopes
     assert compare(assemble_job(JobConfig.model_validate(raw)))[0].trainable == wanted
+
+
+@pytest.mark.parametrize("strategy", ["flora", "frlora"])
+def test_updates_kept_whole_cost_the_layer_s_own_size(strategy: str) -> None:
+    """The paper's rows without its decoder: 294,912 numbers of rank 8 on the encoder's qkv, whose weights are 21,233,664."""
+    targets = {"adapter.targets": r"image_encoder\.blocks\.\d+\.attn\.qkv"}
+    own = compare(assemble_job(load_job(JOBS / "fundus_fediat", {"strategy": strategy} | targets)))[0]
+    assert (own.strategy, own.trainable, own.total) == (strategy, 294_912, 2 * 294_912 + 21_233_664)
+    assert own.bytes_down >= 4 * own.down
 
 
 def test_biomedclip_counts_the_head_and_leaves_out_what_does_not_fit() -> None:
@@ -133,13 +144,17 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedala",
         "fedprox",
         "fedsa_lora",
+        "fedheal",
+        "fedra",
         "local_only",
     }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
-    assert {c.start for name, c in costs.items() if name != "dp_dylora"} == {389_120}
+    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora", "fedra")} == {389_120}
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
+    assert costs["frlora"].start == 2 * 389_120 + 40  # what the base's weights lack, and a gate a layer
+    assert costs["fedra"].start == 389_120 - 12 * 8 * (768 + 3 * 768) * 4 // 12  # without 4 of the encoder's 12 blocks
     assert next(iter(costs)) == "fediat M4"
 
 

@@ -1,5 +1,6 @@
 """Merges worked out on paper: two or three sites, one or two layers, round numbers."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from consilium.linalg import lowrank
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.fedhello import FedHeLLo
+from consilium.strategies.fedhello import FedHeLLo, odds
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
 from consilium.strategies.hetlora import HetLoRA
@@ -99,3 +100,39 @@ def test_fedhello_averages_a_layer_over_those_who_trained_it() -> None:
     for factor in "AB":
         assert after[f"model.layers.1.q_proj.lora_{factor}"].tolist() == [[3.5, 3.5], [3.5, 3.5]]
         assert after[f"model.layers.0.q_proj.lora_{factor}"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
+def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_round() -> None:
+    """Six layers, one trained a round. Site a moves by 1, b (weight 3) by 2: a layer that both train scores (1 + 3 * 4) / 4."""
+    names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in range(6) for f in "AB"}
+    strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
+    state, expected = strategy.init_state(names), [-1.0] * 6
+    for round in range(12):
+        weights = {"a": 1, "b": 3} if round % 3 else {"a": 1}
+        results, squares = {}, dict[int, list[tuple[int, float]]]()
+        for name, weight in weights.items():
+            site, step = SiteInfo(name, weight), 1.0 if name == "a" else 2.0
+            (layer,) = strategy.chosen(state, site)
+            squares.setdefault(int(layer.split(".")[2]), []).append((weight, step**2))
+            sent = strategy.broadcast(state, site)
+            trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
+            results[name] = result(sent, site, trained, weight)
+        state = strategy.merge(state, results)
+        for index, found in squares.items():
+            expected[index] = sum(w * s for w, s in found) / sum(w for w, _ in found)
+        assert state.matrices["scores"].tolist() == pytest.approx(expected)
+    assert {1.0, 4.0} <= set(expected)
+
+
+def test_fedhello_draws_layers_at_odds_of_one_to_three_by_score() -> None:
+    """Two layers a third, one drawn at a time: 1, 2 and 3 of 12 draws each. Unknown ones are high; ties go by depth."""
+    assert odds([5.0, 1.0, 3.0, 9.0, 2.0, 7.0]) == [2, 1, 2, 3, 1, 3]
+    assert odds([1.0, -1.0, 2.0]) == [1, 3, 2]
+    assert odds([0.0, 0.0, 0.0]) == [1, 2, 3]
+    names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in range(6) for f in "AB"}
+    strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
+    state = strategy.init_state(names)
+    state = replace(state, matrices={"scores": torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0, 7.0], dtype=torch.float64)})
+    drawn = Counter(strategy.chosen(replace(state, round=r), SiteInfo("a", 1)).pop() for r in range(6000))
+    shares = [drawn[f"model.layers.{i}.q_proj"] / 6000 for i in range(6)]
+    assert shares == pytest.approx([n / 12 for n in (2, 1, 2, 3, 1, 3)], abs=0.02)  # four standard errors

@@ -17,8 +17,8 @@ from consilium.strategies.strategy import Role, Strategy, next_phase
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
 EVERY = [cls() for cls in STRATEGIES.values()]
-EQUAL = [strategy for strategy in EVERY if not strategy.ranks_differ]
-"""Those whose server state is the adapter itself; tests/test_ranks.py is about the others."""
+EQUAL = [strategy for strategy in EVERY if not (strategy.ranks_differ or strategy.tails)]
+"""Those whose server state is the adapter itself; test_ranks.py and test_frlora.py are about the others."""
 
 
 def adapter(seed: int) -> Tensors:

@@ -78,8 +78,12 @@ def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
             torch.testing.assert_close(whole(state, layer), total[layer], rtol=1e-4, atol=1e-6)
             for payload in (strategy.broadcast(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
                 torch.testing.assert_close(product(payload.tensors, layer), total[layer], rtol=1e-4, atol=1e-6)
-    widths = [len(strategy.broadcast(state, SiteInfo("late", 1)).tensors[f"{layer}.tail_A"]) for layer in LAYERS]
-    assert widths == [min(shape) for shape in LAYERS.values()]  # never wider than the layer
+    sent = strategy.final(state, SiteInfo("late", 1))
+    received = strategy.receive({}, sent)
+    for layer, (out, into) in LAYERS.items():  # never wider than the layer, and on the wire one matrix of its size
+        assert len(received[f"{layer}.tail_A"]) == min(out, into)
+        assert sent.tensors[f"{layer}.tail_whole"].numel() == out * into
+        torch.testing.assert_close(product(received, layer), total[layer], rtol=1e-4, atol=1e-6)
 
 
 def _trained_only(uploads: dict[str, SiteResult]) -> dict[str, SiteResult]:
@@ -182,7 +186,7 @@ def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
 
 
-@pytest.mark.parametrize("layers", ["top", "bottom", "random"])
+@pytest.mark.parametrize("layers", ["top", "bottom", "random", "fisher"])
 def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     strategy = make(FedHeLLo, rank=4, layers=layers)
     state = play(strategy, strategy.init_state(initial()), SITES)

@@ -43,11 +43,13 @@ def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: i
 
 
 def product(tensors: Tensors, layer: str) -> torch.Tensor:
-    """Return B A of a layer's trained factors plus gate times its tail's, float64."""
+    """Return B A of a layer's trained factors plus gate times its tail's or its tail as one matrix, float64."""
     b, a = factors(tensors, layer)
     found = b.double() @ a.double()
     if f"{layer}.tail_A" in tensors:
         found += tensors[f"{layer}.gate"].double() * tensors[f"{layer}.tail_B"].double() @ tensors[f"{layer}.tail_A"].double()
+    if f"{layer}.tail_whole" in tensors:
+        found += tensors[f"{layer}.tail_whole"].double()
     return found
 
 

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
-from consilium.adapters.names import GATE, TAIL, factor
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
+from consilium.adapters.base import decoder_names, save_parameters
+from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.errors import CheckpointError
 from consilium.models.registry import ModelKind, TargetSet
@@ -148,15 +149,17 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
     return found
 
 
-def inject(model: nn.Module, rank: int, scaling: float, target: TargetSet, dropout: float = 0.0) -> None:
-    """Freeze `model` but for its head, and put a DualRank around every layer that `target` matches."""
+def inject(
+    model: nn.Module, rank: int, scaling: float, target: TargetSet, dropout: float = 0.0, decoder: Decoder = "freeze"
+) -> None:
+    """Freeze `model` but for its head and a `decoder` that trains; put a DualRank around every layer that `target` matches."""
     ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
     for name, most in ranks.items():
         parent, _, own = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)  # as `shapes` has found it
         setattr(model.get_submodule(parent), own, DualRank(base, most, scaling, dropout))
-    layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)])
+    layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
 
 
 def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,9 +173,13 @@ def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str) -> None:
-    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out."""
+def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str, target: TargetSet | None = None) -> None:
+    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out.
+
+    What a `target` set has split comes back into the layers that the unchanged base has.
+    """
     plain = merged(values)
+    plain = target.fuse(plain) if target and target.fuse else plain
     empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
     kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
     lora.save_peft(folder, kept, 1, scaling, base)
@@ -187,7 +194,21 @@ def _inject(model: nn.Module, config: DualRankConfig, base: ModelKind) -> None:
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, base: ModelKind, name: str) -> None:
-    save_peft(folder, values, config.scaling, name)
+    save_peft(folder, values, config.scaling, name, base.targets.get(config.targets))
+
+
+def _inject_tailed(model: nn.Module, config: lora.LoraConfig, base: ModelKind) -> None:
+    inject(model, config.rank, config.product_scaling, base.target(config.targets), config.dropout, config.decoder)
+
+
+def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.LoraConfig, base: ModelKind, name: str) -> None:
+    own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_frozen_part(n)}
+    save_peft(folder, own, config.product_scaling, name, base.targets.get(config.targets))
+    save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
 
 
 DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, unequal_ranks=True, per_sample=False)
+TAILED_LORA = AdapterKind(
+    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, per_sample=False
+)
+"""Plain LoRA at the job's one rank, with room for a frozen tail."""

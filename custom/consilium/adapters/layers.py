@@ -146,6 +146,19 @@ def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
+def leave_out(model: nn.Module, blocks: Set[str]) -> None:
+    """Let the modules named `blocks` hand on what they get, and all others run: the net without those blocks."""
+    for name, module in model.named_modules():
+        if name in blocks:
+            vars(module)["forward"] = _hand_on
+        elif vars(module).get("forward") is _hand_on:
+            del vars(module)["forward"]
+
+
+def _hand_on(hidden: Tensor, *args: object, **options: object) -> Tensor:
+    return hidden
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""

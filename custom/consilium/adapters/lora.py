@@ -207,4 +207,12 @@ def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:
     mix(model, config.product_scaling, share)
 
 
-LORA = AdapterKind(LoraConfig, _shapes, _inject, _export, _trainable_base, scale=_scale, add_local=_add_local, mix=_mix)
+def _tailed() -> AdapterKind:
+    from consilium.adapters.dual_rank import TAILED_LORA
+
+    return TAILED_LORA
+
+
+LORA = AdapterKind(
+    LoraConfig, _shapes, _inject, _export, _trainable_base, scale=_scale, add_local=_add_local, mix=_mix, tailed=_tailed
+)

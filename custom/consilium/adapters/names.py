@@ -1,12 +1,13 @@
 """What the names of adapter tensors say. Strategies know these names and no model's.
 
 "<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
-(out, k) and ".gate" (1,) of a dual-rank adapter; "<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks;
-"head.weight" and "head.bias" of a classifier's head, which is trained whole; "base.<parameter>" of a part of the base that
-trains beside the adapter (a mask decoder), "whole.<parameter>" where all of the base trains. What stands under these two is the
-change from the base, 0 at the start. So the server needs no weights, and the mean of the changes is that of the parameters.
-What a strategy may ask for beside the job's adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA;
-"feature_shift.shift" and ".mean" (C,) between encoder and head.
+(out, k) and ".gate" (1,) of a frozen tail, which may travel as one ".tail_whole" (out, in) where that is smaller;
+"<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks; "head.weight" and "head.bias" of a classifier's
+head, which is trained whole; "base.<parameter>" of a part of the base that trains beside the adapter (a mask decoder),
+"whole.<parameter>" where all of the base trains. What stands under these two is the change from the base, 0 at the start. So
+the server needs no weights, and the mean of the changes is that of the parameters. What a strategy may ask for beside the
+job's adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA; "feature_shift.shift" and ".mean" (C,) between encoder
+and head.
 """
 
 import re
@@ -18,6 +19,7 @@ HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 BASE, WHOLE_BASE = "base", "whole"
 TAIL = ("tail_A", "tail_B")
+WHOLE = "tail_whole"
 GATE = "gate"
 LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
 """A LoRA factor's name in a layer, and that of its local twin."""
@@ -69,8 +71,8 @@ def is_base(name: str) -> bool:
 
 
 def is_frozen_part(name: str) -> bool:
-    """Tell whether a tensor is a dual-rank adapter's tail or gate, which never train."""
-    return name.rpartition(".")[2] in (*TAIL, GATE)
+    """Tell whether a tensor is a frozen tail or its gate, which never train."""
+    return name.rpartition(".")[2] in (*TAIL, WHOLE, GATE)
 
 
 def bottleneck_position(name: str) -> int | None:

@@ -45,8 +45,8 @@ class AdapterKind:
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
     adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
     `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
-    `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has
-    gradients per sample.
+    `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample; `tailed`: the same
+    adapter with room for frozen tails, for strategies that send such.
     """
 
     config: type[AdapterConfig]
@@ -60,6 +60,7 @@ class AdapterKind:
     mix: "Callable[[nn.Module, Any, float | Tensor], None] | None" = None
     unequal_ranks: bool = False
     per_sample: bool = True
+    tailed: "Callable[[], AdapterKind] | None" = None
 
 
 ADAPTERS: Registry[AdapterKind] = Registry(

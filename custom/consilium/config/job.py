@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from consilium.adapters.registry import ADAPTERS, AdapterConfig
+from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
@@ -136,6 +136,12 @@ class JobConfig(Section):
         )
         found = [registry.packages[name] for registry, name in named if name in registry.packages]
         return dict(sorted(found))
+
+    @property
+    def adapter_kind(self) -> AdapterKind:
+        """What is registered of the adapter: with room for frozen tails where the strategy sends such and it has that."""
+        kind = ADAPTERS[self.adapter.kind]
+        return kind.tailed() if self.strategy.tails and kind.tailed else kind
 
     @property
     def weighting(self) -> str:

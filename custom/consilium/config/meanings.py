@@ -106,7 +106,12 @@ MEANINGS: dict[str, str] = {
     "HetLoRA.prune": "g, the share of ranks that may remain",
     "HetLoRA.prune_weight": "weight of the pruning term in a site's loss; 0 never prunes",
     "FedHeLLo.rank": "the rank of a trained layer",
-    "FedHeLLo.layers": "which layers a site trains: nearest the output, nearest the input, or drawn anew each round",
+    "FedHeLLo.layers": "those nearest the output or the input, or drawn each round: evenly, or those that training moves most",
+    "FedRA.share": "of the blocks that a site has in a round, at least one",
+    "FedRA.by_site": "the share of some sites, by name",
+    "FedRA.seed": "fixes the draws, which are public and know no data",
+    "FedHEAL.tau": "a number's change counts if its sign was there in more than this share of the site's rounds so far",
+    "FedHEAL.beta": "how fast the sites' weights follow their distances",
     "UnequalRanks.tiers": "ranks per layer, on average, that each class of sites trains and downloads",
     "UnequalRanks.profile": "how likely a site that says nothing is of each tier",
     # site.yaml

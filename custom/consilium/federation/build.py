@@ -1,21 +1,22 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
-from consilium.adapters.registry import ADAPTERS, AdapterKind
+from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.samples import patients_of, site_data
-from consilium.federation.site import Site
+from consilium.federation.site import Site, checkpoint_hash
 from consilium.federation.trained import base_shapes, check_base
 from consilium.messages import Observer, Tensors, allowed_metrics
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
@@ -35,15 +36,18 @@ class Job:
     config: JobConfig
     initial: Tensors
 
-    @property
+    @cached_property
     def strategy(self) -> Strategy:
-        """The job's algorithm."""
-        return self.config.strategy
+        """The job's algorithm, at the one rank of an adapter that has one. Raises ConfigError where it cannot be."""
+        rank = getattr(self.config.adapter, "rank", None)
+        if rank is None or self.config.adapter_kind.unequal_ranks:
+            return self.config.strategy
+        return self.config.strategy.at_rank(rank)
 
 
 def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
     """Return what is registered of a job's model, task and adapter."""
-    return MODELS[config.model.name], TASKS[config.task.name], ADAPTERS[config.adapter.kind]
+    return MODELS[config.model.name], TASKS[config.task.name], config.adapter_kind
 
 
 def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
@@ -73,9 +77,11 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
     """Raise ConfigError where the adapter cannot do what strategy or privacy ask of it."""
     kind, strategy = config.adapter.kind, config.strategy
-    if strategy.ranks_differ and not adapter.unequal_ranks:
+    if strategy.ranks_differ and not (adapter.unequal_ranks or (strategy.one_rank and kind == "lora")):
         what = f"strategy {strategy.name!r} gives sites unequal ranks"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")
+    if strategy.tails and not (adapter.unequal_ranks or kind == "lora"):
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} sends frozen ranks; use lora")
     if type(strategy).scaling is not Strategy.scaling and adapter.scale is None:
         what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
@@ -83,8 +89,11 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
         what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
     if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
-        what = "has no per-sample gradients for privacy.unit record"
-        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+        what = "with frozen ranks has" if strategy.tails else "has"
+        remedy = "another strategy" if strategy.tails else "lora"
+        raise ConfigError(
+            f"{source}: adapter.kind: {kind!r}: {what} no per-sample gradients for privacy.unit record; use {remedy}"
+        )
 
 
 def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
@@ -123,6 +132,24 @@ def _uncharged(job: Job) -> str | None:
     if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
         return None
     return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+
+
+def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
+    """Return what all sites start from, and the SHA-256 of the base checkpoint ("" for the package's) it was made of, if any.
+
+    `own`: where the server finds the base, for a strategy that starts from its weights. Raises CheckpointError, ConfigError.
+    """
+    config = job.config
+    if not (job.strategy.from_base and config.trains):
+        return job.initial, None
+    base, _, adapter = kinds_of(config)
+    path = _checkpoint(config.model, own, "the server's")
+    model = _bare_model(config, path, weights=True)
+    adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
+    names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
+    weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
+    start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
+    return start, checkpoint_hash(path) if path else ""
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
@@ -241,13 +268,13 @@ def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn
     )
 
 
-def _checkpoint(config: ModelConfig, site: SiteConfig) -> Path | None:
+def _checkpoint(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
     if config.checkpoint is None:
         return None
     if "${SITE}" in config.checkpoint and site.checkpoints is None:
         raise ConfigError(
-            f"model.checkpoint: {config.checkpoint!r} needs the site's checkpoint folder; set `checkpoints:` in site.yaml, "
+            f"model.checkpoint: {config.checkpoint!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
             "or simulate with --checkpoints FOLDER"
         )
     return Path(config.checkpoint.replace("${SITE}", str(site.checkpoints)))

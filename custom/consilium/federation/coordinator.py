@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import Job
+from consilium.federation.build import Job, server_start
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
@@ -31,6 +32,7 @@ from consilium.strategies.strategy import Gathered, Role, ServerState
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
+    `own`: where the server finds the base's checkpoint, for strategies that start from its weights.
     welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
@@ -41,6 +43,7 @@ class Coordinator:
         observer: Observer,
         resume: bool = False,
         aggregate: RoundAggregate | None = None,
+        own: SiteConfig = SiteConfig(),  # noqa: B008
     ) -> None:
         self.job, self.folder, self.observer = job, folder, observer
         self.log = RunLog(folder, job.config, resume)
@@ -54,12 +57,16 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy)
         self.plan = make_plan(job.config, job.strategy)
         self.normal: Normal = system_normal
-        fresh = (secrets.token_hex(6), None, job.strategy.init_state(job.initial))
-        self.run, self.checkpoint, self.state = self._load() if resume else fresh
+        self.run, self.checkpoint, self.state = self._load() if resume else self._fresh(own)
         if resume:
             self.log.resumed(self.state)
         else:
             self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
+
+    def _fresh(self, own: SiteConfig) -> tuple[str, str | None, ServerState]:
+        """Return name, base checkpoint if it is known already, and state of a new run."""
+        start, checkpoint = server_start(self.job, own)
+        return secrets.token_hex(6), checkpoint, self.job.strategy.init_state(start)
 
     @property
     def done(self) -> bool:
@@ -82,7 +89,8 @@ class Coordinator:
         self._check_checkpoint(hello)
         with self._lock:
             self.checkpoint = hello.checkpoint
-            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, hello.capacity)
+            carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
+            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
         self.log.joined(self.state.round, hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 

@@ -39,16 +39,22 @@ class Cost:
 
 
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
-    """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on."""
+    """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on.
+
+    What grows by the round (the tails of flora and frlora) counts at its widest, which is each layer's size.
+    """
     start = strategy.init_state(initial)
     first = max(1, strategy.warm_up)
     places = [(r, p) for r in range(first, first + strategy.period) for p in range(strategy.phases(r))]
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
     sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
-    down = [tensor for one in sent for tensor in one.tensors.values()]
+    site = SiteInfo("site", 1, joined=True)
+    down = sum(strategy.download_numbers(one, site) for one in sent)
     joining = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
-    sizes = [round(size / strategy.period) for size in (_count(up), _count(down), _bytes(up), _bytes(down))]
+    kept = down - sum(_count(one.tensors.values()) for one in sent)  # of what is not there yet: float32
+    down_bytes = sum(payload_bytes(one.tensors) for one in sent) + 4 * kept
+    sizes = [round(size / strategy.period) for size in (_count(up), down, _bytes(up), down_bytes)]
     numbers = [_count(initial[n] for n in trained), *sizes, _count(joining.values())]
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
@@ -69,14 +75,14 @@ def compare(job: Job) -> list[Cost]:
     A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out, and so is
     one that asks for other parts beside the adapter: the job's model has no place for them.
     """
-    if isinstance(job.strategy, UnequalRanks):
-        return compare_unequal(job.strategy, job.initial)
-    own = job.strategy
-    kinds = [cls for cls in STRATEGIES.values() if not cls.ranks_differ and not cls.pools_data and cls.parts <= own.parts]
-    found = [one for cls in kinds for one in cls.variants() if one.label != own.label]
+    own, adapter = job.strategy, job.config.adapter
+    if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
+        return compare_unequal(own, job.initial)
+    kinds = [cls for cls in STRATEGIES.values() if (cls.one_rank or not cls.ranks_differ) and not cls.pools_data]
+    every = [one.at_rank(getattr(adapter, "rank", 1)) for cls in kinds if cls.parts <= own.parts for one in cls.variants()]
     plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
-    places = [(one, job.initial if one.parts else plain) for one in found]
-    fitting = [(one, tensors) for one, tensors in places if _fits(one, tensors)]
+    others = [(one, job.initial if one.parts else plain) for one in every if one.label != own.label]
+    fitting = [(one, tensors) for one, tensors in others if _fits(one, tensors)]
     return [cost_of(one, tensors, one.label) for one, tensors in [(own, job.initial), *fitting]]
 
 
@@ -93,7 +99,7 @@ def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
 
 
 def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
-    """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their start."""
+    """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their widest."""
     site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
     sent = strategy.broadcast(strategy.init_state(initial), site)
     up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))

@@ -59,7 +59,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     if job.strategy.pools_data:
         pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
         trainers = {POOLED: Member(pooled, next(iter(members.values())).guard)}
-    coordinator = Coordinator(job, workspace, observer, resume)
+    coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:

@@ -1,6 +1,6 @@
 """The training of one phase at a site: looks before it, its passes, and the model that the site then calls its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import cast
@@ -42,9 +42,9 @@ class LocalTraining:
         if self.adapter.scale:
             self.adapter.scale(self.model, self.config.adapter, factor)
 
-    def values(self) -> Tensors:
-        """Return the model's adapter tensors as they are now."""
-        return layers.values(self.model)
+    def values(self, names: Collection[str]) -> Tensors:
+        """Return those of the model's adapter tensors as they are now."""
+        return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
 
     def prepare(self, own: Tensors, start: Tensors, kept: Tensors, payload: Payload) -> tuple[Tensors, Tensors]:
         """Let the strategy look at data before training; return what training starts from, and what the site keeps of it."""
@@ -57,18 +57,18 @@ class LocalTraining:
         layers.load(self.model, begin)
         return begin, kept
 
-    def train_passes(self, passes: list[Pass], payload: Payload, memory: Tensors) -> dict[str, float]:
-        """Train pass after pass; return the loss of the last one, and the steps of all."""
+    def train_passes(self, passes: list[Pass], names: Collection[str], payload: Payload, memory: Tensors) -> dict[str, float]:
+        """Train pass after pass in a model of the tensors `names`; return the loss of the last one, and the steps of all."""
         steps, loss = 0.0, 0.0
         for number, one in enumerate(passes):
             self._mix(one.share)
-            trained = self._pass(set(one.trained), payload, memory, number)
+            params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
+            trained = self._pass(params, set(one.trained), payload, memory, number)
             steps, loss = steps + trained["steps"], trained["loss"]
         self._mix(0.0)
         return {"loss": loss, "steps": steps}
 
-    def _pass(self, trained: set[str], payload: Payload, memory: Tensors, number: int) -> dict[str, float]:
-        params = layers.tensors(self.model)
+    def _pass(self, params: Tensors, trained: set[str], payload: Payload, memory: Tensors, number: int) -> dict[str, float]:
         task = self.task
         if FEATURE_SHIFT in self.strategy.parts:
             penalty = self.strategy.feature_penalty

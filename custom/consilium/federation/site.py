@@ -13,7 +13,6 @@ from torch import nn
 from consilium import __version__
 from consilium.adapters import layers
 from consilium.adapters.names import MEAN, SHIFT, is_base
-from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
@@ -72,12 +71,12 @@ class Site(LocalTraining):
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
         self.data = data
-        self.adapter = ADAPTERS[config.adapter.kind]
+        self.adapter = config.adapter_kind
         self.should_stop = lambda: None
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
-        checkpoint = _hash(self.checkpoint) if self.checkpoint else ""
+        checkpoint = checkpoint_hash(self.checkpoint) if self.checkpoint else ""
         joined = self._file(run).exists()
         return Hello(
             self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
@@ -85,7 +84,7 @@ class Site(LocalTraining):
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
-        if not (self.limits.given and self.strategy.ranks_differ):
+        if not (self.limits.given and self.strategy.ranks_differ and self.adapter.unequal_ranks):
             return {}
         path = self.folder / run / "capacity.json"
         if not path.exists():
@@ -121,10 +120,9 @@ class Site(LocalTraining):
         began = time.monotonic()
         start, kept = self.prepare(own, start, self._kept(run), payload)
         memory: Tensors = {}
-        passes = self.strategy.passes(layers.tensors(self.model), payload.round, payload.phase)
-        trained = self.train_passes(passes, payload, memory)
+        trained = self.train_passes(self.strategy.passes(start, payload.round, payload.phase), start, payload, memory)
         seconds = time.monotonic() - began
-        end = self.strategy.after_training(self.values(), memory, payload.round)
+        end = self.strategy.after_training(self.values(start), memory, payload.round)
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
         metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
@@ -148,14 +146,14 @@ class Site(LocalTraining):
         examples: dict[Stage, Examples] = {}
         passes = self.strategy.closing_passes(layers.tensors(self.model))
         if last is not None and passes is None:
-            layers.load(self.model, own)
+            self._load(own)
             self._scale(1.0)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         final = self._receive(own, payload)
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         if passes or (passes is not None and last is not None):
-            self.train_passes(passes, payload, {})
-            final = self.values()
+            self.train_passes(passes, final, payload, {})
+            final = self.values(final)
             with self.personalized(True, payload):
                 metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         with layers.disabled(self.model):
@@ -170,14 +168,20 @@ class Site(LocalTraining):
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
         start = self.strategy.receive(own, payload)
-        parameters = {name for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
-        if missing := sorted(parameters - start.keys()):
-            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
-            raise CheckpointError(f"{self.name}: no value for {missing[0]!r}: {why}")
-        layers.load(self.model, start)
+        self._load(start)
         self._scale(self.strategy.scaling(payload))
         self._mix(0.0)
         return start
+
+    def _load(self, values: Tensors) -> None:
+        """Put `values` into the model, which runs without the blocks whose tensors are not among them."""
+        live = {name: tensor for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
+        absent = {name: self.strategy.block(name) for name in live if name not in values}
+        if lost := sorted(name for name, block in absent.items() if block is None):
+            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+            raise CheckpointError(f"{self.name}: no value for {lost[0]!r}: {why}")
+        layers.leave_out(self.model, {block for block in absent.values() if block is not None})
+        layers.load(self.model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round."""
@@ -240,14 +244,14 @@ class Site(LocalTraining):
 
 
 @cache
-def _hash(path: Path) -> str:
+def checkpoint_hash(path: Path) -> str:
     """Hash a checkpoint once per process: the sites of a simulation share it."""
     return file_hash(path)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
     """Write a whole adapter of a job into `folder`, as its kind does; a vector behind the encoder has a file of its own."""
-    kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
+    kind, base = config.adapter_kind, MODELS[config.model.name]
     own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
     kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
     if SHIFT in values:

@@ -15,7 +15,7 @@ from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
@@ -81,6 +81,14 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
         raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
     return find_site(name, _given(), local)
+
+
+def own_config(fl_ctx: FLContext) -> SiteConfig:
+    """Return the server's own configuration, of which its checkpoint folder counts here. Raises ConfigError."""
+    path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
+    if simulated() or not path.is_file():
+        return SiteConfig(checkpoints=_given().checkpoints)
+    return load_site(path)
 
 
 def _given() -> Given:

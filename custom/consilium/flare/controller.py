@@ -61,7 +61,7 @@ class RoundController(Controller):
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
             folder, observe = context.server_folder(fl_ctx, job, self.resume), context.observer(self, fl_ctx, "server")
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job))
+            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), context.own_config(fl_ctx))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 

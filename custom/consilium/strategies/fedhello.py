@@ -1,19 +1,29 @@
 """Fed-HeLLo: every site holds all LoRA layers and trains as many of them as it can.
 
 Layers that a site does not train stay frozen at the global value, in its forward pass all the same. A layer's factors are
-averaged over the sites that trained it; one that nobody trained keeps its value. Which layers a site trains is geometry only:
-the paper's rules by gradient norms would tell of the data.
+averaged over the sites that trained it; one that nobody trained keeps its value.
+
+`layers: fisher` draws layers by how much the federation's training moves them. What it tells: the layers that a site is asked
+to train then depend on what all sites have sent, so that each learns a little of the others' data; the other rules are geometry
+and chance. It takes nothing from a site but its update, so noise that the update carries covers it, and drowns it.
+
+Source's formula: the mean over trainers, the geometric rules. Our reading: the Fisher rule. The authors' code takes the layers'
+Fisher scores on samples at the server, sorts layers into three groups of low, middle and high scores, and draws them without
+replacement at odds of 1, 2 and 3. A server has no data here: the score is the mean square of what the last sites to train the
+layer changed in it (of one step of gradient descent, lr^2 times the squared gradient); groups are thirds by rank; a layer that
+has no score yet counts as high.
 
 Source: Z. Zhang, P. Liu, J. Xu, R. Hu, "Fed-HeLLo: Efficient Federated Foundation Model Fine-Tuning with Heterogeneous LoRA
 Allocation", arXiv 2506.12213, 2025.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Rank
@@ -22,15 +32,21 @@ from consilium.strategies.strategy import ServerState, SiteResult, next_phase, s
 from consilium.strategies.unequal.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
 from consilium.strategies.unequal.ranks import UnequalRanks
 
+SCORES, UNKNOWN = "scores", -1.0
+"""The layers' scores in the state, in the order of the model's depth, and what stands for none."""
+
 
 @dataclass(frozen=True)
 class FedHeLLo(UnequalRanks):
-    """Train some of the layers at `rank`: those nearest the output (`top`) or input (`bottom`), or drawn anew each round."""
+    """Train some of the layers at `rank`: those nearest the output (`top`) or input (`bottom`), or drawn anew each round.
+
+    They are drawn evenly (`random`), or more often where training moves them most (`fisher`).
+    """
 
     name: ClassVar[str] = "fedhello"
 
     rank: Rank = 8
-    layers: Literal["top", "bottom", "random"] = "random"
+    layers: Literal["top", "bottom", "random", "fisher"] = "random"
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
@@ -38,7 +54,8 @@ class FedHeLLo(UnequalRanks):
         for layer in shapes(initial):
             b, a = factors(initial, layer)
             shared |= pair(layer, (b[:, : self.rank].clone(), a[: self.rank].clone()))
-        return ServerState(0, 0, shared, {})
+        scores = {SCORES: torch.full((len(shapes(initial)),), UNKNOWN, dtype=torch.float64)}
+        return ServerState(0, 0, shared, {}, matrices=scores if self.layers == "fisher" else {})
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: the site's to train, the others as frozen tails."""
@@ -57,8 +74,11 @@ class FedHeLLo(UnequalRanks):
         layers = list(shapes(state.shared))
         capacity = self.affordable_ranks(site)
         count = min(len(layers), max(1, int(min(capacity["time"], capacity["memory"]) * len(layers) / self.rank)))
+        generator = random.Random(seed_for(self.seed, "layers", state.round, site.name))
         if self.layers == "random":
-            return set(random.Random(seed_for(self.seed, "layers", state.round, site.name)).sample(layers, count))
+            return set(generator.sample(layers, count))
+        if self.layers == "fisher":
+            return _drawn(layers, odds(state.matrices[SCORES].tolist()), count, generator)
         return set(layers[-count:] if self.layers == "top" else layers[:count])
 
     def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
@@ -69,7 +89,19 @@ class FedHeLLo(UnequalRanks):
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
         round, phase = next_phase(state, self.phases(state.round))
-        return replace(state, round=round, phase=phase, shared=shared)
+        return replace(state, round=round, phase=phase, shared=shared, matrices=self._scored(state, results, share))
+
+    def _scored(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
+        """Return every layer's score: of the last sites that trained it."""
+        if self.layers != "fisher":
+            return state.matrices
+        scores = state.matrices[SCORES].clone()
+        for index, layer in enumerate(shapes(state.shared)):
+            moves = {name: factors(one.update.tensors, layer) for name, one in sorted(results.items())}
+            moves = {name: move for name, move in moves.items() if move[0].numel()}
+            if total := sum(share[name] for name in moves):
+                scores[index] = sum(share[name] / total * _mean_square(*move) for name, move in moves.items())
+        return {SCORES: scores}
 
     def _mean(self, state: ServerState, layer: str, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
         trainers = [name for name, end in ends.items() if len(end[f"{layer}.lora_A"])]
@@ -79,3 +111,22 @@ class FedHeLLo(UnequalRanks):
         values = [[share[name] / total * one.double() for one in factors(ends[name], layer)] for name in trainers]
         b, a = (torch.stack(list(parts)).sum(0).float() for parts in zip(*values, strict=True))
         return pair(layer, (b, a))
+
+
+def odds(scores: Sequence[float]) -> list[int]:
+    """Return 1, 2 or 3 for the lower, middle and upper third of the scores; 3 without a score. Ties go by depth."""
+    order = sorted(range(len(scores)), key=lambda i: (float("inf") if scores[i] == UNKNOWN else scores[i], i))
+    found = [3] * len(scores)
+    for place, index in enumerate(order):
+        found[index] = 3 if scores[index] == UNKNOWN else 1 + 3 * place // len(scores)
+    return found
+
+
+def _drawn(layers: Sequence[str], odds: Sequence[int], count: int, generator: random.Random) -> set[str]:
+    """Return `count` layers drawn without replacement at these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006)."""
+    keys = {layer: generator.random() ** (1 / one) for layer, one in zip(layers, odds, strict=True)}
+    return set(sorted(layers, key=lambda layer: -keys[layer])[:count])
+
+
+def _mean_square(b: Tensor, a: Tensor) -> float:
+    return (float(b.double().square().sum()) + float(a.double().square().sum())) / (b.numel() + a.numel())

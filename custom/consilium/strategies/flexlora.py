@@ -25,6 +25,7 @@ class FlexLoRA(ExactServer):
     """Average products, redistribute by SVD at one rank a site."""
 
     name: ClassVar[str] = "flexlora"
+    one_rank: ClassVar[bool] = True
 
     values_in: Literal["left", "both"] = "left"
 

@@ -14,13 +14,14 @@ from typing import ClassVar
 
 import torch
 
+from consilium.adapters.names import WHOLE
 from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Product, Update
-from consilium.messages import Payload, SiteInfo
+from consilium.linalg.lowrank import Change, Update
+from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import ServerState, SiteResult
 from consilium.strategies.unequal.exact import ExactServer, global_updates
-from consilium.strategies.unequal.layers import others, prefix_and_tail
+from consilium.strategies.unequal.layers import expanded, others, prefix_and_tail, whole_numbers
 from consilium.strategies.unequal.ranks import UnequalRanks
 
 
@@ -30,6 +31,8 @@ class FLoRA(ExactServer):
 
     name: ClassVar[str] = "flora"
     decomposes: ClassVar[bool] = False
+    one_rank: ClassVar[bool] = True
+    tails: ClassVar[bool] = True
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
@@ -44,10 +47,18 @@ class FLoRA(ExactServer):
         for layer, update in global_updates(state).items():
             out, into = update.shape
             rank = min(wanted, out, into)
-            b, a = _stack(update)
-            fresh = self._fresh(state.round, layer, rank, into)
-            tensors |= prefix_and_tail(layer, (torch.cat([b.new_zeros(out, rank), b], 1), torch.cat([fresh, a])), rank, 1.0)
+            b, a = torch.zeros(out, rank), self._fresh(state.round, layer, rank, into)
+            tensors |= prefix_and_tail(layer, (torch.cat([b, update.left], 1), torch.cat([a, update.right])), rank, 1.0)
+            tensors |= {} if update.dense is None else {f"{layer}.{WHOLE}": update.dense}
         return Payload(state.round, state.phase, tensors)
+
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return fresh factors and the update at its widest: each layer's size."""
+        return whole_numbers(sent.tensors)
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return what the server sent, its tails in pairs."""
+        return expanded(payload.tensors)
 
     def _fresh(self, round: int, layer: str, rank: int, into: int) -> torch.Tensor:
         """Return A (rank, in), Kaiming-uniform; of two ranks the smaller is the prefix of the larger."""
@@ -61,12 +72,3 @@ class FLoRA(ExactServer):
     def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
         """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
         return UnequalRanks.diagnostics(self, state, gathered)
-
-
-def _stack(update: Update) -> Product:
-    """Return W as (left, right), exactly, no wider than the layer's smaller side."""
-    if update.dense is None and update.left.shape[1] <= min(update.shape):
-        return update.left, update.right
-    dense = update.left @ update.right if update.dense is None else update.dense
-    out, into = update.shape
-    return (dense, torch.eye(into)) if into <= out else (torch.eye(out), dense)

@@ -136,6 +136,12 @@ class Strategy:
     """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
     parts: ClassVar[frozenset[str]] = frozenset()
     """What it asks of the model beside the job's adapter; see adapters/parts.py."""
+    one_rank: ClassVar[bool] = False
+    """Whether it may then also run at one rank everywhere, on plain LoRA."""
+    tails: ClassVar[bool] = False
+    """Whether sites are sent frozen ranks beside those they train."""
+    from_base: ClassVar[bool] = False
+    """Whether the server reads the base's weights to make the start, see `start`."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
     """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
     every site's result."""
@@ -192,7 +198,15 @@ class Strategy:
         """
         return None
 
+    def at_rank(self, rank: int) -> "Strategy":
+        """Return it for an adapter of one rank at all sites. Raises ConfigError where it cannot be."""
+        return self
+
     # server half ------------------------------------------------------------------------------------------------------
+
+    def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
+        """Return what all sites start from, of the usual start, the adapted layers' weights (out, in), and alpha / rank."""
+        return initial
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it.
@@ -207,6 +221,10 @@ class Strategy:
         """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**state.shared, **first})
+
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return how many numbers a site downloads in a round, once there is an update."""
+        return sum(tensor.numel() for tensor in sent.tensors.values())
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what `site` receives after the last round, to evaluate and keep."""
@@ -266,6 +284,10 @@ class Strategy:
     def after_training(self, end: Tensors, memory: Tensors, round: int) -> Tensors:
         """Return the site's tensors after its training, given what `feature_penalty` has put into `memory`."""
         return end
+
+    def block(self, name: str) -> str | None:
+        """Return the module that a site runs without where it has no tensor `name`; None where it cannot do without."""
+        return None
 
     def scaling(self, payload: Payload) -> float:
         """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""

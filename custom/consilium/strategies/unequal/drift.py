@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from consilium.adapters.names import GATE, TAIL
+from consilium.adapters.names import GATE, TAIL, WHOLE
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Product
 from consilium.messages import Payload
@@ -48,6 +48,6 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
 def information_gain(sent: Payload) -> float:
     """Return adapter numbers in the forward pass over those that train (FedHera, Appendix F.7); 1 without tails."""
     numbers = {name: tensor.numel() for name, tensor in sent.tensors.items() if not name.endswith(f".{GATE}")}
-    tail = sum(count for name, count in numbers.items() if name.rpartition(".")[2] in TAIL)
+    tail = sum(count for name, count in numbers.items() if name.rpartition(".")[2] in (*TAIL, WHOLE))
     total = sum(numbers.values())
     return total / max(total - tail, 1)

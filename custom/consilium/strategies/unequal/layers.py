@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from consilium.adapters.names import GATE, is_head
+from consilium.adapters.names import GATE, WHOLE, is_base, is_frozen_part, is_head
 from consilium.linalg.lowrank import Change, Product
 from consilium.messages import Tensors
 from consilium.strategies.strategy import ServerState, SiteResult
@@ -22,8 +22,8 @@ def _depth(layer: str) -> list[tuple[bool, int, str]]:
 
 
 def others(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return what is no factor, tail or gate: a classifier's head, which is averaged."""
-    return {name: tensor for name, tensor in tensors.items() if is_head(name)}
+    """Return what is no factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
+    return {name: tensor for name, tensor in tensors.items() if is_head(name) or is_base(name)}
 
 
 def pair(layer: str, product: Product) -> Tensors:
@@ -38,6 +38,23 @@ def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Ten
     if a.shape[0] > rank:
         tensors |= {f"{layer}.tail_A": a[rank:], f"{layer}.tail_B": b[:, rank:], f"{layer}.{GATE}": torch.tensor([gate])}
     return tensors
+
+
+def expanded(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return tensors as an adapter takes them: a tail that came as one matrix (out, in) becomes a pair with an identity."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{WHOLE}")}
+    for name in sorted(tensors.keys() - found.keys()):
+        layer, whole = name.removesuffix(f".{WHOLE}"), tensors[name]
+        out, into = whole.shape
+        b, a = (whole, torch.eye(into)) if into <= out else (torch.eye(out), whole)
+        found |= {f"{layer}.tail_A": a.to(whole), f"{layer}.tail_B": b.to(whole), f"{layer}.{GATE}": whole.new_ones(1)}
+    return found
+
+
+def whole_numbers(tensors: Mapping[str, Tensor]) -> int:
+    """Return how many numbers the trained factors and a head have, with a tail as large as each layer's weights."""
+    trained = sum(t.numel() for n, t in tensors.items() if not is_frozen_part(n))
+    return trained + sum(out * into for out, into in shapes(tensors).values())
 
 
 def factors(tensors: Mapping[str, Tensor], layer: str) -> Product:

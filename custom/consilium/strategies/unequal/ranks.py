@@ -8,8 +8,8 @@ ranks: the site's forward pass multiplies by it, and nothing else depends on it.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -50,7 +50,6 @@ class UnequalRanks(Strategy):
 
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
     ranks_differ: ClassVar[bool] = True
-
     tiers: Annotated[dict[TierName, Tier], Field(max_length=64)] = field(default_factory=_paper_tiers)
     profile: Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)] = "uniform"
     seed: Seed = 0
@@ -73,13 +72,16 @@ class UnequalRanks(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
+    def at_rank(self, rank: int) -> Self:
+        """Return it with one tier, which trains and downloads `rank`. Raises ConfigError where the job has tiers."""
+        if self.tiers != _paper_tiers() or self.profile != "uniform":
+            what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
+            raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
+        return replace(self, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
+
     def profile_tiers(self) -> dict[str, tuple[Tier, float]]:
         """Return the tiers that the profile names, each with its share of the sites."""
         return {name: (self.tiers[name], share) for name, share in self._shares().items()}
-
-    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return how many numbers a site downloads in a round, once there is an update."""
-        return sum(tensor.numel() for tensor in sent.tensors.values())
 
     def tier(self, name: str) -> Tier:
         """Return the tier of a site that says nothing of itself, drawn by the profile."""

@@ -1,0 +1,99 @@
+"""FedHEAL: updates that keep their sign count, and sites that are far from the mean count more and more.
+
+With u_i = theta_g - theta_i (what a site changed, sign reversed), h_i the share of its rounds so far with u_i >= 0, per number:
+
+    mask_i  = 1 where (h_i if u_i >= 0 else 1 - h_i) > tau, else 0;   all ones in a site's first round
+    d_i     = sum over tensors of ||mask_i u_i||_2
+    delta_i <- (1 - beta) delta_i + beta d_i / sum_j d_j,   w_i <- w_i + delta_i,   f_i = w_i / sum_j w_j
+    theta_g <- theta_g - sum_i f_i mask_i u_i / sum_j f_j mask_j,   unchanged where all masks are 0
+
+w_i starts at 1 / (sites of the round), delta_i at 0. Histories and weights are the server's, by site.
+
+Source's formula: all of the above, as the authors' code has it. Our reading: a site that missed
+rounds keeps its h, w and delta, and h counts the rounds in which it took part (the code counts all rounds, as if it had been
+there); sums over j run over the sites that answered; sites without any distance share it equally.
+
+Source: Y. Chen, W. Huang, M. Ye, "Fair Federated Learning under Domain Skew with Local Consistency and Domain Diversity",
+CVPR 2024, and the authors' code, github.com/yuhangchen0/FedHEAL.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from consilium.linalg.lowrank import summed
+from consilium.messages import Tensors
+from consilium.schema import Share
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalized
+
+ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
+"""What the server keeps of a site beside how often each number of its updates fell: its rounds, its w and its delta."""
+
+
+@dataclass(frozen=True)
+class FedHEAL(FedIT):
+    """Share every adapter tensor. A number's change counts where its sign was there in over `tau` of the site's rounds so far.
+
+    `beta`: how fast the sites' weights follow their distances.
+    """
+
+    name: ClassVar[str] = "fedheal"
+    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+
+    tau: Share = 0.3
+    beta: Share = 0.4
+
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+        """Return the next state: masked updates averaged number by number; every reporter's history, weight and delta."""
+        masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
+        masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
+        kept = self.weights(state, {name: _distance(one) for name, one in masked.items()})
+        share = normalized({name: float(kept[name][WEIGHT]) for name in masks})
+        shared = {n: _moved(t, n, share, masks, masked) for n, t in state.shared.items()}
+        sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
+        round, phase = next_phase(state, self.phases(state.round))
+        reported = state.reported | dict.fromkeys(masks, state.round)
+        return replace(state, round=round, phase=phase, shared=shared, sites=state.sites | sites, reported=reported)
+
+    def mask(self, kept: Tensors, update: Tensors) -> Tensors:
+        """Return mask_i by tensor, 0 or 1 in float64, of an update theta_i - theta_g, whose numbers fall where u_i >= 0."""
+        if not kept:
+            return {name: torch.ones(t.shape, dtype=torch.float64) for name, t in update.items()}
+        falls = {name: kept[f"falls/{name}"].double() / kept[ROUNDS] for name in update}
+        return {n: (torch.where(t <= 0, falls[n], 1 - falls[n]) > self.tau).double() for n, t in update.items()}
+
+    def weights(self, state: ServerState, distances: Mapping[str, float]) -> dict[str, Tensors]:
+        """Return w and delta of every site of `distances` (d_i), float64."""
+        total, count, found = sum(distances.values()), len(distances), {}
+        for name, distance in distances.items():
+            old = state.sites.get(name, {})
+            part = distance / total if total > 0 else 1 / count
+            delta = (1 - self.beta) * float(old.get(DELTA, 0.0)) + self.beta * part
+            weight = float(old.get(WEIGHT, 1 / count)) + delta
+            found[name] = {key: torch.tensor(v, dtype=torch.float64) for key, v in ((WEIGHT, weight), (DELTA, delta))}
+        return found
+
+
+def _distance(update: Tensors) -> float:
+    """Return the sum of the tensors' norms, in the order of names."""
+    return sum(float(tensor.norm()) for _, tensor in sorted(update.items()))
+
+
+def _moved(
+    value: Tensor, name: str, share: Mapping[str, float], masks: Mapping[str, Tensors], masked: Mapping[str, Tensors]
+) -> Tensor:
+    """Return theta_g plus the masked updates, weighted by f over the sum of f of those whose mask is 1."""
+    weight = summed([share[site] * masks[site][name] for site in share])
+    total = summed([share[site] * masked[site][name] for site in share])
+    return (value.double() + torch.where(weight > 0, total / weight.clamp(min=1e-300), 0.0)).to(value.dtype)
+
+
+def _history(kept: Tensors, update: Tensors) -> Tensors:
+    """Return how often each number of the site's updates has fallen (0 counts as falling), and in how many rounds."""
+    rounds = kept.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
+    falls = {f"falls/{n}": kept.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in update.items()}
+    return {n: t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds}

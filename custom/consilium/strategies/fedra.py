@@ -1,0 +1,116 @@
+"""FedRA: every site trains a random, shallower net, drawn anew each round.
+
+An allocation matrix E (sites x blocks), 0 or 1, says which blocks of the base a site has in a round: c_k of them, drawn at
+random. Their adapters' tensors alone travel, both ways, and the server averages each over those who had it:
+
+    theta_l <- sum_k E_kl theta_l,k / sum_k E_kl,   unchanged where nobody had block l
+
+A site does run the shallower net: a block that it does not have hands on what it gets, which is the same as stacking the others
+in their order, costs nothing, and leaves every block its place, so that SAM's windowed and global blocks keep their settings.
+That is what the method is for, sites that cannot hold the whole net; freezing the others instead, all run, is `fedhello`.
+
+Source's formula: the matrix, the plain mean over holders, untouched blocks. Our reading: what is in no block (SAM's mask
+decoder, a head) all sites have, and it is averaged likewise; SAM's decoder blocks are never left out, as they hand on two
+streams. Evaluation at the end: the global model is the whole net, the personalized one the shallower net that the site trained
+last. In a round both are what the site has of the net then.
+
+Source: S. Su, B. Li, X. Xue, "FedRA: A Random Allocation Strategy for Federated Tuning to Unleash the Power of Heterogeneous
+Clients", ECCV 2024, arXiv 2311.11227.
+"""
+
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from consilium.linalg.lowrank import summed
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.schema import Seed
+from consilium.seeding import seed_for
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase
+
+_BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
+"""A tensor's block, "<stack>.<number>", by the first number in its name."""
+Part = Annotated[float, Field(gt=0, le=1)]
+SiteName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+@dataclass(frozen=True)
+class FedRA(FedIT):
+    """Share the adapters of the blocks that a site has. `share` of a stack's blocks, at least one; `by_site` for some of them.
+
+    `seed` fixes the draws, which are public and know no data.
+    """
+
+    name: ClassVar[str] = "fedra"
+    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+
+    share: Part = 2 / 3
+    by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000)] = field(default_factory=dict)
+    seed: Seed = 0
+
+    def block(self, name: str) -> str | None:
+        """See Strategy."""
+        found = _BLOCK.fullmatch(name)
+        return found[1] if found else None
+
+    def held(self, names: Iterable[str], round: int, site: str) -> set[str]:
+        """Return the blocks that a site has in a round: its row of the allocation matrix."""
+        stacks: dict[str, dict[str, None]] = {}
+        for found in filter(None, map(_BLOCK.fullmatch, names)):
+            stacks.setdefault(found[2], {})[found[1]] = None
+        chosen: set[str] = set()
+        for stack, blocks in stacks.items():
+            count = max(1, int(self.by_site.get(site, self.share) * len(blocks) + 0.5))
+            chosen |= set(random.Random(seed_for(self.seed, "blocks", round, site, stack)).sample(sorted(blocks), count))
+        return chosen
+
+    # server half ------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return what the site has this round; tensors of other blocks are empty."""
+        held = self.held(state.shared, state.round, site.name)
+        has = {name: (block := self.block(name)) is None or block in held for name in state.shared}
+        return Payload(state.round, state.phase, {n: t if has[n] else t.new_zeros(0) for n, t in state.shared.items()})
+
+    def final(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return all blocks."""
+        return Payload(state.round, state.phase, dict(state.shared))
+
+    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+        """Return the next state: every tensor the plain mean over the sites that had it."""
+        ordered = [results[name] for name in sorted(results)]
+        shared = {name: _mean(value, _moves(ordered, name)) for name, value in state.shared.items()}
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared=shared)
+
+    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+        """Return how many of the round's sites had each block: the column sums of the allocation matrix."""
+        results = list(gathered.values())
+        blocks = {name: block for name in state.shared if (block := self.block(name)) is not None}
+        return {f"holders/{block}": float(len(_moves(results, name))) for name, block in blocks.items()}
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return the tensors of the blocks that the site has."""
+        return {name: tensor for name, tensor in payload.tensors.items() if tensor.numel()}
+
+    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
+        """Return end - start of what the site has, empty tensors for the rest."""
+        moved = {n: end[n] - start[n] if t.numel() else t.clone() for n, t in payload.tensors.items()}
+        return Payload(payload.round, payload.phase, moved)
+
+
+def _moves(results: list[SiteResult], name: str) -> list[Tensor]:
+    """Return the updates of a tensor, float64, of those who had it."""
+    return [one.update.tensors[name].double() for one in results if one.sent.tensors[name].numel()]
+
+
+def _mean(value: Tensor, moves: list[Tensor]) -> Tensor:
+    return (value.double() + summed(moves) / len(moves)).to(value.dtype) if moves else value

@@ -1,0 +1,115 @@
+"""FRLoRA: every round starts from the base's own principal directions, and what it brings goes into the weights.
+
+With W0 = U S V' of a layer, s = alpha / r and the first r singular triplets:
+
+    B0 = U_r (S_r / s)^(1/2),   A0 = (S_r / s)^(1/2) V_r',   W <- W0 - s B0 A0                        at the start
+    sites train from (B0, A0);  A = sum_k p_k A_k,  B = sum_k p_k B_k;  W <- W + s (B A - B0 A0)       every round
+
+and the next round starts from (B0, A0) again; a head is averaged and goes on. What is evaluated is W + s B0 A0, which is the
+round's W + s B A before its merge: never both.
+
+The server computes (B0, A0) once, from its own copy of the base, and ships them: an SVD differs from machine to machine.
+W - W0 travels as a frozen tail beside the base, which nobody changes: a site that joins late or missed rounds gets all of it,
+a quantized base loses nothing, and base + adapter as exported is the result in plain PEFT. With dB = B - B0 and dA = A - A0,
+
+    (W - W0) / s = [B0, dB_1, .., dB_T] [-A0 + sum_t dA_t; A_1; ..; A_T]
+
+is r ranks wider each round, until one matrix of the layer's size is smaller; the bytes reported show it.
+
+Source's formula: all of the above but where the residual is kept. Our reading: both factors train, as in the paper's text (the
+released script freezes A by default); p_k are the federation's weights (the released code has uniform ones, which
+`federation.weighting: uniform` gives).
+
+Source: Y. Yan, C.-M. Feng, W. Zuo, L. Zhu, R. S. M. Goh, Y. Liu, "Federated Residual Low-Rank Adaption of Large Language
+Models", ICLR 2025, and the authors' code, github.com/IAMJackYan/FRLoRA.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
+from consilium.linalg.lowrank import Product
+from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
+from consilium.strategies.unequal.layers import expanded, factors, pair, shapes, whole_numbers
+
+
+@dataclass(frozen=True)
+class FRLoRA(Strategy):
+    """Average both factors, add their product to the weights, start the next round from the base's principal directions."""
+
+    name: ClassVar[str] = "frlora"
+    tails: ClassVar[bool] = True
+    from_base: ClassVar[bool] = True
+
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return FROZEN for tails, SHARED for factors and a head. Raises ConfigError for another adapter."""
+        if is_frozen_part(name):
+            return Role.FROZEN
+        lora_factor(name, self.name)
+        return Role.SHARED
+
+    # server half ------------------------------------------------------------------------------------------------------
+
+    def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
+        """Return (B0, A0) of every layer's weights (out, in), and the head as it starts."""
+        ranks = {layer: len(initial[f"{layer}.lora_A"]) for layer in shapes(initial)}
+        found = {layer: pair(layer, principal(weights[layer], rank, scaling)) for layer, rank in ranks.items()}
+        return {name: found.get(name.rpartition(".")[0], initial)[name] for name in initial}
+
+    def init_state(self, initial: Tensors) -> ServerState:
+        """Return the state before round 0: `shared` is what every round starts from, `matrices` holds (W - W0) / s."""
+        tails: Tensors = {}
+        for layer in shapes(initial):
+            b, a = factors(initial, layer)
+            tails |= {f"{layer}.tail_B": b.clone(), f"{layer}.tail_A": -a, f"{layer}.{GATE}": torch.ones(1)}
+        return ServerState(0, 0, dict(initial), {}, matrices=tails)
+
+    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the common start and the tail, whatever the site has seen before."""
+        return Payload(state.round, state.phase, {**state.shared, **state.matrices})
+
+    def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
+        """Return the start and the tail at its widest: each layer's size."""
+        return whole_numbers(sent.tensors)
+
+    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+        """Return the next state: every layer's tail with this round's residual, and the head's mean."""
+        tails, shared = dict[str, Tensor](), dict(state.shared)
+        for layer in shapes(state.shared):
+            tails |= _grown(state.matrices, layer, factors(state.shared, layer), factors(results, layer))
+        heads = {n: u for n, u in results.items() if lora_factor(n, self.name) is None}
+        shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
+        round, phase = next_phase(state, self.phases(state.round))
+        return replace(state, round=round, phase=phase, shared=shared, matrices=tails)
+
+    # site half --------------------------------------------------------------------------------------------------------
+
+    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+        """Return what the server sent, its tails in pairs: a site keeps nothing from round to round."""
+        return expanded(payload.tensors)
+
+
+def principal(weight: Tensor, rank: int, scaling: float) -> Product:
+    """Return (B0, A0), float32, of a weight (out, in): s B0 A0 is its best approximation of this rank. Signs are fixed."""
+    u, values, vt = torch.linalg.svd(weight.double(), full_matrices=False)
+    signs = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True))[0] < 0, -1.0, 1.0)[:rank]
+    root = (values[:rank] / scaling).sqrt()
+    return (u[:, :rank] * (signs * root)).float(), ((signs * root)[:, None] * vt[:rank]).float()
+
+
+def _grown(kept: Tensors, layer: str, start: Product, moved: Product) -> Tensors:
+    """Return the layer's tail plus B A - B0 A0 = dB A + B0 dA, for `moved` = (dB, dA) in float64."""
+    (b0, a0), (db, da) = start, moved
+    added = (db.float(), (a0.double() + da).float())
+    if (whole := kept.get(f"{layer}.{WHOLE}")) is not None:
+        return {f"{layer}.{WHOLE}": (whole.double() + db @ added[1].double() + b0.double() @ da).float()}
+    b, a = kept[f"{layer}.tail_B"], kept[f"{layer}.tail_A"].clone()
+    a[: len(a0)] += da.float()
+    b, a = torch.cat([b, added[0]], 1), torch.cat([a, added[1]])
+    if b.numel() + a.numel() < len(b) * a.shape[1]:
+        return {f"{layer}.tail_B": b, f"{layer}.tail_A": a, f"{layer}.{GATE}": torch.ones(1)}
+    return {f"{layer}.{WHOLE}": (b.double() @ a.double()).float()}

@@ -1,0 +1,124 @@
+"""FedRA: the mean over holders in numpy, the shallower net against a net with the blocks taken out, and a run that resumes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError
+from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.build import assemble_job, build_model, build_site
+from consilium.federation.engine import simulate
+from consilium.messages import SiteInfo, Tensors
+from consilium.storage import load_state
+from consilium.strategies.fedra import FedRA
+from tests.conftest import Snapshot, small_config
+
+BLOCKS = [f"image_encoder.blocks.{i}" for i in range(6)]
+DECODER = "mask_decoder.transformer.layers.0.self_attn.q_proj.lora_A"
+ROUNDS = [("a", "b", "c"), ("a", "c"), ("a", "b", "c")]
+
+
+def initial() -> Tensors:
+    names = [*(f"{block}.attn.qkv.lora_{f}" for block in BLOCKS for f in "AB"), DECODER]
+    return {name: torch.randn(2, 2, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
+
+
+def test_blocks_are_averaged_over_those_who_had_them_and_others_keep_their_value() -> None:
+    strategy = FedRA(share=1 / 3, by_site={"b": 0.5}, seed=3)
+    state, untouched = strategy.init_state(initial()), 0
+    expected = {name: tensor.double().numpy() for name, tensor in initial().items()}
+    for round, sites in enumerate(ROUNDS):
+        aggregate, moves = RoundAggregate(strategy), dict[str, list[np.ndarray]]()
+        for site in reversed(sites):
+            info = SiteInfo(site, 1)
+            sent = strategy.broadcast(state, info)
+            start = strategy.receive(initial(), sent)
+            had = {name.partition(".attn")[0] for name in start if name != DECODER}
+            assert len(had) == (3 if site == "b" else 2)
+            assert had == strategy.held(expected, round, site)
+            assert DECODER in start
+            generator = torch.Generator().manual_seed(10 * round + ord(site))
+            end = {name: tensor + torch.randn(2, 2, generator=generator) for name, tensor in start.items()}
+            for name in start:
+                moves.setdefault(name, []).append((end[name] - start[name]).double().numpy())
+            aggregate.add(info, strategy.upload(start, end, sent), 7 if site == "a" else 1, sent)  # weights do not count
+        state = strategy.merge(state, aggregate.take())
+        untouched += len(expected.keys() - moves.keys())
+        expected = {name: value + np.mean(moves.get(name, [0.0]), axis=0) for name, value in expected.items()}
+        for name, tensor in state.shared.items():
+            np.testing.assert_allclose(tensor.numpy(), expected[name], atol=1e-5)
+    assert untouched  # else no block was without a holder
+
+
+def test_every_round_draws_anew_and_every_block_in_time() -> None:
+    strategy = FedRA(share=1 / 3)
+    drawn = [strategy.held(initial(), round, "a") for round in range(30)]
+    assert set().union(*drawn) == set(BLOCKS)
+    assert len({tuple(sorted(blocks)) for blocks in drawn}) > 8
+    assert drawn[0] != strategy.held(initial(), 0, "b") or drawn[1] != strategy.held(initial(), 1, "b")
+
+
+def small(kind: Mapping[str, Any], **training: Any) -> JobConfig:
+    raw = small_config(
+        {"name": "fedra", "share": 0.5}, lr=1e-2, local_steps=1, validate={"stages": []}, **training
+    ).model_dump()
+    raw["data"]["phantoms"] |= {"training": 2, "validation": 0, "test": 1}
+    return JobConfig.model_validate(raw | {"adapter": kind})
+
+
+@pytest.mark.parametrize("kind", [{"rank": 2, "targets": "qv"}, {"kind": "bottleneck", "width": 4}])
+def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp_path: Path) -> None:
+    """Against the same model with those blocks taken out of its list: each block that stays keeps its own window."""
+    config = small(kind)
+    job, site = assemble_job(config), build_site(assemble_job(config), "a", SiteConfig(), tmp_path, lambda event: None)
+    state = job.strategy.init_state(job.initial)
+    state = replace(state, shared={n: t + 0.1 for n, t in state.shared.items()})
+    sent = job.strategy.broadcast(state, SiteInfo("a", 1))
+    site._receive({}, sent)
+    whole = build_model(config, SiteConfig())
+    layers.load(whole, state.shared)
+    encoder: Any = whole.image_encoder
+    names = [f"image_encoder.blocks.{number}" for number in range(len(encoder.blocks))]
+    held = job.strategy.held(state.shared, 0, "a")
+    windows = [block.window_size for block in encoder.blocks]
+    assert len(set(windows)) > 1
+    shorter = nn.ModuleList(block for block, name in zip(encoder.blocks, names, strict=True) if name in held)
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
+    with torch.no_grad():
+        full = whole(images)
+        encoder.blocks = shorter
+        expected, found = whole(images), site.model(images)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, full)
+        site._receive({}, job.strategy.final(state, SiteInfo("a", 1)))
+        assert torch.equal(site.model(images), full)
+
+
+def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
+    config = small({"rank": 2})
+    job = assemble_job(config)
+    site = build_site(job, "a", SiteConfig(), tmp_path, lambda event: None)
+    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("a", 1))
+    lost = next(name for name in sent.tensors if name.startswith("mask_decoder"))
+    with pytest.raises(CheckpointError, match="no value for 'mask_decoder"):
+        site._receive({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
+
+
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    job, sites = assemble_job(small({"kind": "bottleneck", "width": 4}, rounds=3)), {n: SiteConfig() for n in ("a", "b")}
+    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 2)
+    simulate(job, sites, tmp_path / "run", snapshot)
+    whole = snapshot.restore()
+    simulate(job, sites, tmp_path / "run", lambda event: None, resume=True)
+    one, other = (load_state(run / "server/state.safetensors")[0] for run in (whole, tmp_path / "run"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
