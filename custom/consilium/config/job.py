@@ -42,7 +42,7 @@ class ValidateConfig(Section):
 class TrainingConfig(Section):
     """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it.
 
-    `schedule` cosine lets the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
+    `schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
     """
 
     rounds: Annotated[int, Field(ge=1, le=100_000)]
@@ -52,7 +52,7 @@ class TrainingConfig(Section):
     accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"

@@ -80,7 +80,7 @@ MEANINGS: dict[str, str] = {
     "FedProx.mu": "strength of the proximal term",
     "LoraFair.loss": "the paper's `cosine`, or `frobenius` with its closed form",
     "LoraFair.penalty": "weight of the squared norm of dB",
-    "FedHera.aggregation": "the paper's `residual`, or `standard`, without the start subtracted",
+    "FedHera.aggregation": "the paper's `residual`; `replace`, the authors' code; `literal`, as printed beside it, which grows",
     "FedHera.decay": "of the running score behind the gate",
     "FedHomoLoRA.rank": "the rank of all; by default what the lowest tier trains",
     "FlexLoRA.values_in": "singular values in B (`left`, as in the authors' code) or half in each factor (`both`)",

@@ -105,8 +105,8 @@ class Coordinator:
             self.asked = {name: self.sites[name] for name in self._sample()}
             self.accepted = set()
             self.aggregate.reset(max(len(self.asked), 1))
-        if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
-            self._announce(self.plan)
+        if (self.state.round, self.state.phase) == (0, 0):
+            self._announce()
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         self.log.started(self.state, sorted(self.asked))
@@ -134,8 +134,14 @@ class Coordinator:
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def _announce(self, plan: Plan) -> None:
-        """Tell, before any training, what is promised and what that will do to the result."""
+    def _announce(self) -> None:
+        """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
+        for warning in self.job.strategy.warnings:
+            self.observer({"event": "warning", "text": warning})
+        if self.plan is not None:
+            self._announce_plan(self.plan)
+
+    def _announce_plan(self, plan: Plan) -> None:
         shapes = upload_shapes(self.job.strategy, self._payload())
         warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
         self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})

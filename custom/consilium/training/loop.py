@@ -163,7 +163,8 @@ def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig
         raise ConsiliumError(
             f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
         )
-    loss.backward()
+    if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
+        loss.backward()
     return loss.item()
 
 
