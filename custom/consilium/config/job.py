@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig
 from consilium.config.data import PHANTOMS, DataConfig
+from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
 from consilium.config.statistics import StatisticsConfig
@@ -37,6 +38,7 @@ class ValidateConfig(Section):
         tuple[Literal["global", "personalized"], ...],
         Field(max_length=2, description="the model as it comes from the server, and after the site's training; [] for none"),
     ] = ("global", "personalized")
+    full: Annotated[bool, Field(description="score as at the end: written answers, distances, intervals")] = False
 
 
 class TrainingConfig(Section):
@@ -109,6 +111,7 @@ class JobConfig(Section):
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig | None = None
     statistics: StatisticsConfig | None = None
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:
@@ -152,6 +155,10 @@ class JobConfig(Section):
     def _keeps_privacy(self) -> Self:
         if self.privacy is None:
             return self
+        if self.diagnostics.wanted:
+            raise ValueError(
+                "diagnostics: look at what privacy keeps at the site, and no accounting covers it; remove one of both"
+            )
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":

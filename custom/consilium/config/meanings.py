@@ -14,6 +14,9 @@ MEANINGS: dict[str, str] = {
     "JobConfig.training": "local training",
     "JobConfig.federation": "who takes part",
     "JobConfig.statistics": "counts that every site is asked for once, before the first round",
+    "JobConfig.diagnostics": "what a simulation in one process looks at inside its sites",
+    "DiagnosticsConfig.leakage": "common drift and heterogeneity leakage of shared factors",
+    "DiagnosticsConfig.oracle": "drift from a high-rank oracle",
     "JobConfig.privacy": "differential privacy; without it shared factors leave as trained",
     "TrainingConfig.rounds": "rounds of the whole run",
     "TrainingConfig.local_epochs": "passes over a site's training data in a round",
@@ -69,6 +72,8 @@ MEANINGS: dict[str, str] = {
     # strategies
     "FedIAT.sharing": "which factor encoder and decoder share: M1 A, A; M2 B, B; M3 A, B; M4 B, A",
     "FedIAT.sor_weight": "lambda of SOR; 0 switches it off",
+    "FedIAT.eps": "keeps SOR's cosine finite and small moves quiet",
+    "FedIAT.eps_scale": "`relative`: eps in units of the factors' squared norms; `absolute`: as it is",
     "FedIAT.ema": "rho, the moving average of the private factor's drift",
     "DEeR.schedule": "the share of exchanges that is left (the paper's Figure 7)",
     "DPDyLoRA.rank_min": "the smallest rank that a round may draw",

@@ -4,6 +4,7 @@ import math
 import random
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
-from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
@@ -47,7 +48,7 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self._sent: dict[str, Payload] = {}
-        self.accepted: set[str] = set()
+        self.accepted, self._trained = set[str](), list[Mapping[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
@@ -103,7 +104,7 @@ class Coordinator:
                 have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
-            self.accepted = set()
+            self.accepted, self._trained = set(), []
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
             self._announce()
@@ -139,12 +140,9 @@ class Coordinator:
         for warning in self.job.strategy.warnings:
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
-            self._announce_plan(self.plan)
-
-    def _announce_plan(self, plan: Plan) -> None:
-        shapes = upload_shapes(self.job.strategy, self._payload())
-        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
-        self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
+            shapes = upload_shapes(self.job.strategy, self._payload())
+            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
+            self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
@@ -162,6 +160,7 @@ class Coordinator:
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
+            self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result, weight)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
@@ -188,8 +187,11 @@ class Coordinator:
         check_update(self.job, self.plan, result, sent)
         return sent
 
-    def conclude(self) -> None:
-        """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
+    def conclude(self, diagnosed: Mapping[str, float] | None = None) -> None:
+        """End the phase: move the state, checkpoint it; `diagnosed` is drawn beside the strategy's own curves.
+
+        Raises ConsiliumError under the quorum; the state stays as it was.
+        """
         with self._lock:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
@@ -197,7 +199,8 @@ class Coordinator:
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
-            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            self.log.diagnostics(self.state, curves | dict(diagnosed or {}))
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()

@@ -23,6 +23,8 @@ from consilium.messages import (
     HELD_OUT,
     SKIPPED,
     TRAIN_LOSS,
+    TRAIN_MEMORY,
+    TRAIN_PENALTY,
     TRAIN_SECONDS,
     TRAIN_STEPS,
     Hello,
@@ -39,7 +41,7 @@ from consilium.seeding import seed_for
 from consilium.storage import file_hash, load_state, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Examples, Task
-from consilium.training.device import autocast
+from consilium.training.device import autocast, peak_memory
 from consilium.training.loop import Progress, train
 
 
@@ -73,6 +75,7 @@ class Site:
         self.data = data
         self.adapter = ADAPTERS[config.adapter.kind]
         self.should_stop: Callable[[], None] = lambda: None
+        self.before_training: Callable[[str, Payload], None] = _nothing
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
@@ -81,6 +84,10 @@ class Site:
         return Hello(
             self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
         )
+
+    def kept(self, run: str) -> Tensors:
+        """Return the tensors that the site keeps of this run; before its first round none but the base's own."""
+        return self._restore(run)[0]
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
@@ -108,6 +115,7 @@ class Site:
 
         Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
+        self.before_training(run, payload)
         own, last, reply = self._restore(run)
         if last == (payload.round, payload.phase):
             return reply
@@ -120,7 +128,8 @@ class Site:
         seconds = time.monotonic() - began
         end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
         metrics |= self._validate(Stage.PERSONALIZED, payload)
-        metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
+        names = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
+        metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
@@ -135,7 +144,8 @@ class Site:
         own, last, _ = self._restore(run)
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
-            return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload))
+            full = self.config.training.validation.full
+            return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload, full))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
@@ -180,7 +190,11 @@ class Site:
             self.observer(place | asdict(progress))
 
         hook, private = self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
-        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+        with peak_memory(next(self.model.parameters()).device) as peak:
+            found = train(
+                self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private
+            )
+        return found | peak
 
     def _noise_seed(self, payload: Payload) -> int | None:
         if self.noise_seed is None:
@@ -189,7 +203,12 @@ class Site:
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round."""
-        return self._evaluate("validation", stage, payload) if self.config.training.validates(payload.round, stage) else {}
+        config = self.config.training
+        return (
+            self._evaluate("validation", stage, payload, config.validation.full)
+            if config.validates(payload.round, stage)
+            else {}
+        )
 
     def _skipped(self) -> dict[str, float]:
         """Return how many samples were left out, {} for none or for a task that leaves none out."""
@@ -237,6 +256,10 @@ class Site:
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
         reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
         return params, (meta["round"], meta["phase"]), reply
+
+
+def _nothing(run: str, payload: Payload) -> None:
+    """Do nothing: only a diagnosis in the same process looks at a site before it trains."""
 
 
 @cache
