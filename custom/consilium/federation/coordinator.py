@@ -48,7 +48,7 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self._sent: dict[str, Payload] = {}
-        self.accepted, self._trained = set[str](), list[Mapping[str, float]]()
+        self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
@@ -187,11 +187,8 @@ class Coordinator:
         check_update(self.job, self.plan, result, sent)
         return sent
 
-    def conclude(self, diagnosed: Mapping[str, float] | None = None) -> None:
-        """End the phase: move the state, checkpoint it; `diagnosed` is drawn beside the strategy's own curves.
-
-        Raises ConsiliumError under the quorum; the state stays as it was.
-        """
+    def conclude(self, seen: Mapping[str, float] | None = None) -> None:
+        """End the phase: move the state, checkpoint it, log what was `seen` of sites. Raises ConsiliumError under the quorum."""
         with self._lock:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
@@ -200,7 +197,7 @@ class Coordinator:
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
-            self.log.diagnostics(self.state, curves | dict(diagnosed or {}))
+            self.log.diagnostics(self.state, curves | dict(seen or {}))
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
