@@ -188,7 +188,7 @@ class Coordinator:
         return sent
 
     def conclude(self, seen: Mapping[str, float] | None = None) -> None:
-        """End the phase: move the state, checkpoint it, log what was `seen` of sites. Raises ConsiliumError under the quorum."""
+        """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
         with self._lock:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
