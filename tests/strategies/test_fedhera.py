@@ -283,11 +283,14 @@ def test_literal_aggregation_warns_and_grows_without_training() -> None:
     assert all(whole(after, layer).norm() > 1.2 * whole(state, layer).norm() for layer in LAYERS)
 
 
-@pytest.mark.parametrize("aggregation", ["residual", "replace"])
-def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str) -> None:
+@pytest.mark.parametrize(("aggregation", "score"), [("residual", "product"), ("replace", "cumulative")])
+def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, score: str) -> None:
     tiers = {"none": {"train": 0, "download": 6}, "some": {"train": 2, "download": 6}}
     strategy = FedHera(
-        tiers={n: tier_of(t) for n, t in tiers.items()}, profile={"none": 0.5, "some": 0.5}, aggregation=aggregation
+        tiers={n: tier_of(t) for n, t in tiers.items()},
+        profile={"none": 0.5, "some": 0.5},
+        aggregation=aggregation,
+        score=score,
     )
     idle = next(n for n in SITES if strategy.tier(n).train == 0)
     busy = next(n for n in SITES if strategy.tier(n).train == 2)

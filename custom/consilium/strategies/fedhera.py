@@ -148,13 +148,15 @@ class FedHera(ExactServer):
     ) -> dict[str, Tensors]:
         """Return every site's last alignment s_i with the federation (Eq. 11); of a site that abstained, what it was."""
         active = {name: one for name, one in uploads.items() if _trained_ranks(one)}
-        share = shares(active) if active else {}
+        if not active:
+            return state.sites
+        share = shares(active)
         layers = {n: changes(active, share, n, self.score == "cumulative") for n in shapes(state.initial)}
         if self.score == "cumulative":
             scores = lowrank.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
         else:
             products = [[self._scored(one) for one in found] for found in layers.values()]
-            scores = lowrank.alignments(products, [share[name] for name in sorted(share)]) if active else []
+            scores = lowrank.alignments(products, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
     def _scored(self, change: Change) -> Product:
