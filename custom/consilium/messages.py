@@ -81,7 +81,11 @@ class Stage(StrEnum):
 SPLITS = ("validation", "test")
 """Splits that are evaluated."""
 TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS = "train/loss", "train/steps", "train/seconds"
-"""What the training loop itself reports."""
+"""What the training loop itself reports; the loss is the task's alone."""
+TRAIN_PENALTY = "train/penalty"
+"""Mean of what the strategy adds to the loss, such as SOR; not there where it adds nothing."""
+TRAIN_MEMORY = "train/peak_bytes"
+"""The most memory of its GPU that a training took; not there on a processor, which does not say."""
 SKIPPED = "data/skipped"
 """How many samples a site has left out because they cannot be read, where its site.yaml says so; not there for none."""
 BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"
@@ -114,4 +118,4 @@ def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
     """Return the names a site may report: of every split and model the task's metrics; the loop's own; what was skipped."""
     metrics = list(task_metrics)
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
-    return frozenset({TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS, SKIPPED, *scores})
+    return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})

@@ -54,7 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gate open": {"gate": "open"},
         "residual score": {"score": "residual"},
         "gate neutral, residual score": {"gate": "neutral", "score": "residual"},
-        "standard aggregation": {"aggregation": "standard"},
+        "literal aggregation": {"aggregation": "literal"},
+        "replacing aggregation": {"aggregation": "replace"},
+        "raw energy": {"energy": "raw"},
+        "random allocation": {"allocation": "random"},
         "literal allocation": {"allocation": "literal"},
         "even allocation": {"allocation": "even"},
     }.items()

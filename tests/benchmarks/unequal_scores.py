@@ -9,13 +9,12 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import Job, build_model, build_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.site import Site
-from consilium.linalg import lowrank
-from consilium.messages import HELD_OUT, Payload, Tensors
+from consilium.messages import HELD_OUT, Payload
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.strategy import SiteResult
 from consilium.strategies.unequal.drift import cross_drift, moves, oracle_drift
-from consilium.strategies.unequal.exact import ExactServer, global_updates
-from consilium.strategies.unequal.layers import factors, others, pair, shapes
+from consilium.strategies.unequal.layers import shapes
+from consilium.strategies.unequal.oracle import whole_update
 
 FILES = {"training": "train.jsonl", "validation": "validation.jsonl"}
 LAST = 3
@@ -60,7 +59,12 @@ def diagnostics(events: Sequence[dict]) -> dict[str, float]:
 
 def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], folder: Path) -> dict[str, float]:
     """Return the loss of the whole update on everybody's validation data, and five sites' drift against the oracle."""
-    model, state, whole = build_model(job.config, next(iter(sites.values()))), coordinator.state, full(job, coordinator.state)
+    rows = {layer: job.initial[f"{layer}.lora_A"] for layer in shapes(job.initial)}
+    model, state, whole = (
+        build_model(job.config, next(iter(sites.values()))),
+        coordinator.state,
+        whole_update(job.strategy, coordinator.state, rows),
+    )
 
     def site(name: str, where: SiteConfig) -> Site:
         return build_site(job, name, where, folder / "after" / name, lambda event: None, model)
@@ -75,20 +79,6 @@ def after(job: Job, coordinator: Coordinator, sites: Mapping[str, SiteConfig], f
         drifts.append((*oracle_drift(own, best), 1 - cross_drift([own, best])))
     absolute, relative, cosine = (statistics.mean(values) for values in zip(*drifts, strict=True))
     return {"global": loss, "absolute": absolute * job.config.adapter.product_scaling, "relative": relative, "cosine": cosine}
-
-
-def full(job: Job, state: ServerState) -> Tensors:
-    """Return the server's whole update as factors of full rank, all of them to train."""
-    tensors = dict(others(state.shared))
-    for layer, (out, into) in shapes(job.initial).items():
-        if isinstance(job.strategy, ExactServer):
-            update = global_updates(state)[layer]
-        else:
-            update = lowrank.Update(*factors(state.shared, layer))
-        rank = min(out, into)
-        product = lowrank.refactor(lowrank.spectrum(update, rank), rank, 1.0, job.initial[f"{layer}.lora_A"])
-        tensors |= pair(layer, product)
-    return tensors
 
 
 def everyone(sites: Mapping[str, SiteConfig], folder: Path) -> SiteConfig:

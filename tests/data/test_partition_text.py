@@ -133,3 +133,43 @@ def test_real_questions_are_shared_out_by_their_type(tmp_path: Path) -> None:
     assert summary["classes"] == sorted({one["type"] for one in real})
     found = [text.instruction for i in range(1, 21) for text in read_texts(tmp_path / f"out/site-{i}").splits["training"]]
     assert Counter(found) == Counter(one["instruction"] for one in real)
+
+
+def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(source: Path, tmp_path: Path) -> None:
+    """1,500 records over 30 sites: 50 each, of which 40 to train, 5 to validate, 5 to test; every record once."""
+    out = tmp_path / "out"
+    summary = partition_texts(source, out, 30, None, 0, 8, local=True)
+    parts = {s: [lines(out / f"site-{i}/{s}.jsonl") for i in range(1, 31)] for s in ("training", "validation", "test")}
+    assert {s: {len(one) for one in found} for s, found in parts.items()} == {"training": {40}, "validation": {5}, "test": {5}}
+    everything = [line for s in ("training", "validation") for line in lines(source / f"{s}.jsonl") if line]
+    assert Counter(line for found in parts.values() for one in found for line in one) == Counter(everything)
+    assert lines(out / "common_test.jsonl") == lines(source / "test.jsonl")
+    assert summary["local"] is True
+    again = tmp_path / "again"
+    partition_texts(source, again, 30, None, 0, 8, local=True)
+    assert (again / "site-7/test.jsonl").read_bytes() == (out / "site-7/test.jsonl").read_bytes()
+
+
+def test_kinds_that_somebody_else_names_make_sites_uneven(source: Path, tmp_path: Path) -> None:
+    """Kinds by the last digit of "training 17" and so on; every site's counts by kind are those of its records."""
+    summary = partition_texts(
+        source, tmp_path / "out", 5, 0.1, 0, 8, kinds=lambda texts: ["even" if int(t[-1]) % 2 == 0 else "odd" for t in texts]
+    )
+    assert summary["classes"] == ["even", "odd"]
+    assert summary["by"] == "clusters"
+    for name, counts in summary["training"].items():
+        digits = [int(json.loads(line)["instruction"][-1]) for line in lines(tmp_path / "out" / name / "training.jsonl")]
+        assert counts == {"even": sum(d % 2 == 0 for d in digits), "odd": sum(d % 2 for d in digits)}
+
+
+def test_clusters_by_the_command_put_like_with_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"instruction": text, "output": "a"} for text in ["x y z x y z"] * 12 + ["Where does it hurt the patient?"] * 12]
+    write(tmp_path / "set", "training.jsonl", *records)
+    asked = ("--sites", 2, "--iid", "--minimum", 1, "--format", "json")
+    assert run(monkeypatch, "data", "partition", tmp_path / "set", tmp_path / "out", "--clusters", 2, *asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [sorted(counts.values()) for counts in found["training"].values()] == [[6, 6], [6, 6]]
+    assert run(monkeypatch, "data", "partition", tmp_path / "set", tmp_path / "more", "--clusters", 3, *asked) == 2
+    assert "--clusters: 3 are more than there are different records" in capsys.readouterr().err

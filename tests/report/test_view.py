@@ -101,10 +101,12 @@ def test_phases_count_as_parts_of_a_round() -> None:
     assert "round 2/2 phase 2/2  a:" in console.file.getvalue()
 
 
-def test_what_privacy_will_do_is_said_first() -> None:
+def test_what_a_strategy_and_privacy_will_do_is_said_first() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 2, "job", DICE) as view:
+        view({"event": "warning", "text": "it grows by itself"})
         view({"event": "privacy", "claim": "epsilon 3 at delta 1e-05", "warnings": ["noise drowns it"]})
+    assert "warning: it grows by itself" in console.file.getvalue()
     assert "privacy: epsilon 3 at delta 1e-05" in console.file.getvalue()
     assert "privacy: noise drowns it" in console.file.getvalue()
 

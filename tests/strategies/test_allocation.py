@@ -17,6 +17,7 @@ from consilium.strategies.unequal.allocation import (
     download_ranks,
     energies,
     gate,
+    random_ranks,
     train_ranks,
 )
 
@@ -225,3 +226,23 @@ def test_the_gate_by_hand(schedule: str) -> None:
 def test_a_stale_site_loses_its_tail_or_returns_to_neutral() -> None:
     assert gate(100, 0.5, 99, "paper") < 0.01
     assert gate(4, 0.5, 200, "neutral") == pytest.approx(gate(4, None, 0, "neutral"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), COST, COST), min_size=1, max_size=6), st.floats(0, 40), st.floats(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_random_ranks_fit_all_budgets_and_nothing_more_would(layers: list, seconds: float, memory: float) -> None:
+    caps, times, bytes_each = (list(column) for column in zip(*layers, strict=True))
+    ranks = random_ranks(caps, [times, bytes_each], [seconds, memory], 3)
+    assert all(0 <= rank <= cap for rank, cap in zip(ranks, caps, strict=True))
+    left = [Fraction(seconds) - spent(ranks, times), Fraction(memory) - spent(ranks, bytes_each)]
+    assert min(left) >= 0
+    for rank, cap, time_cost, memory_cost in zip(ranks, caps, times, bytes_each, strict=True):
+        assert rank == cap or Fraction(time_cost) > left[0] or Fraction(memory_cost) > left[1]
+
+
+def test_random_ranks_are_drawn_evenly() -> None:
+    """One rank for one of four layers: each gets a quarter of 4,000 draws, give or take 5 standard deviations (137)."""
+    counts = [0] * 4
+    for seed in range(4000):
+        counts[random_ranks([2] * 4, [[1] * 4], [1], seed).index(1)] += 1
+    assert all(abs(count - 1000) < 137 for count in counts)

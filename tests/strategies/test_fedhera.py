@@ -51,7 +51,7 @@ def sizes(payload: Payload) -> dict[str, tuple[int, int]]:
 LARGE = {"model.layers.0.q_proj": (120, 90), "model.layers.1.q_proj": (100, 140)}
 
 
-@pytest.mark.parametrize("aggregation", ["residual", "standard"])
+@pytest.mark.parametrize("aggregation", ["residual", "literal"])
 def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregation: str) -> None:
     strategy = FedHera(aggregation=aggregation, profile="skewed")
     state = strategy.init_state(initial(layers=LARGE, rank=64))
@@ -228,3 +228,111 @@ def test_a_head_is_averaged() -> None:
         aggregate.add(site, update, weight, sent)
     after = strategy.merge(state, aggregate.take())
     torch.testing.assert_close(after.shared["head.weight"], torch.full((2, 3), 1.75))
+
+
+def site_products(upload: SiteResult, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (start, end, tail) of a site's layer, dense float64, the tail without its gate."""
+    (b0, a0), (db, da) = (factors(p.tensors, layer) for p in (upload.sent, upload.update))
+    start, end = b0.double() @ a0.double(), (b0.double() + db.double()) @ (a0.double() + da.double())
+    tail = torch.zeros_like(start)
+    if f"{layer}.tail_A" in upload.sent.tensors:
+        tail = upload.sent.tensors[f"{layer}.tail_B"].double() @ upload.sent.tensors[f"{layer}.tail_A"].double()
+    return start, end, tail
+
+
+def gathered(strategy: FedHera, state: ServerState, names: list[str], seed: int = 0) -> dict[str, SiteResult]:
+    found = {}
+    for index, name in enumerate(names):
+        site = SiteInfo(name, 1 + index)
+        sent = strategy.broadcast(state, site)
+        found[name] = SiteResult(answer(strategy, sent, seed + index), site.num_samples, sent, site)
+    return found
+
+
+def test_replacing_aggregation_is_the_mean_of_whole_products_whatever_was_there() -> None:
+    strategy = hera(aggregation="replace")
+    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES)
+    results = gathered(strategy, state, SITES[:4])
+    assert any(name.endswith("tail_A") for one in results.values() for name in one.sent.tensors)
+    after = strategy.merge(state, results)
+    total = sum(one.weight for one in results.values())
+    for layer in LAYERS:
+        parts = {name: site_products(one, layer) for name, one in results.items()}
+        expected = sum(results[n].weight / total * (end + tail) for n, (_, end, tail) in parts.items())
+        torch.testing.assert_close(whole(after, layer), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_cumulative_score_is_the_cosine_of_whole_products_with_the_new_update() -> None:
+    strategy = hera(score="cumulative")
+    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES)
+    results = gathered(strategy, state, SITES[:3])
+    after = strategy.merge(state, results)
+    update = torch.cat([whole(after, layer).flatten() for layer in LAYERS])
+    for name, one in results.items():
+        own = torch.cat([(sum(site_products(one, layer)[1:])).flatten() for layer in LAYERS])
+        expected = float(own @ update / own.norm() / update.norm())
+        assert float(after.sites[name]["alignment"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_literal_aggregation_warns_and_grows_without_training() -> None:
+    strategy = hera(aggregation="literal")
+    assert "use residual" in strategy.warnings[0]
+    assert hera().warnings == hera(aggregation="replace").warnings == []
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    after = play(strategy, state, SITES, size=0.0)
+    assert all(whole(after, layer).norm() > 1.2 * whole(state, layer).norm() for layer in LAYERS)
+
+
+@pytest.mark.parametrize(("aggregation", "score"), [("residual", "product"), ("replace", "cumulative")])
+def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, score: str) -> None:
+    tiers = {"none": {"train": 0, "download": 6}, "some": {"train": 2, "download": 6}}
+    strategy = FedHera(
+        tiers={n: tier_of(t) for n, t in tiers.items()},
+        profile={"none": 0.5, "some": 0.5},
+        aggregation=aggregation,
+        score=score,
+    )
+    idle = next(n for n in SITES if strategy.tier(n).train == 0)
+    busy = next(n for n in SITES if strategy.tier(n).train == 2)
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    results = gathered(strategy, state, [busy, idle])
+    assert all(len(results[idle].update.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)
+    found = strategy.diagnostics(state, results)
+    assert all(math.isfinite(value) for value in found.values())
+    after = strategy.merge(state, results)
+    for layer in LAYERS:
+        (start, end, tail), (_, _, idle_tail) = (site_products(results[n], layer) for n in (busy, idle))
+        mean = (end + tail + 2 * idle_tail) / 3
+        expected = mean if aggregation == "replace" else whole(state, layer) + end - start
+        torch.testing.assert_close(whole(after, layer), expected, rtol=1e-5, atol=1e-6)
+    assert idle not in after.sites
+    quiet = strategy.merge(state, {idle: results[idle]})
+    if aggregation == "residual":
+        assert all(torch.equal(whole(quiet, layer), whole(state, layer)) for layer in LAYERS)
+
+
+def test_random_ranks_differ_by_site_and_round_and_are_the_same_again() -> None:
+    strategy = hera(allocation="random", profile={"high": 1.0})
+    state = play(strategy, strategy.init_state(initial()), SITES)
+    drawn = [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
+    assert drawn == [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
+    assert len({str(ranks) for ranks in drawn}) > 1
+    assert drawn != [strategy.ranks(replace(state, round=9), SiteInfo(name, 1)) for name in SITES]
+
+
+def test_raw_energies_compete_across_layers() -> None:
+    """Layers of squares (100, 60, 60, 60) and (1, .9, .8) at equal costs and a budget of 4: shares of each layer's own sum
+    (.357, .214, ...) and (.370, .333, .296) give ranks 1 and 3, which keep 102.7; raw squares give 4 and 0, which keep 280.
+    """
+    layers = {"model.layers.0.q_proj": (4, 4), "model.layers.1.q_proj": (4, 4)}
+    squares = {"model.layers.0.q_proj": [100.0, 60, 60, 60], "model.layers.1.q_proj": [1.0, 0.9, 0.8, 0]}
+    kept = {}
+    for energy in ("normalized", "raw"):
+        strategy = FedHera(energy=energy, tiers={"all": tier_of({"train": 2, "download": 2})}, profile={"all": 1.0})
+        state = strategy.init_state(initial(layers=layers, rank=4))
+        for layer, values in squares.items():
+            state.matrices[f"{layer}.values"] = torch.tensor(values, dtype=torch.float64).sqrt()
+            state.matrices[f"{layer}.energy"] = torch.tensor([sum(values), 0.0], dtype=torch.float64)
+        download, _ = strategy.ranks(state, SiteInfo("a", 1))
+        kept[energy] = list(download.values())
+    assert kept == {"normalized": [1, 3], "raw": [4, 0]}

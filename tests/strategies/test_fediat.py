@@ -54,7 +54,7 @@ def test_hand_worked_2x2_encoder_case() -> None:
     """
     anchors = {f"{ENC}.lora_A": torch.eye(2).double(), f"{ENC}.lora_B": torch.eye(2).double()}
     params = live({f"{ENC}.lora_A": tensor([[3, 0], [2, 1]]), f"{ENC}.lora_B": tensor([[2, 0], [0, 1]])})
-    loss = FedIAT(sor_weight=1.0).regularizer(LocalStep(params, anchors, {}, {}))
+    loss = FedIAT(sor_weight=1.0, eps=1e-12).regularizer(LocalStep(params, anchors, {}, {}))
     assert loss.item() == pytest.approx(0.5, abs=1e-7)
     loss.backward()
     assert params[f"{ENC}.lora_A"].grad is None
@@ -65,22 +65,26 @@ def test_hand_worked_2x2_encoder_case() -> None:
 def test_hand_worked_2x2_decoder_case_is_the_mirror() -> None:
     anchors = {f"{DEC}.lora_A": torch.eye(2).double(), f"{DEC}.lora_B": torch.eye(2).double()}
     params = live({f"{DEC}.lora_A": tensor([[2, 0], [0, 1]]), f"{DEC}.lora_B": tensor([[3, 2], [0, 1]])})
-    loss = FedIAT(sor_weight=1.0).regularizer(LocalStep(params, anchors, {}, {}))
+    loss = FedIAT(sor_weight=1.0, eps=1e-12).regularizer(LocalStep(params, anchors, {}, {}))
     assert loss.item() == pytest.approx(0.5, abs=1e-7)
     loss.backward()
     assert params[f"{DEC}.lora_B"].grad is None
     assert torch.allclose(params[f"{DEC}.lora_A"].grad, tensor([[0, 1], [0, 0]]), atol=1e-6)
 
 
-def plain_sor(layer: str, params: dict[str, Tensor], anchors: dict[str, Tensor], drift: Tensor, eps: float) -> Tensor:
-    """Return Eq. 7-8 for one layer, written out as printed."""
+def plain_sor(
+    layer: str, params: dict[str, Tensor], anchors: dict[str, Tensor], drift: Tensor, eps: float, relative: bool
+) -> Tensor:
+    """Return Eq. 7-8 for one layer, written out as printed, eps in units of the squared norms of both factors if relative."""
     a, b, a0, b0 = params[f"{layer}.lora_A"], params[f"{layer}.lora_B"], anchors[f"{layer}.lora_A"], anchors[f"{layer}.lora_B"]
     sh, lo = ((b - b0).T @ b0, a0 @ drift.T) if layer == ENC else ((a - a0) @ a0.T, b0.T @ drift)
-    return ((sh * lo.detach()).sum() / (sh.norm() * lo.norm() + eps)) ** 2
+    floor = eps * a0.norm() ** 2 * b0.norm() ** 2 if relative else eps
+    return ((sh * lo.detach()).sum() / (sh.norm() * lo.norm() + floor)) ** 2
 
 
-def test_value_and_gradient_equal_the_printed_formula_over_three_steps() -> None:
-    strategy, memory = FedIAT(sor_weight=0.3, ema=0.7), {}
+@pytest.mark.parametrize("scale", ["relative", "absolute"])
+def test_value_and_gradient_equal_the_printed_formula_over_three_steps(scale: str) -> None:
+    strategy, memory = FedIAT(sor_weight=0.3, ema=0.7, eps=1e-2, eps_scale=scale), {}
     anchors = factors(ENC, seed=1) | factors(DEC, out=4, inner=4, seed=2)
     drift = {ENC: 0.0, DEC: 0.0}
     for number in range(3):
@@ -93,7 +97,7 @@ def test_value_and_gradient_equal_the_printed_formula_over_three_steps() -> None
         for layer, private in ((ENC, "A"), (DEC, "B")):
             name = f"{layer}.lora_{private}"
             drift[layer] = 0.7 * drift[layer] + 0.3 * (moved[name] - anchors[name])
-            expected = expected + 0.3 * plain_sor(layer, theirs, anchors, drift[layer], strategy.eps)
+            expected = expected + 0.3 * plain_sor(layer, theirs, anchors, drift[layer], 1e-2, scale == "relative")
         loss = strategy.regularizer(LocalStep(ours, anchors, {}, memory))
         assert torch.allclose(loss, expected, rtol=1e-12)
         loss.backward()
@@ -146,3 +150,18 @@ def test_equal_layers_add_up_and_other_shapes_are_grouped_apart() -> None:
 
 def test_weight_zero_switches_sor_off() -> None:
     assert FedIAT(sor_weight=0.0).regularizer(LocalStep({}, {}, {}, {})) is None
+
+
+def test_a_relative_epsilon_does_not_see_the_scale_of_the_factors() -> None:
+    """Factors and moves a thousand times smaller: the same value; an absolute epsilon mutes it (Eq. 8 with norms of 1e-13)."""
+    anchors = factors(ENC, seed=1)
+    moved = {
+        n: t + 1e-3 * torch.randn(t.shape, generator=torch.Generator().manual_seed(7)).double() for n, t in anchors.items()
+    }
+    found = {}
+    for scale in ("relative", "absolute"):
+        strategy = FedIAT(sor_weight=1.0, eps_scale=scale)
+        both = [({n: t * c for n, t in moved.items()}, {n: t * c for n, t in anchors.items()}) for c in (1.0, 1e-3)]
+        found[scale] = [float(strategy.regularizer(LocalStep(params, start, {}, {}))) for params, start in both]
+    assert found["relative"][0] == pytest.approx(found["relative"][1], rel=1e-6)
+    assert found["absolute"][1] < 1e-3 * found["absolute"][0]

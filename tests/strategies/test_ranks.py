@@ -44,7 +44,7 @@ def test_what_a_site_says_of_itself_counts_before_its_tier() -> None:
     ("options", "message"),
     [
         ({"profile": {"tiny": 1.0}}, "strategy.profile: tier 'tiny' is not in strategy.tiers"),
-        ({"tiers": {"low": {"train": 8, "download": 4}}, "profile": {"low": 1}}, "strategy.tiers.low: train must be over 0"),
+        ({"tiers": {"low": {"train": 8, "download": 4}}, "profile": {"low": 1}}, "strategy.tiers.low: train must be 0 or more"),
         ({"gate": "closed"}, "strategy.gate: 'closed': expected 'paper', 'neutral' or 'open'"),
     ],
 )

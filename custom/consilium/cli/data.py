@@ -1,6 +1,8 @@
 """The commands `consilium data`: import published sets, look at data lists, share them out, generate phantoms."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -150,6 +152,14 @@ def data_partition(
     minimum: Annotated[int, typer.Option(min=1, help="training samples every site gets at least")] = 8,
     iid: Annotated[bool, typer.Option("--iid", help="give all sites even shares; --beta is not used")] = False,
     by: Annotated[str, typer.Option(metavar="KEY", help="texts: the key of the records that sites are uneven by")] = "",
+    clusters: Annotated[
+        int, typer.Option(min=0, max=1000, help="texts: make sites uneven by so many K-means clusters of the instructions")
+    ] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="texts: the transformers folder for --clusters; default: the tiny one"),
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="texts: every site cuts its own share 0.8 / 0.1 / 0.1")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -161,9 +171,15 @@ def data_partition(
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
     if has_texts(source) or source.suffix == ".jsonl":
-        found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out)
-    elif by:
-        raise ConfigError(f"--by {by}: is for texts; pictures are uneven by their class; leave it out")
+        if clusters == 1 or (clusters and by):
+            raise ConfigError("--clusters: take 2 or more, and without --by")
+        kinds = partial(_kinds, clusters, model, seed) if clusters else None
+        found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
+    elif by or clusters:
+        what = f"--by {by}" if by else f"--clusters {clusters}"
+        raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
+    elif local:
+        raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
     else:
         found = partition(source, folder, sites, shares, seed, minimum, left_out)
     if format is Format.JSON:
@@ -173,3 +189,14 @@ def data_partition(
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
     typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
+
+
+def _kinds(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
+    """Return each text's cluster by the hidden states of a language model."""
+    from consilium.data.clusters import clusters
+    from consilium.models.causal_lm.embedding import embeddings
+    from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+
+    variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
+    points = embeddings(build_causal_lm(variant, folder), load_tokenizer(variant, folder), texts)
+    return clusters(points, count, seed)

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
+from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
 from consilium.config.statistics import StatisticsConfig
@@ -37,12 +38,13 @@ class ValidateConfig(Section):
         tuple[Literal["global", "personalized"], ...],
         Field(max_length=2, description="the model as it comes from the server, and after the site's training; [] for none"),
     ] = ("global", "personalized")
+    full: Annotated[bool, Field(description="score as at the end: written answers, distances, intervals")] = False
 
 
 class TrainingConfig(Section):
     """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it.
 
-    `schedule` cosine lets the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
+    `schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
     """
 
     rounds: Annotated[int, Field(ge=1, le=100_000)]
@@ -52,7 +54,7 @@ class TrainingConfig(Section):
     accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -109,6 +111,7 @@ class JobConfig(Section):
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig | None = None
     statistics: StatisticsConfig | None = None
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:
@@ -158,6 +161,10 @@ class JobConfig(Section):
     def _keeps_privacy(self) -> Self:
         if self.privacy is None:
             return self
+        if self.diagnostics.wanted:
+            raise ValueError(
+                "diagnostics: look at what privacy keeps at the site, and no accounting covers it; remove one of both"
+            )
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":

@@ -42,6 +42,11 @@ class Text:
     labels: tuple[str, ...] = ()
 
     @property
+    def prompt_words(self) -> str:
+        """Instruction and input as they stand, without the template around them."""
+        return "\n".join(part for part in (self.instruction, self.input) if part)
+
+    @property
     def prompt(self) -> str:
         """What the model reads before it answers; an input without an instruction is the instruction."""
         if not self.instruction or not self.input:

@@ -1,9 +1,12 @@
 """A phase's results at the server: an exact running mean, or all of them where the strategy needs that."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from consilium.errors import RefusedError
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.strategies.strategy import Gathered, SiteResult, Strategy
 
 MEAN_UNIT = 2.0**-36
@@ -76,3 +79,12 @@ class RoundAggregate:
         mean = self._mean.value()
         self.reset()
         return mean
+
+
+def penalized(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the loss with and without what the strategy adds to it, means over the sites that say both; {} where none does."""
+    told = [one for one in trained if TRAIN_PENALTY in one and TRAIN_LOSS in one]
+    if not told:
+        return {}
+    loss, penalty = (math.fsum(one[name] for one in told) / len(told) for name in (TRAIN_LOSS, TRAIN_PENALTY))
+    return {"loss/task": loss, "loss/with penalty": loss + penalty, "penalty/mean": penalty}

@@ -4,6 +4,7 @@ import math
 import random
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, RefusedError
-from consilium.federation.aggregate import RoundAggregate
+from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job, server_start
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.site import export_adapter
@@ -51,7 +52,7 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self._sent: dict[str, Payload] = {}
-        self.accepted: set[str] = set()
+        self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
@@ -112,10 +113,10 @@ class Coordinator:
                 have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
-            self.accepted = set()
+            self.accepted, self._trained = set(), []
             self.aggregate.reset(max(len(self.asked), 1))
-        if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
-            self._announce(self.plan)
+        if (self.state.round, self.state.phase) == (0, 0):
+            self._announce()
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         self.log.started(self.state, sorted(self.asked))
@@ -143,11 +144,14 @@ class Coordinator:
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def _announce(self, plan: Plan) -> None:
-        """Tell, before any training, what is promised and what that will do to the result."""
-        shapes = upload_shapes(self.job.strategy, self._payload())
-        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
-        self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
+    def _announce(self) -> None:
+        """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
+        for warning in self.job.strategy.warnings:
+            self.observer({"event": "warning", "text": warning})
+        if self.plan is not None:
+            shapes = upload_shapes(self.job.strategy, self._payload())
+            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
+            self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
@@ -165,6 +169,7 @@ class Coordinator:
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             self.accepted.add(name)
+            self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result, weight)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
@@ -191,8 +196,8 @@ class Coordinator:
         check_update(self.job, self.plan, result, sent)
         return sent
 
-    def conclude(self) -> None:
-        """End the phase: move the state, checkpoint it. Raises ConsiliumError under the quorum; the state stays as it was."""
+    def conclude(self, seen: Mapping[str, float] | None = None) -> None:
+        """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
         with self._lock:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
@@ -200,7 +205,8 @@ class Coordinator:
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
-            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            self.log.diagnostics(self.state, curves | dict(seen or {}))
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()

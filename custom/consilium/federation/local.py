@@ -18,6 +18,7 @@ from consilium.seeding import seed_for
 from consilium.strategies.strategy import Pass, Strategy
 from consilium.tasks.base import Task
 from consilium.training.blending import blended
+from consilium.training.device import peak_memory
 from consilium.training.features import WithFeatures
 from consilium.training.looking import Looking
 from consilium.training.loop import Progress, train
@@ -58,15 +59,15 @@ class LocalTraining:
         return begin, kept
 
     def train_passes(self, passes: list[Pass], names: Collection[str], payload: Payload, memory: Tensors) -> dict[str, float]:
-        """Train pass after pass in a model of the tensors `names`; return the loss of the last one, and the steps of all."""
-        steps, loss = 0.0, 0.0
+        """Train pass after pass in a model of the tensors `names`; return the steps of all, and the last one's numbers."""
+        steps, found = 0.0, dict[str, float]()
         for number, one in enumerate(passes):
             self._mix(one.share)
             params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
-            trained = self._pass(params, set(one.trained), payload, memory, number)
-            steps, loss = steps + trained["steps"], trained["loss"]
+            found = self._pass(params, set(one.trained), payload, memory, number)
+            steps += found["steps"]
         self._mix(0.0)
-        return {"loss": loss, "steps": steps}
+        return found | {"steps": steps}
 
     def _pass(self, params: Tensors, trained: set[str], payload: Payload, memory: Tensors, number: int) -> dict[str, float]:
         task = self.task
@@ -81,7 +82,9 @@ class LocalTraining:
 
         seed, hook = self._seed("train", payload, number), self.strategy.regularizer
         private = dpsgd(self.plan, self._noise_seed(payload, number))
-        return train(self.model, task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+        with peak_memory(next(self.model.parameters()).device) as peak:
+            found = train(self.model, task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+        return found | peak
 
     def _seed(self, what: str, payload: Payload, number: int = 0) -> int:
         """Return the seed of a part of a phase; of its first pass as if there were no other."""

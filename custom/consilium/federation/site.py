@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ from consilium.messages import (
     HELD_OUT,
     SKIPPED,
     TRAIN_LOSS,
+    TRAIN_MEMORY,
+    TRAIN_PENALTY,
     TRAIN_SECONDS,
     TRAIN_STEPS,
     Hello,
@@ -73,6 +76,7 @@ class Site(LocalTraining):
         self.data = data
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
+        self.before_training: Callable[[str, Payload], None] = _nothing
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
@@ -81,6 +85,10 @@ class Site(LocalTraining):
         return Hello(
             self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
         )
+
+    def kept(self, run: str) -> Tensors:
+        """Return the tensors that the site keeps of this run; before its first round none but the base's own."""
+        return self._restore(run)[0]
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
@@ -110,6 +118,7 @@ class Site(LocalTraining):
 
         Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
+        self.before_training(run, payload)
         own, last, reply = self._restore(run)
         if last == (payload.round, payload.phase):
             return reply
@@ -118,14 +127,15 @@ class Site(LocalTraining):
         start = self._receive(own, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
-        start, kept = self.prepare(own, start, self._kept(run), payload)
+        start, kept = self.prepare(own, start, self._remembered(run), payload)
         memory: Tensors = {}
         trained = self.train_passes(self.strategy.passes(start, payload.round, payload.phase), start, payload, memory)
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
-        metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
+        names = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
+        metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         self._save(run, end, payload, reply, kept)  # before sending: a lost answer must not cost a second training
@@ -140,7 +150,8 @@ class Site(LocalTraining):
         own, last, _ = self._restore(run)
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
-            return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload))
+            full = self.config.training.validation.full
+            return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload, full))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
@@ -185,7 +196,12 @@ class Site(LocalTraining):
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round."""
-        return self._evaluate("validation", stage, payload) if self.config.training.validates(payload.round, stage) else {}
+        config = self.config.training
+        return (
+            self._evaluate("validation", stage, payload, config.validation.full)
+            if config.validates(payload.round, stage)
+            else {}
+        )
 
     def _skipped(self) -> dict[str, float]:
         """Return how many samples were left out, {} for none or for a task that leaves none out."""
@@ -227,7 +243,7 @@ class Site(LocalTraining):
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
         save_state(self._file(run), tensors, meta)
 
-    def _kept(self, run: str) -> Tensors:
+    def _remembered(self, run: str) -> Tensors:
         """Return what the strategy kept of the last `before_training`; {} before the first."""
         tensors = load_state(self._file(run))[0] if self._file(run).exists() else {}
         return {n.removeprefix("kept/"): t for n, t in tensors.items() if n.startswith("kept/")}
@@ -241,6 +257,10 @@ class Site(LocalTraining):
         sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
         reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
         return params, (meta["round"], meta["phase"]), reply
+
+
+def _nothing(run: str, payload: Payload) -> None:
+    """Do nothing: only a diagnosis in the same process looks at a site before it trains."""
 
 
 @cache

@@ -5,6 +5,7 @@ It is never truncated. Singular triplets come from QR of the stacked factors and
 block Lanczos that stops by a certificate (certified.py); where that cannot be given, from the full SVD.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def residuals(changes: Sequence[Change], scale: float) -> Product:
 
 
 def products(changes: Sequence[Change], scale: float) -> Product:
-    """Return sum_i p_i s B_i A_i as one product: the literal "standard" aggregation."""
+    """Return sum_i p_i s B_i A_i as one product: without the starts subtracted."""
     return torch.cat([c.end[0] * (c.weight * scale) for c in changes], 1), torch.cat([c.end[1] for c in changes])
 
 
@@ -236,3 +237,23 @@ def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) ->
     share = torch.tensor(weights, dtype=torch.float64)
     towards, norms = total @ share, total.diagonal().clamp(min=0).sqrt() * (share @ total @ share).clamp(min=0).sqrt()
     return torch.where(norms > 0, towards / norms.clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
+
+
+def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str, Update]) -> list[float]:
+    """Return cos_F(P_i, W) over all layers together, for every site's products and W by layer; 0 where a norm is 0."""
+    towards = summed([torch.tensor([_along(p, updates[n]) for p in products]) for n, products in sites.items()])
+    norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
+    total = math.sqrt(sum(_squared(updates[n]) for n in sites))
+    return torch.where(norms * total > 0, towards / (norms * total).clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
+
+
+def _along(product: Product, update: Update) -> float:
+    """Return <P, W>_F in float64; a dense W is met by its r rows B' W alone."""
+    if update.dense is None:
+        return inner(product, (update.left, update.right))
+    left, right = product[0].double(), product[1].double()
+    return float(((left.T @ update.dense.double()) * right).sum())
+
+
+def _squared(update: Update) -> float:
+    return squared(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))

@@ -37,7 +37,7 @@ def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
 def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
     """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range."""
     groups: dict[str, list[str]] = {}
-    for name in rounds[-1]:
+    for name in dict.fromkeys(name for one in rounds for name in one):
         groups.setdefault(name.rpartition("/")[0], []).append(name)
     figure = Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
     for axis, (group, names) in zip(np.ravel(figure.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):

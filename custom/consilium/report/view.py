@@ -77,6 +77,9 @@ class LiveView:
         for warning in event["warnings"]:
             self._say(f"privacy: {warning}", "yellow")
 
+    def _on_warning(self, event: Mapping[str, Any]) -> None:
+        self._say(f"warning: {shown(event['text'], LINE)}", "yellow")
+
     def _on_step(self, event: Mapping[str, Any]) -> None:
         row = self._row(event)
         row |= {

@@ -3,10 +3,13 @@
 The server keeps the exact global update W of every layer and its spectrum. Two water-fillings per site decide, layer by layer,
 how many ranks it downloads (Algorithm 1) and trains (Algorithm 2). The trained prefix is uploaded, the rest is a frozen tail in
 the forward pass, faded in by a gate that trusts sites aligned with the federation (adaptive tail warm-up, Eq. 11 and 12).
-Aggregation: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10, `residual`), or without the start subtracted (`standard`).
+Aggregation: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10, `residual`), the same without the start subtracted (`literal`, the
+print's "standard", Appendix F.6), or W = sum p_i s B_i A_i of the sites' whole products, tails with them (`replace`, the
+default of the authors' code).
 
 Source: K. Xiao, Q. Wang, C. Anagnostopoulos, Z. Tan, W. Li, "FedHera: Towards Drift-Resilient Federated Fine-tuning with
-Heterogeneous Resources": Section 4, Eq. 4 to 12, Algorithms 1 and 2.
+Heterogeneous Resources": Section 4, Eq. 4 to 12, Algorithms 1 and 2; Table 12 for `random`. The authors' code:
+github.com/shock-xiaoke/FedHera, f2389f8. `cumulative` and `replace` are read from it; there each site's tail is whole in both.
 """
 
 from collections.abc import Mapping
@@ -19,6 +22,7 @@ from pydantic import Field
 from consilium.linalg import lowrank
 from consilium.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.seeding import seed_for
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.unequal import allocation
 from consilium.strategies.unequal.exact import ExactServer, stored_spectra, truncated_factors
@@ -28,23 +32,32 @@ BYTES = 4
 """Of a number on the wire."""
 STATE = 4
 """Numbers in memory per trained number: itself, its gradient, Adam's two moments."""
+Ranks = tuple[list[int], list[int]]
+Budgets = tuple[float, float, float]
+"""In bytes to download, in units of time, in bytes of memory."""
 
 
 @dataclass(frozen=True)
 class FedHera(ExactServer):
     """Decoupled download and training ranks.
 
-    `allocation`: water filling over energies, the paper's `literal` rules, or `even` ranks in all layers. `gate`: Eq. 12
-    (`paper`), the authors' code (`neutral`), or a tail that is always whole (`open`). `score`: of the sites' whole products, as
-    printed, or of what they changed (`residual`).
+    `allocation`: water filling over energies, the paper's `literal` rules, `even` ranks in all layers, or `random` ones.
+    `energy`: of a rank as a share of its layer's sum (Eq. 4), or `raw` squares, with which all layers compete. `gate`: Eq. 12
+    (`paper`), the authors' code (`neutral`), or a tail that is always whole (`open`). `score`: the cosine of the sites' trained
+    products with their mean, as printed, of what they changed (`residual`), or of products and tails with all of W
+    (`cumulative`).
+    A tier that trains 0 ranks abstains: its sites weigh nothing in the mean.
     """
 
     name: ClassVar[str] = "fedhera"
 
-    aggregation: Literal["residual", "standard"] = "residual"
-    allocation: Literal["water_filling", "literal", "even"] = "water_filling"
+    least_train: ClassVar[float] = 0.0
+
+    aggregation: Literal["residual", "literal", "replace"] = "residual"
+    allocation: Literal["water_filling", "literal", "even", "random"] = "water_filling"
+    energy: Literal["normalized", "raw"] = "normalized"
     gate: Literal["paper", "neutral", "open"] = "paper"
-    score: Literal["product", "residual"] = "product"
+    score: Literal["product", "residual", "cumulative"] = "product"
     decay: Annotated[float, Field(gt=0, le=1)] = 0.9
 
     # server half ------------------------------------------------------------------------------------------------------
@@ -61,20 +74,33 @@ class FedHera(ExactServer):
         """Return (download, train) ranks by layer; a tail never holds ranks without energy."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         costs = allocation.download_costs(list(dims.values()), BYTES)
-        energies = [self._energies(found[layer], cost / max(costs)) for layer, cost in zip(dims, costs, strict=True)]
-        literal, total = self.allocation == "literal", sum(costs)
-        download = allocation.download_ranks(energies, costs, capacity["download"] * total, literal)
-        memory = [STATE * cost for cost in costs]
-        budgets = (capacity["time"] * total, capacity["memory"] * sum(memory))
-        train = allocation.train_ranks(energies, download, allocation.Training(costs, memory, *budgets), literal)
+        memory, total = [STATE * cost for cost in costs], sum(costs)
+        budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * sum(memory))
+        if self.allocation == "random":
+            download, train = self._drawn(found, costs, memory, budgets, seed_for(self.seed, "ranks", state.round, site.name))
+        else:
+            download, train = self._filled(found, costs, memory, budgets)
         real = [int(found[layer].values.count_nonzero()) for layer in dims]
         download = [max(t, min(d, r)) for d, t, r in zip(download, train, real, strict=True)]
         return dict(zip(dims, download, strict=True)), dict(zip(dims, train, strict=True))
 
-    def _energies(self, found: Spectrum, cost: float) -> list[float]:
+    def _filled(self, found: Mapping[str, Spectrum], costs: list[int], memory: list[int], budgets: Budgets) -> Ranks:
+        """Return (download, train) ranks by the two water-fillings."""
+        whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
+        energies = [self._energies(one, whole, c / max(costs)) for one, c in zip(found.values(), costs, strict=True)]
+        download = allocation.download_ranks(energies, costs, budgets[0], literal)
+        return download, allocation.train_ranks(energies, download, allocation.Training(costs, memory, *budgets[1:]), literal)
+
+    def _drawn(self, found: Mapping[str, Spectrum], costs: list[int], memory: list[int], budgets: Budgets, seed: int) -> Ranks:
+        """Return (download, train) ranks by chance, within the same budgets."""
+        download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
+        return download, allocation.random_ranks(download, [costs, memory], budgets[1:], seed_for(seed, "train"))
+
+    def _energies(self, found: Spectrum, whole: float, cost: float) -> list[float]:
+        """Return a layer's energies; `whole` is the sum over all layers, by which raw ones are divided to keep in range."""
         if self.allocation == "even":
             return allocation.energies(torch.zeros_like(found.values), 0.0, cost)
-        return allocation.energies(found.values, found.energy, cost)
+        return allocation.energies(found.values, found.energy if self.energy == "normalized" else whole, cost)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return what the site downloads by layer."""
@@ -92,17 +118,51 @@ class FedHera(ExactServer):
         age = state.round - 1 - state.reported.get(name, -1)
         return allocation.gate(state.round, score, age, self.gate, self.decay)
 
-    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
-        """Return W plus the sites' changes, or plus their products."""
-        merged = lowrank.residuals if self.aggregation == "residual" else lowrank.products
-        return lowrank.add(update, merged(layer, 1.0))
+    @property
+    def warnings(self) -> list[str]:
+        """See Strategy."""
+        if self.aggregation != "literal":
+            return []
+        what = "adds every site's whole start again in each round, so that W grows without any training"
+        return [f"strategy.aggregation: 'literal' {what}; use residual, unless the print's own rule is what you want to see"]
 
-    def sites_after(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, Tensors]:
-        """Return every site's last alignment s_i with the federation (Eq. 11)."""
-        share = shares(uploads)
-        layers = [[self._scored(change) for change in changes(uploads, share, layer)] for layer in shapes(state.initial)]
-        scores = lowrank.alignments(layers, [share[name] for name in sorted(share)])
+    def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
+        """Return p_i: samples, but 0 for a site that trained no rank of any layer, unless none did or W is replaced."""
+        trained = {name: one for name, one in uploads.items() if self.merges_tails or _trained_ranks(one)}
+        return dict.fromkeys(uploads, 0.0) | shares(trained or uploads)
+
+    @property
+    def merges_tails(self) -> bool:
+        """See ExactServer."""
+        return self.aggregation == "replace"
+
+    def merge_layer(self, update: Update, layer: list[Change]) -> Update:
+        """Return W plus the sites' changes, W plus their products, or their products alone."""
+        if self.aggregation == "residual":
+            return lowrank.add(update, lowrank.residuals(layer, 1.0))
+        base = lowrank.zero(*update.shape) if self.aggregation == "replace" else update
+        return lowrank.add(base, lowrank.products(layer, 1.0))
+
+    def sites_after(
+        self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
+    ) -> dict[str, Tensors]:
+        """Return every site's last alignment s_i with the federation (Eq. 11); of a site that abstained, what it was."""
+        active = {name: one for name, one in uploads.items() if _trained_ranks(one)}
+        if not active:
+            return state.sites
+        share = shares(active)
+        layers = {n: changes(active, share, n, self.score == "cumulative") for n in shapes(state.initial)}
+        if self.score == "cumulative":
+            scores = lowrank.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
+        else:
+            products = [[self._scored(one) for one in found] for found in layers.values()]
+            scores = lowrank.alignments(products, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
     def _scored(self, change: Change) -> Product:
         return change.end if self.score == "product" else lowrank.residuals([Change(1.0, change.start, change.end)], 1.0)
+
+
+def _trained_ranks(upload: SiteResult) -> int:
+    """Return how many ranks a site trained, over all layers."""
+    return sum(len(tensor) for name, tensor in upload.update.tensors.items() if name.endswith(".lora_A"))

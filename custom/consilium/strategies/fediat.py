@@ -13,6 +13,7 @@ Source: X. Zhao, W. Huang, L. Zhuang, H. Wu, A. Jiang, Z. Wang, W. He, M. Feng, 
 Orthogonal Inverse Low-Rank Adaptation for Federated Medical Segmentation", ICML 2026, arXiv 2606.08687: Eq. 4, 5, 7 and 8.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -33,14 +34,21 @@ SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), 
 
 @dataclass(frozen=True)
 class FedIAT(Strategy):
-    """Hyperparameters: `sharing` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8."""
+    """Hyperparameters: `sharing` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8.
+
+    `eps_scale`: `relative`, eps counts in units of |A0|^2 |B0|^2 of each layer, so that SOR does not depend on the factors'
+    scale; `absolute`, as the formula has it. Both proxies are products with A0 and B0, which makes that their natural size.
+    The paper prints no number: eps and its scale are our reading. 1e-5 is the smallest of the powers of ten with which SOR's
+    gradient, at lambda 1e-4, stayed under the task's on the quickstart's model at both learning rates tried (1e-4, 3e-3).
+    """
 
     name: ClassVar[str] = "fediat"
 
     sharing: Sharing = "M4"
     sor_weight: Factor = 1e-4
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    eps: Positive = 1e-8
+    eps: Positive = 1e-5
+    eps_scale: Literal["relative", "absolute"] = "relative"
 
     @property
     def label(self) -> str:
@@ -92,7 +100,17 @@ class FedIAT(Strategy):
         moved = _stack(step.params, layers, shared) - shared_0
         proxy_sh = moved.mT @ shared_0 if shared == "B" else moved @ shared_0.mT
         proxy_lo = private_0.mT @ drift if private == "B" else private_0 @ drift.mT
-        return squared_cosine(proxy_sh, proxy_lo, self.eps).sum()
+        return squared_cosine(proxy_sh, proxy_lo, self._floor(shared_0, private_0)).sum()
+
+    def _floor(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
+        """Return what Eq. 8 adds to the norms, per layer (L,), in the unit of `eps_scale`.
+
+        Where B0 = 0 it is the square root of the smallest number, by which a gradient may be divided.
+        """
+        if self.eps_scale == "absolute":
+            return shared_0.new_full((len(shared_0),), self.eps)
+        squares = [part.square().sum(dim=(-2, -1)) for part in (shared_0, private_0)]
+        return (self.eps * squares[0] * squares[1]).clamp(min=math.sqrt(torch.finfo(shared_0.dtype).tiny))
 
     def _anchor(self, key: str, which: str, layers: list[str], step: LocalStep) -> Tensor:
         """Return the stacked anchors of one factor, stacked once per round."""
@@ -108,8 +126,8 @@ class FedIAT(Strategy):
         return step.memory[key]
 
 
-def squared_cosine(shared: Tensor, local: Tensor, eps: float) -> Tensor:
-    """Return (<P, Q>_F / (|P|_F |Q|_F + eps))^2 per layer for (L, r, r) proxies; gradient reaches `shared` only.
+def squared_cosine(shared: Tensor, local: Tensor, eps: Tensor | float) -> Tensor:
+    """Return (<P, Q>_F / (|P|_F |Q|_F + eps))^2 per layer for (L, r, r) proxies, `eps` (L,); gradient reaches `shared` only.
 
     At P = 0 or Q = 0 value and gradient are exactly 0: PyTorch's norm has subgradient 0 there.
     """

@@ -151,6 +151,11 @@ class Strategy:
         """How it is called in a comparison: its name, and the setting in which it differs most."""
         return self.name
 
+    @property
+    def warnings(self) -> list[str]:
+        """What whoever starts the run should read first about its settings, a line each."""
+        return []
+
     @classmethod
     def variants(cls) -> "list[Strategy]":
         """Return it with the settings that a comparison shows."""

@@ -1,7 +1,7 @@
 """Where and in which precision a site computes."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,20 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     if (precision == "bf16" and (gpu or device.type == "cpu")) or (precision == "auto" and gpu):
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
+    """Yield what holds the most bytes of a GPU that tensors took meanwhile, as "peak_bytes", when the block has ended.
+
+    It stays empty on a processor, where nobody counts them.
+    """
+    found: dict[str, float] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    if device.type == "cuda":
+        found["peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
 
 
 def pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def train(
     watch: Watch,
     dp: DpSgd | None = None,
 ) -> dict[str, float]:
-    """Train the tensors named in `trained` in place and return {"loss", "steps"}.
+    """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if the regularizer gives any.
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps
@@ -64,6 +64,13 @@ def train(
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total, running = config.steps_per_round(task.num_samples), 0.0
+    penalties: list[Tensor] = []
+
+    def regularize(step: LocalStep) -> Tensor | None:
+        if (penalty := regularizer(step)) is not None:
+            penalties.append(penalty.detach())
+        return penalty
+
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
@@ -73,10 +80,11 @@ def train(
         for step in range(1, total + 1):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step - 1, total)
-            running += take_step(LocalStep(params, anchors, scalars, memory), regularizer)
+            running += take_step(LocalStep(params, anchors, scalars, memory), regularize)
             watch(Progress(step, total, running / step))
     model.eval()
-    return {"loss": running / total, "steps": float(total)}
+    added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
+    return {"loss": running / total, "steps": float(total)} | added
 
 
 @contextmanager
@@ -163,7 +171,8 @@ def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig
         raise ConsiliumError(
             f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
         )
-    loss.backward()
+    if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
+        loss.backward()
     return loss.item()
 
 

@@ -18,5 +18,6 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> to
 
 
 def learning_rate(config: TrainingConfig, done: int, total: int) -> float:
-    """Return the learning rate after `done` of a round's `total` steps; `cosine` falls from lr to 0 in every round anew."""
-    return config.lr * (0.5 * (1 + math.cos(math.pi * done / total)) if config.schedule == "cosine" else 1.0)
+    """Return the learning rate after `done` of a round's `total` steps; `cosine` and `linear` fall to 0 in every round anew."""
+    part = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done / total)), "linear": 1 - done / total}
+    return config.lr * part[config.schedule]

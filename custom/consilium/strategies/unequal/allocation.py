@@ -5,6 +5,7 @@ ever lets an allocation exceed its budget. Ties go to the lower layer index.
 """
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
@@ -108,6 +109,25 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
         left = [have - cost for have, cost in zip(left, costs, strict=True)]
         _take(groups[costs], ranks, layer, energies[layer], caps[layer])
     return ranks
+
+
+def random_ranks(caps: Sequence[int], costs: Sequence[Sequence[float]], budgets: Sequence[float], seed: int) -> list[int]:
+    """Return ranks <= caps per layer, each one more for a layer drawn from those that still fit all `budgets` (Table 12).
+
+    The draw is over layers with equal chances, as in the authors' code. Raises as `train_ranks`.
+    """
+    _check([[]] * len(caps), costs, budgets)
+    (whole, left), ranks, draw = _exact(costs, budgets), [0] * len(caps), random.Random(seed)
+    open_layers = [layer for layer, cap in enumerate(caps) if cap > 0]
+    while open_layers := [n for n in open_layers if ranks[n] < caps[n] and _fits(whole, left, n)]:
+        layer = draw.choice(open_layers)
+        ranks[layer] += 1
+        left = [have - row[layer] for have, row in zip(left, whole, strict=True)]
+    return ranks
+
+
+def _fits(whole: list[list[int]], left: list[float], layer: int) -> bool:
+    return all(row[layer] <= have for row, have in zip(whole, left, strict=True))
 
 
 def _groups(energies: Energies, caps: Sequence[int], whole: list[list[int]]) -> dict[tuple[int, int], list]:

@@ -46,8 +46,11 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
 
 
 def information_gain(sent: Payload) -> float:
-    """Return adapter numbers in the forward pass over those that train (FedHera, Appendix F.7); 1 without tails."""
+    """Return adapter numbers in the forward pass over those that train (FedHera, Appendix F.7); 1 without tails.
+
+    0 where nothing trains, which has no ratio.
+    """
     numbers = {name: tensor.numel() for name, tensor in sent.tensors.items() if not name.endswith(f".{GATE}")}
     tail = sum(count for name, count in numbers.items() if name.rpartition(".")[2] in (*TAIL, WHOLE))
     total = sum(numbers.values())
-    return total / max(total - tail, 1)
+    return total / (total - tail) if total > tail else 0.0

@@ -33,6 +33,11 @@ class ExactServer(UnequalRanks):
 
     device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
+    @property
+    def merges_tails(self) -> bool:
+        """Whether `merge_layer` sees sites' whole products, frozen tails with them."""
+        return False
+
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
         """Return a layer's next global update from its last and the sites' training of it."""
         raise NotImplementedError
@@ -41,8 +46,10 @@ class ExactServer(UnequalRanks):
         """Return p_i by site; they sum to 1."""
         return shares(uploads)
 
-    def sites_after(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, Tensors]:
-        """Return what the server remembers of each site after this round."""
+    def sites_after(
+        self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
+    ) -> dict[str, Tensors]:
+        """Return what the server remembers of each site after this round, which leaves the global `updates`, by layer."""
         return state.sites
 
     def init_state(self, initial: Tensors) -> ServerState:
@@ -72,11 +79,11 @@ class ExactServer(UnequalRanks):
         """Return the next state: every layer merged and decomposed, a head averaged."""
         share, updates = self.share(state, results), global_updates(state)
         for layer in updates:
-            updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer))
+            updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
         round, phase = next_phase(state, self.phases(state.round))
         reported = state.reported | dict.fromkeys(results, state.round)
         after = replace(state, round=round, phase=phase, shared=mean_others(state, results, share), reported=reported)
-        return self._decomposed(replace(after, sites=self.sites_after(state, results)), updates)
+        return self._decomposed(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
         """Return the state with these updates of W / s and their spectra."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from consilium.adapters.names import GATE, WHOLE, is_base, is_frozen_part, is_head
+from consilium.adapters.names import GATE, TAIL, WHOLE, is_base, is_frozen_part, is_head
 from consilium.linalg.lowrank import Change, Product
 from consilium.messages import Tensors
 from consilium.strategies.strategy import ServerState, SiteResult
@@ -62,13 +62,26 @@ def factors(tensors: Mapping[str, Tensor], layer: str) -> Product:
     return tensors[f"{layer}.lora_B"], tensors[f"{layer}.lora_A"]
 
 
-def changes(uploads: Mapping[str, SiteResult], share: Mapping[str, float], layer: str) -> list[Change]:
-    """Return every site's training of one layer, in the order of names; of rank 0 where a site did not train it."""
+def changes(uploads: Mapping[str, SiteResult], share: Mapping[str, float], layer: str, tails: bool = False) -> list[Change]:
+    """Return every site's training of one layer, in the order of names; of rank 0 where a site did not train it.
+
+    With `tails` the factors go on with the frozen ranks, without the gate: the site's whole product.
+    """
     found = []
     for name, upload in sorted(uploads.items()):
         (b, a), (db, da) = factors(upload.sent.tensors, layer), factors(upload.update.tensors, layer)
-        found.append(Change(share[name], (b, a), (b + db, a + da)))
+        start, end = (b, a), (b + db, a + da)
+        if tails:
+            start, end = _with_tail(upload, layer, start), _with_tail(upload, layer, end)
+        found.append(Change(share[name], start, end))
     return found
+
+
+def _with_tail(upload: SiteResult, layer: str, product: Product) -> Product:
+    if f"{layer}.tail_A" not in upload.sent.tensors:
+        return product
+    tail_a, tail_b = (upload.sent.tensors[f"{layer}.{part}"] for part in TAIL)
+    return torch.cat([product[0], tail_b], 1), torch.cat([product[1], tail_a])
 
 
 def mean_others(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:

@@ -50,6 +50,9 @@ class UnequalRanks(Strategy):
 
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
     ranks_differ: ClassVar[bool] = True
+    least_train: ClassVar[float | None] = None
+    """0 where a tier may train nothing; None: every tier trains some rank."""
+
     tiers: Annotated[dict[TierName, Tier], Field(max_length=64)] = field(default_factory=_paper_tiers)
     profile: Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)] = "uniform"
     seed: Seed = 0
@@ -59,8 +62,13 @@ class UnequalRanks(Strategy):
             raise ConfigError(f"strategy.profile: tier {unknown[0]!r} is not in strategy.tiers; known: {', '.join(self.tiers)}")
         if not sum(self._shares().values()) > 0:
             raise ConfigError("strategy.profile: every share is 0; give one tier a share over 0")
-        if bad := [name for name, tier in self.tiers.items() if not 0 < tier.train <= tier.download]:
-            raise ConfigError(f"strategy.tiers.{bad[0]}: train must be over 0 and at most download")
+        if bad := [name for name, tier in self.tiers.items() if not self._may_be(tier)]:
+            least = "over 0" if self.least_train is None else "0 or more"
+            raise ConfigError(f"strategy.tiers.{bad[0]}: train must be {least} and at most download, which is over 0")
+
+    def _may_be(self, tier: Tier) -> bool:
+        some = tier.train > 0 or tier.train == self.least_train
+        return some and tier.train <= tier.download and tier.download > 0
 
     def _shares(self) -> dict[str, float]:
         return PROFILES[self.profile] if isinstance(self.profile, str) else self.profile
@@ -104,7 +112,7 @@ class UnequalRanks(Strategy):
         """Return cross-client drift (Eq. 29), information gain ratio and memory saturation, means over the round's sites."""
         return {
             "drift/cross": cross_drift([moves(upload) for upload in gathered.values()]),
-            "ranks/information_gain": _mean([information_gain(upload.sent) for upload in gathered.values()]),
+            "ranks/information_gain": _mean([gain for upload in gathered.values() if (gain := information_gain(upload.sent))]),
             "memory/saturation": _mean([self._saturation(name, upload) for name, upload in gathered.items()]),
         }
 
@@ -112,7 +120,8 @@ class UnequalRanks(Strategy):
         """Return trained numbers over what the site's memory budget allows."""
         dims = shapes(upload.sent.tensors)
         budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))
-        return sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims) / budget
+        used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
+        return used / budget if budget else 1.0  # a site that may train nothing leaves nothing unused
 
     # site half --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,30 @@
+"""Kinds of records that nobody has named: clusters of points that stand for their texts.
+
+FedHera's Table 10 shares instructions out by K-means clusters of "semantic embeddings" and names no embedder; ours is the base
+model's own mean hidden state, see models/causal_lm/embedding.py. K-means is SciPy's, with k-means++ starts.
+"""
+
+import warnings
+
+import numpy as np
+from scipy.cluster.vq import kmeans2
+
+from consilium.errors import DataError
+from consilium.seeding import seed_for
+
+ITERATIONS = 100
+
+
+def clusters(points: np.ndarray, count: int, seed: int) -> list[str]:
+    """Return each point's cluster, "cluster-0" and so on, of (N, D) points; same points and seed, same clusters.
+
+    Raises DataError for fewer different points than clusters.
+    """
+    if len(np.unique(points, axis=0)) < count:
+        raise DataError(f"--clusters: {count} are more than there are different records; ask for less")
+    draw = np.random.default_rng(seed_for(seed, "clusters"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a cluster that lost its points stays empty: no record is of it
+        _, found = kmeans2(points.astype(np.float64), count, iter=ITERATIONS, minit="++", rng=draw)
+    width = len(str(count - 1))
+    return [f"cluster-{int(number):0{width}d}" for number in found]

@@ -1,0 +1,22 @@
+"""What a causal language model makes of a text as one point: its last hidden states' mean over the text's tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+LONGEST = 512
+"""Tokens of a text that are read."""
+
+
+@torch.no_grad()
+def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
+    """Return (N, D) float32. A text is read by itself, so that no other's padding has a say."""
+    found = []
+    for text in texts:
+        ids = tokenizer(text or " ", truncation=True, max_length=LONGEST, return_tensors="pt").input_ids
+        states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        found.append(states[0].float().mean(0))
+    return torch.stack(found).numpy()

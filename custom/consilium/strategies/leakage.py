@@ -1,0 +1,77 @@
+"""The two parts of a shared factor's update: common drift, and what sites' private factors leak into it.
+
+Where B is shared and A_k private, with G_k the site's gradient of the layer's product and Abar = sum p_k A_k (Eq. 13):
+
+    sum p_k G_k A_k' = sum p_k G_k Abar' (common drift) + sum p_k G_k (A_k - Abar)' (heterogeneity leakage)
+
+and for a shared A the mirror, Bbar' sum p_k G_k + sum p_k (B_k - Bbar)' G_k. Over several local steps G_k is the change of the
+site's product, B A - B0 A0 (the remark below the proof); the private factor is the one the round started from. Signs and the
+step size drop out of norms and shares.
+
+Assumption 3.3 asks that the factors' smallest singular value stays over some delta > 0. It fails at B = 0, where every run
+starts: B'G is 0 there, so the gradient of A is 0 however large that of the loss. `smallest_singular_value` shows it.
+
+Source: X. Zhao, W. Huang, L. Zhuang, H. Wu, A. Jiang, Z. Wang, W. He, M. Feng, M. Ye, B. Xu, "Shift-Dependent Asymmetry:
+Orthogonal Inverse Low-Rank Adaptation for Federated Medical Segmentation", ICML 2026, arXiv 2606.08687: Proposition 3.2,
+Appendix A.2, Assumption 3.3. What G_k is over several steps is the paper's remark; which A_k it goes with is our reading.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consilium.messages import Tensors
+from consilium.strategies.strategy import normalized
+
+
+@dataclass(frozen=True)
+class Move:
+    """A site's adapter at the start and at the end of a round's training, and its weight in the mean."""
+
+    start: Tensors
+    end: Tensors
+    weight: float
+
+
+def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, float]:
+    """Return the norms of both parts over all layers, and the leaked share of their sum; `shared`: "A" or "B" by layer."""
+    parts = [_parts(moves, layer, which) for layer, which in shared.items()]
+    common, leaked = (
+        float(torch.stack([part.square().sum() for part in one]).sum().sqrt()) for one in zip(*parts, strict=True)
+    )
+    return {
+        "proposition 3.2/common drift": common,
+        "proposition 3.2/leakage": leaked,
+        "leaked share/of both": leaked / (common + leaked) if common + leaked else 0.0,
+        "assumption 3.3/smallest singular value": smallest_singular_value(moves, shared),
+    }
+
+
+def _parts(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, Tensor]:
+    """Return (common drift, leakage) of a layer's shared factor, in its shape, float64."""
+    share = normalized({name: move.weight for name, move in sorted(moves.items())})
+    private = {n: _factor(moves[n].start, layer, "A" if which == "B" else "B") for n in share}
+    mean = torch.stack([share[n] * private[n] for n in share]).sum(0)
+    common = [share[n] * _against(moves[n], layer, which, mean) for n in share]
+    leaked = [share[n] * _against(moves[n], layer, which, private[n] - mean) for n in share]
+    return torch.stack(common).sum(0), torch.stack(leaked).sum(0)
+
+
+def _against(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
+    """Return G A' (out, r) for a shared B, or B' G (r, in) for a shared A; the product's change is never formed."""
+    (b0, a0), (b, a) = ((_factor(t, layer, "B"), _factor(t, layer, "A")) for t in (move.start, move.end))
+    if which == "B":
+        return b @ (a @ private.T) - b0 @ (a0 @ private.T)
+    return (private.T @ b) @ a - (private.T @ b0) @ a0
+
+
+def smallest_singular_value(moves: Mapping[str, Move], layers: Mapping[str, str]) -> float:
+    """Return the smallest singular value of all sites' factors as the round starts: 0 while some B is 0."""
+    factors = [_factor(move.start, layer, which) for move in moves.values() for layer in layers for which in "AB"]
+    return min(float(torch.linalg.svdvals(factor)[-1]) for factor in factors)
+
+
+def _factor(tensors: Tensors, layer: str, which: str) -> Tensor:
+    return tensors[f"{layer}.lora_{which}"].double()

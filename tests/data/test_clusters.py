@@ -1,0 +1,34 @@
+"""K-means on points whose clusters are plain to see, and the points that stand for texts."""
+
+import numpy as np
+import pytest
+import torch
+
+from consilium.data.clusters import clusters
+from consilium.errors import DataError
+from consilium.models.causal_lm.embedding import embeddings
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+
+
+def test_three_far_clouds_are_three_clusters_whatever_their_order() -> None:
+    rng, true = np.random.default_rng(0), np.arange(60) % 3
+    points = np.array([[0, 0], [50, 0], [0, 50]])[true] + rng.normal(size=(60, 2))
+    found = clusters(points, 3, seed=1)
+    assert len(set(found)) == 3
+    assert len({(a, b) for a, b in zip(found, true.tolist(), strict=True)}) == 3
+    assert found == clusters(points, 3, seed=1)
+
+
+def test_more_clusters_than_points_are_refused() -> None:
+    with pytest.raises(DataError, match="--clusters: 3 are more"):
+        clusters(np.array([[0.0], [0.0], [1.0]]), 3, 0)
+
+
+def test_a_text_is_the_mean_of_its_last_hidden_states() -> None:
+    model, tokenizer = build_causal_lm("tiny", None), load_tokenizer("tiny", None)
+    texts = ["urgent", "see the ward soon"]
+    found = embeddings(model, tokenizer, texts)
+    with torch.no_grad():
+        for row, text in zip(found, texts, strict=True):
+            states = model.model(tokenizer(text, return_tensors="pt").input_ids).last_hidden_state[0]
+            np.testing.assert_allclose(row, states.numpy().mean(0), rtol=1e-4, atol=1e-5)
