@@ -54,7 +54,7 @@ def geometries(
     for name in update:
         if (peer := strategy.peer(name, round, phase)) is None:
             continue
-        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is not Role.FROZEN:
+        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is Role.LOCAL:
             raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
         side: Literal["left", "right"] = "right" if factor(name) == "B" else "left"
         maps[name] = mechanism.geometry(public[peer], side, config.adapter.product_scaling)
