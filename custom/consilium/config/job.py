@@ -126,6 +126,12 @@ class JobConfig(Section):
         return self.statistics is None or not self.statistics.only
 
     @property
+    def title(self) -> str:
+        """The job's name as tables, ledgers and views show it: with the calibration where that is not honest."""
+        paper = self.privacy is not None and self.privacy.calibration == "paper"
+        return f"{self.name} (calibration: paper)" if paper else self.name
+
+    @property
     def packages(self) -> dict[str, str]:
         """The other packages, by name, that strategy, model, task and adapter come from, with their versions."""
         named = (

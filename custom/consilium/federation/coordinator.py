@@ -51,7 +51,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
-        self.plan = make_plan(job.config, job.strategy)
+        self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
         fresh = (secrets.token_hex(6), None, job.strategy.init_state(job.initial))
         self.run, self.checkpoint, self.state = self._load() if resume else fresh
@@ -230,7 +230,7 @@ class Coordinator:
         self.log.finish(self.plan)
         if self.job.config.trains and self.job.strategy.needs == "sums" and not self._keeps_local():
             shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
-            export_adapter(self.folder / "adapter", self.state.initial | shared, self.job.config)
+            export_adapter(self.folder / "adapter", self.state.initial | shared, self.job.config, self.plan)
 
     def _keeps_local(self) -> bool:
         """Tell whether sites keep parts of the adapter for themselves."""

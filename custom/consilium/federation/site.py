@@ -148,7 +148,7 @@ class Site:
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
-        export_adapter(self.folder / "adapter", final, self.config)
+        export_adapter(self.folder / "adapter", final, self.config, self.plan)
         self._draw(examples)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
@@ -245,7 +245,9 @@ def _hash(path: Path) -> str:
     return file_hash(path)
 
 
-def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does."""
+def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:
+    """Write a whole adapter of a job into `folder`, as its kind does, and beside it what privacy the job's `plan` keeps."""
     kind, base = ADAPTERS[config.adapter.kind], MODELS[config.model.name]
     kind.export(folder, values, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    if plan is not None:
+        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())

@@ -6,7 +6,7 @@ bytes again and spends nothing. On any doubt nothing is sent.
 """
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Guard:
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a
-    name; `terms`: what the site says of statistics.
+    name; `terms`: what the site says of statistics; `tensors`: the names of the adapter's.
     """
 
     name: str
@@ -54,9 +54,10 @@ class Guard:
     job_id: str = ""
     listed: str = ""
     terms: statistics.Terms = statistics.TERMS
+    tensors: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
+        self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
         self._run = ""
         self._admitted: str | None = None
         self._task: Task | None = None
@@ -238,7 +239,9 @@ class Guard:
         self._check_complete(checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
         noise, normal = plan.site_noise, self._normal(result)
-        released, outcome = mechanism.privatize(checked.tensors, maps, plan.config.clip, noise, normal)
+        plan.check_count(checked.tensors)
+        clip, each = plan.config.clip, plan.by_tensor
+        released, outcome = mechanism.privatize(checked.tensors, maps, clip, noise, normal, each)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 
@@ -291,7 +294,7 @@ class Guard:
         privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
-            job=self.config.name, run=run, round=round, phase=phase,
+            job=self.config.title, run=run, round=round, phase=phase,
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
             private=self.policy.noise_seed is None,
         )  # fmt: skip

@@ -29,7 +29,8 @@ class SegmentationConfig(PictureSettings, TaskConfig):
     prompt: Literal["none", "box"] = "none"
     augment: bool = True
     loss: Annotated[
-        Literal["dice+bce", "bce"], Field(description="Dice and binary cross-entropy, or the latter alone, as in FedSCA's Eq. 3")
+        Literal["dice+bce", "bce"],
+        Field(description="Dice and binary cross-entropy, or the latter alone, as in FedSCA's Eq. 3"),
     ] = "dice+bce"
     scores: SegmentationScoresConfig = SegmentationScoresConfig()
 
