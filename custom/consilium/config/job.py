@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig
 from consilium.config.data import PHANTOMS, DataConfig
+from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
 from consilium.config.statistics import StatisticsConfig
@@ -109,6 +110,7 @@ class JobConfig(Section):
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig | None = None
     statistics: StatisticsConfig | None = None
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:
@@ -156,6 +158,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
+        self._keep_diagnostics()
         if self.privacy is None:
             return self
         if self.privacy.unit == "site" and self.weighting != "uniform":
@@ -163,6 +166,15 @@ class JobConfig(Section):
         if self.privacy.unit == "record":
             self._keep_apart(self.privacy.noise_multiplier)
         return self
+
+    def _keep_diagnostics(self) -> None:
+        """Raise ValueError, naming field, value and remedy, for a diagnostic that tells what no noise covers, or nothing."""
+        site = self.privacy is not None and self.privacy.unit == "site"
+        if self.diagnostics.noise and not (site and self.privacy is not None and self.privacy.trust == "local"):
+            raise ValueError("diagnostics.noise: true measures the noise that sites add (privacy.unit site, trust local)")
+        if self.diagnostics.deviation and self.privacy is not None and self.privacy.trust != "local":
+            what = "compares single sites' updates, which have no noise of their own under this privacy.trust"
+            raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
 
     def _keep_apart(self, noise_multiplier: float | None) -> None:
         """Raise ValueError, naming field, value and remedy, for what ties the records of a batch together.

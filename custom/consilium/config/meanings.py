@@ -13,6 +13,7 @@ MEANINGS: dict[str, str] = {
     "JobConfig.data": "data that the job brings along",
     "JobConfig.training": "local training",
     "JobConfig.federation": "who takes part",
+    "JobConfig.diagnostics": "what a run measures of itself",
     "JobConfig.statistics": "counts that every site is asked for once, before the first round",
     "JobConfig.privacy": "differential privacy; without it shared factors leave as trained",
     "TrainingConfig.rounds": "rounds of the whole run",

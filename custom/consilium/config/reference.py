@@ -22,6 +22,7 @@ from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DataConfig, PhantomConfig
 from consilium.config.datasets import DatasetConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
+from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
@@ -238,7 +239,7 @@ def job_reference() -> str:
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
     parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
     parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
-    parts += [chapter("`statistics:`", StatisticsConfig)]
+    parts += [chapter("`statistics:`", StatisticsConfig), chapter("`diagnostics:`", DiagnosticsConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
     parts += [_strategy(name, kind) for name, kind in STRATEGIES.items()]
     return "\n\n".join([*parts, chapter("`strategy:` of every algorithm with unequal ranks", UnequalRanks)])

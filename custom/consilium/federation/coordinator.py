@@ -14,6 +14,7 @@ from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
+from consilium.federation.diagnostics import deviation
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
@@ -47,6 +48,7 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self._sent: dict[str, Payload] = {}
+        self._results: dict[str, tuple[int, Payload, Payload]] = {}
         self.accepted: set[str] = set()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
@@ -103,7 +105,7 @@ class Coordinator:
                 have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
-            self.accepted = set()
+            self.accepted, self._results = set(), {}
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0) and self.plan is not None:
             self._announce(self.plan)
@@ -136,8 +138,8 @@ class Coordinator:
 
     def _announce(self, plan: Plan) -> None:
         """Tell, before any training, what is promised and what that will do to the result."""
-        shapes = upload_shapes(self.job.strategy, self._payload())
-        warnings = plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
+        shapes = upload_shapes(self.job.strategy, self._payload()).values()
+        warnings = plan.warnings(sum(map(math.prod, shapes)), len(self.sites))
         self.observer({"event": "privacy", "claim": plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
@@ -155,6 +157,8 @@ class Coordinator:
                 self.aggregate.add(self.asked[name], result, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
+            if self.job.config.diagnostics.deviation:
+                self._results[name] = (weight, sent, result)
             self.accepted.add(name)
             self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result, weight)
@@ -191,11 +195,15 @@ class Coordinator:
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
-            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean))
+            self.log.diagnostics(self.state, self.job.strategy.diagnostics(self.state, mean) | self._deviation())
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
-            self.asked, self._sent = {}, {}
+            self.asked, self._sent, self._results = {}, {}, {}
+
+    def _deviation(self) -> dict[str, float]:
+        wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
+        return deviation(self.job.strategy, self.state, self._results, scale) if wanted else {}
 
     def _epsilon(self) -> float | None:
         """Return what a site that answered every time has spent after this phase, by the plan; None without one."""

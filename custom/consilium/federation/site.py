@@ -18,7 +18,7 @@ from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.data.tally import Tally, tally
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
-from consilium.federation import probe
+from consilium.federation import diagnostics, probe
 from consilium.messages import (
     HELD_OUT,
     SKIPPED,
@@ -36,7 +36,7 @@ from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.report.predictions import PREDICTIONS, write_predictions
 from consilium.seeding import seed_for
-from consilium.storage import file_hash, load_state, save_state, write_atomic
+from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
@@ -119,6 +119,8 @@ class Site:
         trained = self._train(payload)
         seconds = time.monotonic() - began
         end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
+        if self.config.diagnostics.drift:
+            note(self.folder / run / diagnostics.DRIFT, f"{payload.round}-{payload.phase}", diagnostics.drift(start, end))
         metrics |= self._validate(Stage.PERSONALIZED, payload)
         metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -149,7 +151,7 @@ class Site:
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
         export_adapter(self.folder / "adapter", final, self.config, self.plan)
-        self._draw(examples)
+        self._draw(examples, self.folder / run)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -206,10 +208,11 @@ class Site:
             raise ConsiliumError(what, Reason.TRAINING)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
-    def _draw(self, examples: dict[Stage, Examples]) -> None:
-        """Write predictions.png; what goes wrong with a picture never costs the scores."""
+    def _draw(self, examples: dict[Stage, Examples], run: Path) -> None:
+        """Write predictions.png and what diagnostics draw; what goes wrong with a picture never costs the scores."""
         try:
             write_predictions(self.folder / PREDICTIONS, examples)
+            diagnostics.draw(run, self.folder)
         except Exception as error:
             self.observer({"event": "undrawn", "site": self.name, "reason": f"{PREDICTIONS}: {type(error).__name__}: {error}"})
 

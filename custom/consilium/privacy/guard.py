@@ -16,14 +16,14 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, recovery, statistics, words
+from consilium.privacy import audit, kept, mechanism, noise, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
-from consilium.privacy.release import check_upload, geometries, upload_shapes
+from consilium.privacy.release import check_upload, geometries, privatized, upload_shapes
 from consilium.seeding import seed_for
-from consilium.storage import digest, locked
+from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -216,9 +216,8 @@ class Guard:
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
             paid = self._unit == "record"  # when the task came
-            self.ledger.spend(
-                replace(entry, count=0) if paid else entry, self.policy.budgets
-            )  # from here on it counts as released
+            entry = replace(entry, count=0) if paid else entry
+            self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
 
     def _prepare(self, plan: Plan, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
@@ -238,10 +237,11 @@ class Guard:
             return checked, True
         self._check_complete(checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        noise, normal = plan.site_noise, self._normal(result)
-        plan.check_count(checked.tensors)
-        clip, each = plan.config.clip, plan.by_tensor
-        released, outcome = mechanism.privatize(checked.tensors, maps, clip, noise, normal, each)
+        released, outcome = privatized(plan, checked.tensors, maps, self._normal(result))
+        if self.config.diagnostics.noise:
+            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps, self._normal(result))
+            terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)
+            note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 

@@ -10,6 +10,7 @@ from consilium.config.job import JobConfig
 from consilium.errors import ConfigError, RefusedError
 from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
+from consilium.privacy.plan import Plan
 from consilium.strategies.strategy import Role, Strategy
 
 
@@ -44,6 +45,14 @@ def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...
     """Return name and shape of every tensor that a site uploads in answer to `sent`: the shared ones, as they came."""
     names = strategy.names(sent.tensors, Role.SHARED, sent.round, sent.phase)
     return {name: tuple(sent.tensors[name].shape) for name in names}
+
+
+def privatized(
+    plan: Plan, update: Tensors, maps: dict[str, mechanism.Geometry], normal: mechanism.Normal
+) -> tuple[Tensors, mechanism.Outcome]:
+    """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count."""
+    plan.check_count(update)
+    return mechanism.privatize(update, maps, plan.config.clip, plan.site_noise, normal, plan.by_tensor)
 
 
 def geometries(
