@@ -255,10 +255,11 @@ def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None
     assert alone_from(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # alike: nobody is ever alone
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
     state = strategy.init_state({name: torch.zeros(2)})
+    sent = Payload(0, 0, {name: torch.zeros(2)})
     results = {
-        site: SiteResult(Payload(0, 0, {name: torch.tensor(value)}), weight, Payload(0, 0, {name: torch.zeros(2)}), SiteInfo(site, weight))
+        site: SiteResult(Payload(0, 0, {name: torch.tensor(value)}), weight, sent, SiteInfo(site, weight))
         for site, weight, value in (("a", 10, [1.0, 0.0]), ("b", 30, [0.0, 1.0]))
-    }  # fmt: skip
+    }
     assert strategy.diagnostics(state, results) == pytest.approx(
         {"collaboration/alone": 1.0, "collaboration/alone_from_alpha": 1.0}
     )

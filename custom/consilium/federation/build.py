@@ -28,10 +28,14 @@ from consilium.tasks.registry import TASKS, TaskKind
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job: its configuration, its strategy, and the adapter tensors every site starts from."""
+    """A validated job: its configuration, its strategy, and the adapter tensors every site starts from.
+
+    `base_numbers`: how many numbers of the base model train beside the adapter (a mask decoder), which never leave a site.
+    """
 
     config: JobConfig
     initial: Tensors
+    base_numbers: int = 0
 
     @property
     def strategy(self) -> Strategy:
@@ -54,11 +58,13 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         model = _bare_model(config, checkpoint=None, weights=False)
         shapes = adapter.shapes(model, config.adapter, base) | layers.head_shapes(model)
     begin, seed = adapter.start or layers.start, config.training.seed
-    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
+    parameters, base_trained = dict(model.named_parameters()), adapter.trainable_base(model, config.adapter)
+    numbers = sum(parameters[name].numel() for name in base_trained)
+    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, numbers)
     _check_adapter(config, adapter, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
-    _check_base(job, adapter.trainable_base(model, config.adapter), source)
+    _check_base(job, base_trained, source)
     _check_privacy(job, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
