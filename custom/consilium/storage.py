@@ -61,6 +61,12 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     os.replace(temporary, path)
 
 
+def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
+    """Put JSON-able values under a key into a JSON file of the user's alone; again under the same key, they replace those."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
+
+
 def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
     """Open a text file as `open` does; a new one is the user's alone."""
     return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE))

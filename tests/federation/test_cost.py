@@ -6,7 +6,7 @@ import pytest
 
 from consilium.config.job import JobConfig, load_job
 from consilium.federation.build import assemble_job
-from consilium.federation.cost import Cost, adapters, compare
+from consilium.federation.cost import Cost, adapters, compare, whole_run
 from consilium.federation.trained import trained_set
 from consilium.strategies.unequal.layers import shapes
 from tests.conftest import JOBS, small_cells, small_config
@@ -156,6 +156,23 @@ def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[
     assert costs["frlora"].start == 2 * 389_120 + 40  # what the base's weights lack, and a gate a layer
     assert costs["fedra"].start == 389_120 - 12 * 8 * (768 + 3 * 768) * 4 // 12  # without 4 of the encoder's 12 blocks
     assert next(iter(costs)) == "fediat M4"
+
+
+def test_fedsca_s_table_3() -> None:
+    """SAM ViT-B with 36 adapters of 295,872 and a decoder of 4,058,340; 100 rounds, 4 sites.
+
+    The paper prints 56.2M, 5.5G and 156.4M: 100 times the first in GiB (5.488), and the rounded 5.5 GiB over 36 (156.4).
+    Unrounded it is 56.1, 5.48 and 155.9; what travels, one adapter up and down, is 225.7 MiB at a site.
+    """
+    job = assemble_job(load_job(JOBS / "polyp_fedsca"))
+    trained = 4 * (36 * (2 * 768 * 192 + 768 + 192) + 4_058_340)
+    found = whole_run(job, compare(job)[0], 4)
+    assert found["trained"] == trained
+    assert found["trained"] / 2**20 == pytest.approx(56.2, abs=0.1)
+    assert found["one_way"] / 2**30 == pytest.approx(5.5, abs=0.05)
+    assert found["one_way_each"] / 2**20 == pytest.approx(5.5 * 1024 / 36, rel=0.005)
+    assert found["run_site"] == 4 * (200 * 295_872 + 295_872 * 36)  # all sites start from the same adapters
+    assert found["run"] == 4 * found["run_site"]
 
 
 def test_unequal_ranks_cost_by_tier_and_on_average() -> None:

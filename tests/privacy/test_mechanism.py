@@ -54,6 +54,14 @@ def test_clipping_is_joint_over_all_tensors() -> None:
     assert joint_norm(released) == pytest.approx(0.6)
 
 
+def test_each_tensor_is_clipped_on_its_own_where_that_is_asked() -> None:
+    """Norms 0.6, 0.2 and 0.3, clip 0.3: the first is halved, the others stay; a tensor of zeros stays one."""
+    layers = {name: torch.tensor([value]) for name, value in (("a", 0.6), ("b", 0.2), ("c", -0.3), ("d", 0.0))}
+    released, outcome = privatize(layers, NONE, 0.3, 0.0, seeded_normal(0), each=True)
+    assert [float(t) for t in released.values()] == pytest.approx([0.3, 0.2, -0.3, 0.0])
+    assert (outcome.norm, outcome.signal) == pytest.approx((0.7, 0.22**0.5))
+
+
 def test_a_small_update_is_not_touched_by_clipping() -> None:
     update = {"w": draw(3, 3)}
     released, outcome = privatize(update, NONE, 1e6, 0.0, seeded_normal(0))

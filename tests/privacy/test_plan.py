@@ -1,12 +1,20 @@
 """From a `privacy:` section to noise and cost."""
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+from opacus.accountants.utils import get_noise_multiplier
+from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.privacy.accounting import GaussianEvent
+from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError, RefusedError
+from consilium.federation.build import assemble_job, build_guard
+from consilium.messages import Kind
+from consilium.privacy.accounting import GaussianEvent, gaussian_delta
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
 from tests.conftest import small_config
 
@@ -90,3 +98,64 @@ def test_noise_to_signal_of_a_vit_b() -> None:
     assert noise_to_signal(central, dimensions, 12) == pytest.approx(450, rel=0.01)
     local = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3})
     assert noise_to_signal(local, dimensions, 12) == pytest.approx(450 * math.sqrt(12), rel=0.01)
+
+
+PAPER = {"unit": "site", "epsilon": 1, "clip": 0.3, "calibration": "paper", "sites": 12, "samples": 6400}
+FACTORS = [f"layer{i}.lora_{which}" for i in range(36) for which in "AB"]
+
+
+def paper(strategy: str = "deer", **changed: object) -> Plan:
+    raw = small_config(strategy, rounds=50, local_steps=5, batch_size=11).model_dump() | {"privacy": PAPER | changed}
+    config = JobConfig.model_validate(raw)
+    return make_plan(config, config.strategy, names=FACTORS)
+
+
+def test_the_paper_s_calibration_takes_opacus_sigma_and_is_accounted_by_what_leaves() -> None:
+    """Every tensor clipped to C with sigma C / sqrt K: multiplier sigma / sqrt(K L) for all together; closed form at 1e-5."""
+    sigma = get_noise_multiplier(target_epsilon=1, target_delta=1 / 12, sample_rate=132 / 6400, steps=250, accountant="rdp")
+    local, central = paper(), paper(trust="central")
+    assert local.site_noise == pytest.approx(sigma * 0.3 / math.sqrt(12))
+    assert central.noise_multiplier * central.sensitivity == pytest.approx(sigma * 0.3)
+    for found, kept in ((local, sigma / math.sqrt(12 * 36)), (central, sigma / 6)):
+        assert found.noise_multiplier == pytest.approx(kept)
+        mu = math.sqrt(100) / kept  # 50 rounds of two releases
+        assert gaussian_delta(mu, found.epsilon()) == pytest.approx(1e-5, rel=1e-3)
+    assert paper("fedit").tensors == 72  # both factors of a round
+    assert paper("ffa_lora").tensors == 36
+    assert local.epsilon() > 1000 * PAPER["epsilon"]
+
+
+def test_the_paper_s_calibration_is_named_wherever_its_epsilon_is() -> None:
+    found = paper()
+    assert f"epsilon {found.epsilon():.3g} at delta 1e-05" in found.claim()
+    assert (
+        "calibration paper: the noise is that of a printed epsilon 1 at delta 0.0833, which it does not keep" in found.claim()
+    )
+    assert found.summary()["calibration"] == "paper"
+    assert any("calibration paper" in one for one in found.warnings(100, 12))
+    assert plan(SITE).summary()["calibration"] == "honest"
+    with pytest.raises(RefusedError, match="37 tensors where the plan counts 36"):
+        found.check_count(range(37))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"sites": None}, "sites"), ({"epsilon": None, "noise_multiplier": 1}, "epsilon"), ({"adjacency": "replace"}, "adjacency"),
+     ({"calibration": "honest"}, "sites")],
+)  # fmt: skip
+def test_the_paper_s_calibration_needs_its_numbers_and_nothing_else_takes_them(changed: dict, named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        paper(**changed)
+
+
+def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tmp_path: Path) -> None:
+    """A hospital that would spend epsilon 8 refuses a job whose file says epsilon 0.2."""
+    raw = small_config("deer").model_dump() | {"privacy": PAPER | {"epsilon": 0.2, "samples": 48}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    folder = tmp_path / "site"
+    for budget, refused in ((8, True), (1e4, False)):
+        site = SiteConfig(privacy=HospitalPrivacyPolicy(budgets={"site": {"epsilon": budget}}))
+        guard = build_guard(job, "site-1", site, folder, folder, lambda event: None)
+        with pytest.raises(RefusedError, match="privacy budget") if refused else nullcontext():
+            guard.authorize(Kind.HELLO, "run")
+    assert guard._entry("run", 0, 0).job == "small (calibration: paper)"  # what the ledger says of it

@@ -1,5 +1,6 @@
 """DEeR: no deviation after any phase, frozen peers bit for bit, schedules, rebalancing, the whole run under the guard."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Observer, Payload, SiteInfo, Tensors
+from consilium.privacy.mechanism import privatize, seeded_normal
+from consilium.privacy.release import geometries
 from consilium.storage import load_state
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
@@ -163,3 +166,32 @@ def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: 
     assert shared["head.weight"].abs().max() > 0
     assert all(e["signal"] <= 1.0 + 1e-6 for e in events if e["event"] == "release")
     assert not any(e["event"] == "refused" for e in events)
+
+
+def test_without_the_eliminator_it_is_fedit_s_exchange_with_the_regulator() -> None:
+    strategy = DEeR(eliminator=False)
+    assert strategy.phases(0) == 1
+    assert {strategy.role(name, 0, 0) for name in start()} == {Role.SHARED}
+    assert (strategy.peer(A, 0, 0), strategy.peer(B, 0, 0), strategy.peer("head.weight", 0, 0)) == (B, A, None)
+    mine, theirs = (exchange(one, one.init_state(start()))[0] for one in (strategy, FedIT()))
+    assert all(torch.equal(mine.shared[name], theirs.shared[name]) for name in (A, B))
+    assert deviation(strategy, 4) > 0.05
+
+
+def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_were_sent() -> None:
+    """No direction of A leaves while B = 0; afterwards the joint norm is that of (s dB A, s B dA), A and B as sent."""
+    sent, moved = start() | {B: torch.zeros(6, 3)}, {A: torch.ones(3, 8), B: torch.ones(6, 3)}
+    strategy, config = DEeR(eliminator=False), small_config("deer")
+    for b in (sent[B], start()[B]):
+        public = sent | {B: b}
+        maps = geometries(strategy, config, moved, public, 0, 0)
+        released, outcome = privatize(moved, maps, math.inf, 0.0, seeded_normal(0))
+        norm = ((moved[B] @ public[A]).norm() ** 2 + (public[B] @ moved[A]).norm() ** 2) ** 0.5
+        assert outcome.norm == pytest.approx(float(norm), rel=1e-5)  # alpha 4 over rank 4: s = 1
+        assert bool(released[A].any()) == bool(b.any())
+
+
+@pytest.mark.parametrize("options", [{"schedule": "50%"}, {"rebalance": True}])
+def test_phases_of_one_factor_need_the_eliminator(options: dict) -> None:
+    with pytest.raises(ConfigError, match="eliminator false"):
+        strategy_of({"name": "deer", "eliminator": False} | options)

@@ -5,8 +5,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
 
 from consilium.adapters.bottleneck import PLACES
 from consilium.config.job import JobConfig
@@ -16,9 +18,10 @@ from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
+from consilium.linalg.simplex import mixture_weights
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.fedsca import MATRIX, FedSCA, similarities
-from consilium.strategies.strategy import LocalStep, Role, ServerState
+from consilium.strategies.fedsca import MATRIX, FedSCA, alone_from, similarities
+from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult
 from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
@@ -224,3 +227,40 @@ def test_a_state_that_never_met_a_site_broadcasts_the_start() -> None:
     state = replace(strategy.init_state(start()), round=3)
     assert torch.equal(strategy.broadcast(state, SiteInfo("late", 1)).tensors[NAMES[0]], start()[NAMES[0]])
     assert math.isfinite(received(strategy, state, "late"))
+
+
+def test_from_which_alpha_a_site_mixes_nobody() -> None:
+    """10 and 30 samples: v = (1/4 - a/2, 3/4) is (0, 1) projected from a = 1 on; the smaller's from a = 3 on."""
+    prior = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    similar = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert alone_from(prior, similar).tolist() == pytest.approx([3.0, 1.0])
+    assert mixture_weights(prior, similar, 1.0)[1].tolist() == pytest.approx([0.0, 1.0])
+    assert mixture_weights(prior, similar, 0.9)[1].tolist() == pytest.approx([0.025, 0.975])  # by hand: (-0.2, 0.75) + 0.225
+
+
+def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
+    draw = torch.Generator().manual_seed(0)
+    flat, prior = torch.randn(5, 9, generator=draw, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 10.0]).double() / 20
+    similar = similarities(flat, "l2", True)
+    for site, limit in enumerate(alone_from(prior, similar).tolist()):
+        for alpha, alone in ((limit * 0.98, False), (limit * 1.02, True)):
+            found = minimize(
+                lambda w, a=alpha, s=site: ((w - prior.numpy()) ** 2).sum() - a * (w * similar[s].numpy()).sum(),
+                np.full(5, 0.2), bounds=[(0, 1)] * 5, constraints={"type": "eq", "fun": lambda w: w.sum() - 1}, tol=1e-14,
+            )  # fmt: skip
+            assert (found.x[site] > 1 - 1e-5) == alone
+
+
+def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    assert alone_from(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # alike: nobody is ever alone
+    strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
+    state = strategy.init_state({name: torch.zeros(2)})
+    sent = Payload(0, 0, {name: torch.zeros(2)})
+    results = {
+        site: SiteResult(Payload(0, 0, {name: torch.tensor(value)}), weight, sent, SiteInfo(site, weight))
+        for site, weight, value in (("a", 10, [1.0, 0.0]), ("b", 30, [0.0, 1.0]))
+    }
+    assert strategy.diagnostics(state, results) == pytest.approx(
+        {"collaboration/alone": 1.0, "collaboration/alone_from_alpha": 1.0}
+    )
+    assert "strategy.alpha: 1: b mix nobody in round 1; under 1 every site does" in caplog.text

@@ -64,6 +64,25 @@ def test_loss_is_dice_plus_cross_entropy(tmp_path: Path) -> None:
     assert loss.item() == pytest.approx((disc + cup) / 2 + entropy, rel=1e-5)
 
 
+def test_cross_entropy_alone_is_fedsca_s_equation_3(tmp_path: Path) -> None:
+    task = make_task(tmp_path, augment=False, loss="bce")
+    loss = task.loss(Fixed(torch.full((2, 8, 8), 0.25).logit()), next(batches(task, 3, seed=0)))
+    entropy = np.mean([-(n * np.log(0.25) + (64 - n) * np.log(0.75)) / 64 for n in (32, 16)])
+    assert loss.item() == pytest.approx(entropy, rel=1e-6)
+
+
+def test_iou_of_foreground_and_background() -> None:
+    """16 pixels, 4 true, 6 guessed, 3 shared: 3 / 7 inside, 9 / 13 outside. A picture full of the class has no outside."""
+    guess, label = torch.zeros(2, 16, dtype=torch.bool), torch.zeros(2, 16, dtype=torch.bool)
+    guess[0, :6] = label[0, 3:7] = guess[1] = label[1] = True
+    found = overlaps(counts(guess, label), False, background=True)
+    assert found["iou"].tolist() == pytest.approx([(3 / 7 + 9 / 13) / 2, 1.0])
+    assert found["dice"].tolist() == pytest.approx([0.6, 1.0])
+    nothing = torch.zeros(1, 16, dtype=torch.bool)
+    assert overlaps(counts(guess[:1], nothing), False, background=True)["iou"].isnan().all()  # no reference, no score
+    assert overlaps(counts(guess[:1], nothing), True, background=True)["iou"].item() == pytest.approx((0 + 10 / 16) / 2)
+
+
 def test_an_absent_reference_counts_for_nothing() -> None:
     label, guess = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 4)
     label[0, 0, :2] = guess[0, 0, :2] = 1

@@ -79,17 +79,22 @@ def _usage(error: TyperException) -> str:
 
 
 @app.command()
-def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
+def cost(
+    job: JobArgument,
+    sites: Annotated[int, typer.Option(min=1, max=10_000, help="how many take part, for the whole run's bytes")] = 1,
+    format: FormatOption = Format.TXT,
+) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.federation.build import assemble_job
-    from consilium.federation.cost import adapters, compare
+    from consilium.federation.cost import adapters, compare, whole_run
     from consilium.federation.trained import trained_set
 
     config, source = load(job, [])
     ready = assemble_job(config, source)
     costs, bottlenecks, trained = compare(ready), adapters(ready), trained_set(config.adapter, ready.initial)
+    whole = whole_run(ready, costs[0], sites)
     if format is Format.JSON:
-        own = {"trained_set": trained, **(bottlenecks or {})}
+        own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole}
         print(json.dumps([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
     typer.echo(f"trains: {trained}")
@@ -104,6 +109,16 @@ def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
         numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
         table.add_row(one.strategy + (" *" if index == 0 else ""), *(f"{n:,}" for n in numbers))
     Console(width=max(Console().width, 100)).print(table)
+    mib = {name: f"{size / 2**20:,.1f} MiB" for name, size in whole.items()}
+    typer.echo(
+        f"* trains {mib['trained']}; {config.training.rounds} rounds move {mib['run_site']} up and down at a site, "
+        f"{mib['run']} at {sites}"
+    )
+    if bottlenecks:
+        typer.echo(
+            f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "
+            f"{mib['one_way_each']} for each that travels"
+        )
 
 
 @app.command()

@@ -97,7 +97,7 @@ def _run(
     ready = assemble_job(config, source)
     _check_workspace(folder, resume, engine)
     scores = TASKS[config.task.name].scores(config.task)
-    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.name, scores) as view:
+    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.title, scores) as view:
         if engine is Engine.FLARE:
             from consilium.flare.simulator import export_job, run_simulator
 
@@ -263,7 +263,7 @@ def _print_results(
         return
     console = page()
     scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.name, scores, console.width, losses))
+    console.print(result_table(results, config.title, scores, console.width, losses))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []

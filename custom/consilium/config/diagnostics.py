@@ -1,4 +1,4 @@
-"""The `diagnostics:` section of job.yaml."""
+"""The `diagnostics:` section of job.yaml: what a run measures of itself beside the scores."""
 
 from typing import Annotated
 
@@ -23,15 +23,22 @@ class OracleConfig(Section):
 
 
 class DiagnosticsConfig(Section):
-    """What a simulation in one process looks at inside its sites; nothing of it is there where sites are hospitals.
+    """What a run measures of itself beside the scores. Pictures of it lie in the run's folder and in the sites'.
 
-    `leakage`: the two parts of Proposition 3.2 (IAT + SOR), for strategies that keep one factor of a layer at the site.
+    `deviation`: how far the product of the mean factors lies from the mean of the products, each phase, at the server (DEeR,
+    Eq. 7). `noise`: norms of the linear terms that noise adds to a product (DEeR, Eq. 10, Figure 2), at each site, which keeps
+    them. `drift`: how far local training moves each adapter (FedSCA, Figure 3), at each site, which keeps it. `leakage`: the
+    two parts of Proposition 3.2 (IAT + SOR), for strategies that keep one factor of a layer at the site. `leakage` and `oracle`
+    look inside the sites, which only a simulation in one process can.
     """
 
+    deviation: bool = False
+    noise: bool = False
+    drift: bool = False
     leakage: bool = False
     oracle: OracleConfig | None = None
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is anything to look at."""
+    def looks_inside(self) -> bool:
+        """Whether anything looks inside the sites."""
         return self.leakage or self.oracle is not None

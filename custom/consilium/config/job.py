@@ -129,6 +129,12 @@ class JobConfig(Section):
         return self.statistics is None or not self.statistics.only
 
     @property
+    def title(self) -> str:
+        """The job's name as tables, ledgers and views show it: with the calibration where that is not honest."""
+        paper = self.privacy is not None and self.privacy.calibration == "paper"
+        return f"{self.name} (calibration: paper)" if paper else self.name
+
+    @property
     def packages(self) -> dict[str, str]:
         """The other packages, by name, that strategy, model, task and adapter come from, with their versions."""
         named = (
@@ -159,17 +165,27 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
+        self._keep_diagnostics()
         if self.privacy is None:
             return self
-        if self.diagnostics.wanted:
+        if self.diagnostics.looks_inside:
             raise ValueError(
-                "diagnostics: look at what privacy keeps at the site, and no accounting covers it; remove one of both"
+                "diagnostics: leakage and oracle look at what privacy keeps at the site, which no accounting covers; remove them"
             )
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":
             self._keep_apart(self.privacy.noise_multiplier)
         return self
+
+    def _keep_diagnostics(self) -> None:
+        """Raise ValueError, naming field, value and remedy, for a diagnostic that tells what no noise covers, or nothing."""
+        site = self.privacy is not None and self.privacy.unit == "site"
+        if self.diagnostics.noise and not (site and self.privacy is not None and self.privacy.trust == "local"):
+            raise ValueError("diagnostics.noise: true measures the noise that sites add (privacy.unit site, trust local)")
+        if self.diagnostics.deviation and self.privacy is not None and self.privacy.trust != "local":
+            what = "compares single sites' updates, which have no noise of their own under this privacy.trust"
+            raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
 
     def _keep_apart(self, noise_multiplier: float | None) -> None:
         """Raise ValueError, naming field, value and remedy, for what ties the records of a batch together.

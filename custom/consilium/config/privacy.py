@@ -14,6 +14,11 @@ class SiteLevelDpConfig(Section):
     `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
     noise: each site all of it (local), or the server (central). `adjacency`: a site's update against none (zero-out), or any
     two data sets at it (replace, twice the noise).
+
+    `calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its tables. It counts batches of
+    images where sites' updates are released, at delta 1 / sites, and clips every tensor on its own. What that really keeps is
+    accounted and printed beside, and is what a site's budget must cover. `sites`: how many take part, calibration paper only.
+    `samples`: their training images together, calibration paper only.
     """
 
     unit: Literal["site"]
@@ -24,6 +29,9 @@ class SiteLevelDpConfig(Section):
     trust: Literal["local", "central"] = "local"
     adjacency: Literal["zero-out", "replace"] = "zero-out"
     accountant: Literal["exact", "prv", "rdp"] = "exact"
+    calibration: Literal["honest", "paper"] = "honest"
+    sites: Annotated[int, Field(ge=2, le=10_000)] | None = None
+    samples: Annotated[int, Field(ge=1, le=10**9)] | None = None
 
     @field_validator("trust", mode="before")
     @classmethod
@@ -38,6 +46,19 @@ class SiteLevelDpConfig(Section):
     @model_validator(mode="after")
     def _one_noise(self) -> Self:
         return _one_noise(self)
+
+    @model_validator(mode="after")
+    def _paper(self) -> Self:
+        counts = {"sites": self.sites, "samples": self.samples}
+        if self.calibration == "honest":
+            if given := [name for name, value in counts.items() if value is not None]:
+                raise ValueError(f"{given[0]}: of calibration paper only; remove it")
+            return self
+        if missing := [name for name, value in {"epsilon": self.epsilon, **counts}.items() if value is None]:
+            raise ValueError(f"calibration: 'paper' makes its noise from epsilon, sites and samples; give {missing[0]}")
+        if self.adjacency != "zero-out":
+            raise ValueError(f"adjacency: {self.adjacency!r} is not the paper's (calibration paper); use zero-out")
+        return self
 
 
 class RecordLevelDpConfig(Section):
@@ -54,6 +75,7 @@ class RecordLevelDpConfig(Section):
     accountant: Literal["prv", "rdp"] = "prv"
     trust: ClassVar[str] = "local"
     adjacency: ClassVar[str] = "zero-out"
+    calibration: ClassVar[str] = "honest"
 
     @model_validator(mode="after")
     def _one_noise(self) -> Self:

@@ -70,7 +70,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         job.strategy.role(name, 0, 0)
     _check_blend(job, base, source)
     _check_privacy(job, source)
-    make_plan(config, job.strategy)
+    make_plan(config, job.strategy, names=job.initial)
     return job
 
 
@@ -232,6 +232,7 @@ def build_guard(
         job_id,
         str(data.path) if site.datasets else "",
         Terms(site.share_statistics, site.statistics_minimum),
+        tuple(job.initial),
     )
 
 
@@ -257,7 +258,7 @@ def _site(
     data: DataList | None = None,
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
-    plan = make_plan(job.config, job.strategy, task.num_samples)
+    plan = make_plan(job.config, job.strategy, task.num_samples, job.initial)
     seed = site.privacy.noise_seed
     return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 

@@ -144,7 +144,7 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
     """
     adapter, update = _norm(job.initial) or 1.0, _norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
-    noise = plan.config.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
+    noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")

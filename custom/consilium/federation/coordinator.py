@@ -16,6 +16,7 @@ from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job, server_start
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
+from consilium.federation.diagnostics import deviation
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
 from consilium.federation.trained import as_changes
@@ -52,11 +53,12 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self._sent: dict[str, Payload] = {}
+        self._results: dict[str, tuple[int, Payload, Payload]] = {}
         self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy)
-        self.plan = make_plan(job.config, job.strategy)
+        self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
         self.run, self.checkpoint, self.state = self._load() if resume else self._fresh(own)
         if resume:
@@ -113,7 +115,7 @@ class Coordinator:
                 have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
-            self.accepted, self._trained = set(), []
+            self.accepted, self._results, self._trained = set(), {}, []
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
             self._announce()
@@ -168,6 +170,8 @@ class Coordinator:
                 self.aggregate.add(self.asked[name], result, weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
+            if self.job.config.diagnostics.deviation:
+                self._results[name] = (weight, sent, result)
             self.accepted.add(name)
             self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
@@ -205,12 +209,16 @@ class Coordinator:
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
-            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
-            self.asked, self._sent = {}, {}
+            self.asked, self._sent, self._results = {}, {}, {}
+
+    def _deviation(self) -> dict[str, float]:
+        wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
+        return deviation(self.job.strategy, self.state, self._results, scale) if wanted else {}
 
     def _epsilon(self) -> float | None:
         """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
@@ -245,7 +253,8 @@ class Coordinator:
         self.log.finish(self.plan)
         if self.job.config.trains and self.job.strategy.needs == "sums" and not self._keeps_local():
             shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
-            export_adapter(self.folder / "adapter", as_changes(self.state.initial | shared), self.job.config)
+            whole = as_changes(self.state.initial | shared)
+            export_adapter(self.folder / "adapter", whole, self.job.config, self.plan)
 
     def _keeps_local(self) -> bool:
         """Tell whether sites keep parts of the adapter for themselves."""

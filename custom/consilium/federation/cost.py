@@ -59,6 +59,19 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
 
+def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
+    """Return what the job's own strategy trains and sends, in bytes of float32 and over all rounds.
+
+    "trained": the numbers of one site. "run_site": one site's up and down, its start included; "run": of all `sites`, each
+    taking part in every round. FedSCA's Table 3 counts otherwise, "one_way": all that a site trains, one way, once a round, its
+    decoder included, whatever travels of it; and "one_way_each", that over the number of adapters (0 for LoRA).
+    """
+    rounds, trained = job.config.training.rounds, 4 * own.trainable
+    once = rounds * (own.bytes_up + own.bytes_down) + 4 * own.start
+    found = {"trained": trained, "run_site": once, "run": sites * once, "one_way": rounds * trained}
+    return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
+
+
 def adapters(job: Job) -> dict[str, float] | None:
     """Return K, the parameters of one bottleneck adapter, how many travel, and the bytes this saves; None for LoRA."""
     total = bottleneck_count(job.initial)

@@ -12,7 +12,7 @@ from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.diagnosis import Diagnosis
+from consilium.federation.inside import Inside
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload
 from consilium.privacy.guard import Guard
@@ -61,15 +61,15 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     if job.strategy.pools_data:
         pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
         trainers = {POOLED: Member(pooled, next(iter(members.values())).guard)}
-    wanted = job.config.diagnostics.wanted
-    diagnosis = Diagnosis(job, {name: member.site for name, member in trainers.items()}) if wanted else None
+    wanted = job.config.diagnostics.looks_inside
+    inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:
             _survey(coordinator, members if job.strategy.pools_data else {n: members[n] for n in coordinator.sites})
         while not coordinator.done:
-            run_phase(coordinator, trainers, diagnosis)
+            run_phase(coordinator, trainers, inside)
         if job.config.trains:
             _evaluate(coordinator, members)
         coordinator.finish()
@@ -108,16 +108,16 @@ def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
     coordinator.survey.finish()
 
 
-def run_phase(coordinator: Coordinator, members: dict[str, Member], diagnosis: Diagnosis | None = None) -> None:
+def run_phase(coordinator: Coordinator, members: dict[str, Member], inside: Inside | None = None) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
     payloads = coordinator.start()
     for name, payload in coordinator.held_out().items():
         _exchange(coordinator, name, payload, members[name].evaluate, coordinator.accept_held_out)
     for name, payload in payloads.items():
         result = _exchange(coordinator, name, payload, members[name].train, coordinator.accept)
-        if diagnosis and result and name in coordinator.accepted:
-            diagnosis.after(coordinator.asked[name], payload, result)
-    coordinator.conclude(diagnosis.conclude(coordinator.state) if diagnosis else None)
+        if inside and result and name in coordinator.accepted:
+            inside.after(coordinator.asked[name], payload, result)
+    coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
 
 
 def _exchange(

@@ -18,7 +18,7 @@ from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
-from consilium.federation import probe
+from consilium.federation import diagnostics, probe
 from consilium.federation.local import LocalTraining
 from consilium.messages import (
     HELD_OUT,
@@ -37,7 +37,7 @@ from consilium.messages import (
 )
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
-from consilium.storage import file_hash, load_state, save_state, write_atomic
+from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.training.device import autocast
@@ -132,6 +132,8 @@ class Site(LocalTraining):
         trained = self.train_passes(self.strategy.passes(start, payload.round, payload.phase), start, payload, memory)
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
+        if self.config.diagnostics.drift:
+            note(self.folder / run / diagnostics.DRIFT, f"{payload.round}-{payload.phase}", diagnostics.drift(start, end))
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
         names = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
@@ -171,8 +173,8 @@ class Site(LocalTraining):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
         own = {name: tensor for name, tensor in final.items() if not is_base(name)}
-        export_adapter(self.folder / "adapter", own | layers.parameters_of(self.model, final), self.config)
-        self._draw(examples)
+        export_adapter(self.folder / "adapter", own | layers.parameters_of(self.model, final), self.config, self.plan)
+        self._draw(examples, self.folder / run)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -218,12 +220,13 @@ class Site(LocalTraining):
             raise ConsiliumError(what, Reason.TRAINING)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
-    def _draw(self, examples: dict[Stage, Examples]) -> None:
-        """Write predictions.png; what goes wrong with a picture never costs the scores."""
+    def _draw(self, examples: dict[Stage, Examples], run: Path) -> None:
+        """Write predictions.png and what diagnostics draw; what goes wrong with a picture never costs the scores."""
         from consilium.report.predictions import PREDICTIONS, write_predictions
 
         try:
             write_predictions(self.folder / PREDICTIONS, examples)
+            diagnostics.draw(run, self.folder)
         except Exception as error:
             self.observer({"event": "undrawn", "site": self.name, "reason": f"{PREDICTIONS}: {type(error).__name__}: {error}"})
 
@@ -269,10 +272,15 @@ def checkpoint_hash(path: Path) -> str:
     return file_hash(path)
 
 
-def export_adapter(folder: Path, values: Tensors, config: JobConfig) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does; a vector behind the encoder has a file of its own."""
+def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:
+    """Write a whole adapter of a job into `folder`, as its kind does, and beside it what privacy the job's `plan` keeps.
+
+    A vector behind the encoder has a file of its own.
+    """
     kind, base = config.adapter_kind, MODELS[config.model.name]
     own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
     kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
     if SHIFT in values:
         save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
+    if plan is not None:
+        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())

@@ -40,7 +40,7 @@ class StrategyAggregator(ModelAggregator):
 
     def use(self, job: Job) -> RoundAggregate:
         """Return the aggregate this component holds, made for `job`."""
-        self._ready = Ready(job, make_plan(job.config, job.strategy), RoundAggregate(job.strategy))
+        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), RoundAggregate(job.strategy))
         return self._ready.aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -69,8 +69,10 @@ def _federated(config: JobConfig, path: Path) -> Job:
     job = assemble_job(config, path)
     if job.strategy.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if config.diagnostics.wanted:
-        raise ConfigError(f"{path}: diagnostics: look inside sites, which only --engine inprocess can; remove the section")
+    if config.diagnostics.looks_inside:
+        raise ConfigError(
+            f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
+        )
     return job
 
 

@@ -80,6 +80,7 @@ def cost(plan: Plan) -> Line:
     """Return what the record says of the privacy of one release under `plan`."""
     private = plan.config
     named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
+    named |= {"calibration": private.calibration} if private.calibration != "honest" else {}
     numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
     return named | numbers | {"spend": asdict(plan.event)}
 

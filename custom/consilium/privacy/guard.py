@@ -6,7 +6,7 @@ bytes again and spends nothing. On any doubt nothing is sent.
 """
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, recovery, statistics, words
+from consilium.privacy import audit, kept, mechanism, noise, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
-from consilium.privacy.release import check_upload, geometries, upload_shapes
+from consilium.privacy.release import check_upload, geometries, privatized, upload_shapes
 from consilium.seeding import seed_for
-from consilium.storage import digest, locked
+from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -36,7 +36,7 @@ class Guard:
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a
-    name; `terms`: what the site says of statistics.
+    name; `terms`: what the site says of statistics; `tensors`: the names of the adapter's.
     """
 
     name: str
@@ -54,9 +54,10 @@ class Guard:
     job_id: str = ""
     listed: str = ""
     terms: statistics.Terms = statistics.TERMS
+    tensors: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples)
+        self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
         self._run = ""
         self._admitted: str | None = None
         self._task: Task | None = None
@@ -215,9 +216,8 @@ class Guard:
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
             paid = self._unit == "record"  # when the task came
-            self.ledger.spend(
-                replace(entry, count=0) if paid else entry, self.policy.budgets
-            )  # from here on it counts as released
+            entry = replace(entry, count=0) if paid else entry
+            self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
 
     def _prepare(self, plan: Plan, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
@@ -237,8 +237,11 @@ class Guard:
             return checked, True
         self._check_complete(checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        noise, normal = plan.site_noise, self._normal(result)
-        released, outcome = mechanism.privatize(checked.tensors, maps, plan.config.clip, noise, normal)
+        released, outcome = privatized(plan, checked.tensors, maps, self._normal(result))
+        if self.config.diagnostics.noise:
+            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps, self._normal(result))
+            terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)
+            note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 
@@ -291,7 +294,7 @@ class Guard:
         privacy, spend = self.plan.config, self.plan.event
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
-            job=self.config.name, run=run, round=round, phase=phase,
+            job=self.config.title, run=run, round=round, phase=phase,
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
             private=self.policy.noise_seed is None,
         )  # fmt: skip

@@ -79,9 +79,14 @@ def geometry(peer: Tensor, side: Literal["left", "right"], scale: float) -> Geom
 
 
 def privatize(
-    update: Mapping[str, Tensor], geometries: Mapping[str, Geometry], clip: float, noise_std: float, normal: Normal
+    update: Mapping[str, Tensor],
+    geometries: Mapping[str, Geometry],
+    clip: float,
+    noise_std: float,
+    normal: Normal,
+    each: bool = False,
 ) -> tuple[dict[str, Tensor], Outcome]:
-    """Clip all tensors of an update jointly to `clip` and add noise of `noise_std` to every coordinate.
+    """Clip all tensors of an update jointly (or `each` on its own) to `clip` and add noise of `noise_std` to every coordinate.
 
     Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
     """
@@ -89,20 +94,26 @@ def privatize(
     norm = joint_norm(clean)
     if not np.isfinite(norm):
         raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
-    factor = min(1.0, clip / norm) if norm > 0 else 1.0
+    norms = {n: joint_norm({n: t}) if each else norm for n, t in clean.items()}
+    clipped = {n: t * _factor(clip, norms[n]) for n, t in clean.items()}
+    signal = joint_norm(clipped) if each else norm * _factor(clip, norm)
     noise = {n: noise_std * normal(tuple(t.shape)) if noise_std else torch.zeros_like(t) for n, t in clean.items()}
-    released = {n: t * factor + noise[n] for n, t in clean.items()}
+    released = {n: t + noise[n] for n, t in clipped.items()}
     outcome = Outcome(
         norm=norm,
-        clip_factor=factor,
+        clip_factor=min(1.0, signal / norm) if each and norm > 0 else _factor(clip, norm),
         noise_std=noise_std,
         cosine=_cosine(clean, released),
-        signal=norm * factor,
+        signal=signal,
         noise=joint_norm(noise),
         dimensions=sum(t.numel() for t in clean.values()),
     )
     restored = {n: geometries[n].restore(t) if n in geometries else t for n, t in released.items()}
     return {n: t.to(update[n].dtype) for n, t in restored.items()}, outcome
+
+
+def _factor(clip: float, norm: float) -> float:
+    return min(1.0, clip / norm) if norm > 0 else 1.0
 
 
 def joint_norm(tensors: Mapping[str, Tensor]) -> float:

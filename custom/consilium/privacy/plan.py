@@ -4,9 +4,18 @@ Site level: each phase of each round is one release, composed exactly; a site ac
 some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
 learns, and a federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on
 Poisson batches, which stay inside the site.
+
+`calibration: paper` (site level) reproduces the noise of M. Zhu et al., "DEeR", IEEE TMI 2025, whose code asks Opacus' RDP
+accountant for the sigma of so many *batches of images* at delta 1 / K, then clips each of a release's L tensors to C and lets
+each of K sites add sigma C / sqrt(K) (Eq. 5). What leaves are sites' updates, so that is one Gaussian mechanism a release of
+joint sensitivity C sqrt(L): of multiplier sigma / sqrt(K L) against everyone (trust local), sigma / sqrt(L) where the server
+adds the whole (central). That is what plan, ledger and budget count. Ours: tensors with a peer are clipped as effective
+updates, as everywhere here; the paper clips factors, for which there is no such bound.
 """
 
 import math
+import warnings
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +25,7 @@ from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd
 from consilium.schema import SMALLEST_NOISE
-from consilium.strategies.strategy import Strategy
+from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
 HIDDEN = {
@@ -29,17 +38,34 @@ HIDDEN = {
 
 @dataclass(frozen=True)
 class Plan:
-    """`event`: the cost of one release; `releases` of them make the run."""
+    """`event`: the cost of one release; `releases` of them make the run. `tensors`: how many are clipped each on its own."""
 
     config: SiteLevelDpConfig | RecordLevelDpConfig
     noise_multiplier: float
     event: GaussianEvent
     releases: int
+    tensors: int = 1
+
+    @property
+    def clip(self) -> float:
+        """The largest joint norm of one site's (or record's) contribution."""
+        return self.config.clip * math.sqrt(self.tensors)
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether tensors are clipped each on its own."""
+        return self.config.calibration == "paper"
 
     @property
     def sensitivity(self) -> float:
         """How far one site's (or record's) contribution can move the sum, in the update's (gradient's) units."""
-        return self.config.clip * (2 if self.config.adjacency == "replace" else 1)
+        return self.clip * (2 if self.config.adjacency == "replace" else 1)
+
+    def check_count(self, tensors: Sized) -> None:
+        """Raise RefusedError for a release of more tensors than its cost was made for."""
+        if self.by_tensor and len(tensors) > self.tensors:
+            what = f"{len(tensors)} tensors where the plan counts {self.tensors} (calibration paper)"
+            raise RefusedError(f"release: {what}; nothing was sent")
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
         """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
@@ -61,6 +87,8 @@ class Plan:
                 f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
                 f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
             )
+        if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
+            found.append(f"calibration paper: {_printed(self.config)} is not kept; the epsilon of the claim is")
         if self.noise_multiplier == 0:
             found.append("noise_multiplier 0 clips and protects nothing")
         return found
@@ -77,6 +105,7 @@ class Plan:
             "clip": self.config.clip,
             "noise_multiplier": self.noise_multiplier,
             "releases": self.releases,
+            "calibration": self.config.calibration,
             "epsilon": {f"{delta:g}": self.epsilon(delta=delta) for delta in deltas},
         }
 
@@ -85,13 +114,22 @@ class Plan:
         named = f"{self.config.unit} level, {self.config.adjacency}, trust {self.config.trust}"
         against = {"local": "against everyone", "central": "against everyone but the server"}[self.config.trust]
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
-        return f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
+        kept = f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
+        if not (isinstance(self.config, SiteLevelDpConfig) and self.by_tensor):
+            return kept
+        return f"{kept}; calibration paper: the noise is that of a printed {_printed(self.config)}, which it does not keep"
 
 
-def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = None) -> Plan | None:
+def _printed(privacy: SiteLevelDpConfig) -> str:
+    assert privacy.epsilon is not None
+    assert privacy.sites is not None
+    return f"epsilon {privacy.epsilon:g} at delta {1 / privacy.sites:.3g}"
+
+
+def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = None, names: Iterable[str] = ()) -> Plan | None:
     """Return the plan of a job, None for one without privacy. Record-level plans differ by site: they need `num_samples`.
 
-    Raises ConfigError for a budget that no noise keeps.
+    `names`: all adapter tensors, which the paper's calibration counts. Raises ConfigError for a budget that no noise keeps.
     """
     privacy = config.privacy
     if privacy is None:
@@ -101,7 +139,47 @@ def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = N
     if privacy.unit == "record":
         passes = max((len(strategy.passes((), *place)) for place in strategy.places()), default=1)
         return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples, passes)
+    if privacy.calibration == "paper":
+        return paper_plan(config, privacy, strategy, sum(phases), list(names))
     return site_plan(privacy, sum(phases))
+
+
+def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy, releases: int, names: list[str]) -> Plan:
+    """Return the plan with the paper's noise and its real cost. Raises ConfigError where there is no such noise."""
+    assert privacy.sites is not None
+    assert privacy.samples is not None
+    places = [(round, phase) for round in range(strategy.period) for phase in range(strategy.phases(round))]
+    tensors = max(sum(strategy.role(name, *place) is Role.SHARED for name in names) for place in places)
+    if not tensors:
+        raise ConfigError("privacy.calibration: 'paper' clips each tensor, and none is shared; use honest")
+    steps = config.training.rounds * config.training.steps_per_round(math.ceil(privacy.samples / privacy.sites))
+    sigma = paper_sigma(privacy, config.training.batch_size * privacy.sites, steps)
+    kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
+    return Plan(privacy, kept, GaussianEvent(kept), releases, tensors)
+
+
+def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
+    """Return Opacus' sigma of so many `steps` at the sample rate batch / samples. Raises ConfigError where it has none."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    assert privacy.epsilon is not None
+    assert privacy.sites is not None
+    assert privacy.samples is not None
+    rate = min(1.0, batch / privacy.samples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its grid of orders
+        try:
+            found = get_noise_multiplier(
+                target_epsilon=privacy.epsilon,
+                target_delta=1 / privacy.sites,
+                sample_rate=rate,
+                steps=steps,
+                accountant="rdp",
+            )
+        except ValueError:
+            what = f"{privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
+            raise ConfigError(f"privacy.epsilon: {what}") from None
+    return float(found)
 
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
@@ -160,4 +238,4 @@ def noise_to_signal(plan: Plan, dimensions: int, sites: int) -> float:
     grows with T and the noise with sqrt(T).
     """
     shrink = {"local": sites**-0.5, "central": 1 / sites}[plan.config.trust]
-    return plan.noise_multiplier * plan.sensitivity * shrink * math.sqrt(dimensions) / plan.config.clip
+    return plan.noise_multiplier * plan.sensitivity * shrink * math.sqrt(dimensions) / plan.clip

@@ -10,6 +10,7 @@ from consilium.config.job import JobConfig
 from consilium.errors import ConfigError, RefusedError
 from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
+from consilium.privacy.plan import Plan
 from consilium.strategies.strategy import Role, Strategy
 
 
@@ -46,6 +47,14 @@ def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...
     return {name: tuple(sent.tensors[name].shape) for name in names}
 
 
+def privatized(
+    plan: Plan, update: Tensors, maps: dict[str, mechanism.Geometry], normal: mechanism.Normal
+) -> tuple[Tensors, mechanism.Outcome]:
+    """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count."""
+    plan.check_count(update)
+    return mechanism.privatize(update, maps, plan.config.clip, plan.site_noise, normal, plan.by_tensor)
+
+
 def geometries(
     strategy: Strategy, config: JobConfig, update: Tensors, public: Tensors, round: int, phase: int
 ) -> dict[str, mechanism.Geometry]:
@@ -54,7 +63,7 @@ def geometries(
     for name in update:
         if (peer := strategy.peer(name, round, phase)) is None:
             continue
-        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is not Role.FROZEN:
+        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is Role.LOCAL:
             raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
         side: Literal["left", "right"] = "right" if factor(name) == "B" else "left"
         maps[name] = mechanism.geometry(public[peer], side, config.adapter.product_scaling)

@@ -40,6 +40,7 @@ class RunLog:
         self._results: dict[str, dict[str, float]] = {}
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
+        self._classes = list(getattr(config.task, "classes", ()))
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
 
@@ -123,6 +124,7 @@ class RunLog:
         if plan is not None:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
         self._draw()
+        self._draw_confusions()
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
 
     def _draw(self) -> None:
@@ -133,6 +135,13 @@ class RunLog:
                 plot_matrices(self.folder / f"{title}.png", rounds)
             if self._curves:
                 plot_curves(self.folder / "diagnostics.png", self._curves)
+
+    def _draw_confusions(self) -> None:
+        if any("/confusion/" in name for metrics in self._results.values() for name in metrics):
+            from consilium.report.confusion import confusions, plot_confusions
+
+            if tables := confusions(self._results, self._classes):
+                plot_confusions(self.folder / "confusion.png", tables, self._classes)
 
     def close(self) -> None:
         """Close all files."""

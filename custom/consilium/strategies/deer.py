@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 
 from consilium.adapters.names import factor, lora_factor
+from consilium.errors import ConfigError
 from consilium.messages import Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
@@ -26,6 +27,10 @@ SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA
 class DEeR(Strategy):
     """Train one factor at a time. `regulator` off: plain clipping and noise on the factor (the paper's ablation).
 
+    `eliminator` off (the paper's other ablation, Table IV): FedIT's exchange of both factors at once, the regulator as it is,
+    with the factors that all sites were sent as public peers. Where one of them has no direction yet (B = 0 in the first
+    round) the other does not leave, so A moves from the second round on.
+
     `rebalance` moves between rounds to the factors (R A, B R^-1) that make the next public factor orthonormal: the product is
     unchanged, the regulator's noise becomes plain noise, and conditioning cannot drift. Other tensors (a head) train in all
     phases.
@@ -36,6 +41,13 @@ class DEeR(Strategy):
     schedule: Literal["100%", "75%", "50%"] = "100%"
     regulator: bool = True
     rebalance: bool = False
+    eliminator: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.eliminator and (self.schedule != "100%" or self.rebalance):
+            what = "takes phases of one factor each, which there are none of with eliminator false"
+            field, value = ("rebalance", "true") if self.rebalance else ("schedule", repr(self.schedule))
+            raise ConfigError(f"strategy.{field}: {value} {what}; leave it out")
 
     @property
     def period(self) -> int:
@@ -43,15 +55,16 @@ class DEeR(Strategy):
         return len(SCHEDULES[self.schedule])
 
     def phases(self, round: int) -> int:
-        """Return 2, or 1 in rounds that train one factor only."""
-        return len(self._trained(round))
+        """Return 2, or 1 in rounds that train one factor only, or both at once."""
+        return len(self._trained(round)) if self.eliminator else 1
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor whose turn it is not, SHARED for the rest."""
-        return Role.FROZEN if lora_factor(name, self.name) not in (None, self._trained(round)[phase]) else Role.SHARED
+        which = lora_factor(name, self.name)
+        return Role.FROZEN if self.eliminator and which not in (None, self._trained(round)[phase]) else Role.SHARED
 
     def peer(self, name: str, round: int, phase: int) -> str | None:
-        """Return the frozen factor of the same layer, where the regulator is on."""
+        """Return the other factor of the same layer, where the regulator is on."""
         if not self.regulator or factor(name) is None:
             return None
         return name[:-1] + ("A" if factor(name) == "B" else "B")

@@ -9,9 +9,14 @@ with d a *similarity*: the paper's printed positive distance would prefer the le
 the paper prints is constant in j and drops out (`prior: literal`). Site loss (Eq. 9): + pull * (-cos(Theta_low, mixture)).
 
 Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: Federated Tuning with Similarity-guided
-Collaborative Aggregation for Heterogeneous Medical Image Segmentation", 2025: Eq. 7 and 9.
+Collaborative Aggregation for Heterogeneous Medical Image Segmentation", preprint in ICML's format, 2025: Eq. 7 and 9.
+
+The paper does not print its alpha. A site mixes nobody from alpha = max_j 2 (1 - m_i + m_j) / (d_ii - d_ij) on (the
+projection's solution at w_i = 1): of two sites under `normalize` from 4 (1 - m_i) on, 1 for 30 samples of 40. Each round says
+where that is so.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -29,6 +34,7 @@ from consilium.schema import Factor
 from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
 
 MATRIX = "collaboration"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class FedSCA(Strategy):
         Sites that reported mix what was reported; a site that missed the round mixes all that is known.
         """
         names = sorted(sites)
-        flat = torch.stack([torch.cat([t.flatten().double() for _, t in sorted(sites[n].items())]) for n in names])
+        flat = torch.stack([_flat(sites[n]) for n in names])
         here = torch.tensor([name in fresh for name in names])
         rows = torch.zeros(len(names), len(names), dtype=torch.float64)
         for takers, givers in ((here, here), (~here, torch.ones_like(here))):
@@ -122,8 +128,23 @@ class FedSCA(Strategy):
     def _weights(self, flat: Tensor, prior: Tensor) -> Tensor:
         if self.mixture == "mean":
             return prior.expand(len(prior), -1)
-        prior = prior if self.prior == "samples" else torch.zeros_like(prior)
-        return mixture_weights(prior, similarities(flat, self.similarity, self.normalize), self.alpha)
+        return mixture_weights(self._prior(prior), similarities(flat, self.similarity, self.normalize), self.alpha)
+
+    def _prior(self, prior: Tensor) -> Tensor:
+        return prior if self.prior == "samples" else torch.zeros_like(prior)
+
+    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+        """Return how many sites get nothing but their own upload, and the alpha from which the first does; warn of them."""
+        if self.mixture == "mean" or len(gathered) < 2:
+            return {}
+        prior = torch.tensor(list(shares(gathered).values()), dtype=torch.float64)
+        flat = torch.stack([_flat(result.trained()) for result in gathered.values()])
+        limits = alone_from(self._prior(prior), similarities(flat, self.similarity, self.normalize))
+        alone = [name for name, limit in zip(gathered, limits.tolist(), strict=True) if self.alpha >= limit]
+        if alone:
+            what = f"{', '.join(alone)} mix nobody in round {state.round + 1}"
+            _log.warning(f"strategy.alpha: {self.alpha:g}: {what}; under {float(limits.min()):.3g} every site does")
+        return {"collaboration/alone": float(len(alone)), "collaboration/alone_from_alpha": float(limits.min())}
 
     def figures(self, state: ServerState) -> dict[str, Tensor]:
         """Return the collaboration matrix."""
@@ -138,6 +159,21 @@ class FedSCA(Strategy):
         low = [name for name in step.params if self.role(name, 0, 0) is Role.SHARED]
         now, then = (torch.cat([values[n].flatten() for n in low]) for values in (step.params, step.anchors))
         return -self.pull * torch.nn.functional.cosine_similarity(now, then, dim=0, eps=1e-12)
+
+
+def alone_from(prior: Tensor, similar: Tensor) -> Tensor:
+    """Return, for each site (N,), the smallest alpha at which its row is its own upload alone; inf where there is none.
+
+    The row is e_i exactly where v_i - v_j >= 1 for all j, v = m + (alpha / 2) d_i.
+    """
+    own = similar.diagonal()[:, None] - similar
+    wanted = 2 * (1 - prior[:, None] + prior)
+    limits = torch.where(own > 0, wanted / own, torch.where(wanted > 0, torch.inf, 0.0))
+    return limits.masked_fill(torch.eye(len(prior), dtype=torch.bool), 0.0).max(1).values
+
+
+def _flat(values: Tensors) -> Tensor:
+    return torch.cat([tensor.flatten().double() for _, tensor in sorted(values.items())])
 
 
 def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:

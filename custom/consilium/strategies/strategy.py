@@ -197,9 +197,10 @@ class Strategy:
         return [name for name in tensors if self.role(name, round, phase) is role]
 
     def peer(self, name: str, round: int, phase: int) -> str | None:
-        """Return the tensor, public in this phase, whose product with `name` is the effective update, or None.
+        """Return the tensor whose product with `name` is the effective update, or None. It is public: all were sent it.
 
-        With a peer, clipping and noise act in the space of that product; see privacy/mechanism.py.
+        With a peer, clipping and noise act in the space of that product, with the values that were sent, whatever becomes of
+        the peer in this phase; see privacy/mechanism.py.
         """
         return None
 

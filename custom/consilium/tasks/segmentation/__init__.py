@@ -26,6 +26,10 @@ class SegmentationConfig(PictureSettings, TaskConfig):
     classes: Annotated[dict[ClassName, LabelValues], Field(min_length=1, max_length=MOST_CLASSES)]
     prompt: Literal["none", "box"] = "none"
     augment: bool = True
+    loss: Annotated[
+        Literal["dice+bce", "bce"],
+        Field(description="Dice and binary cross-entropy, or the latter alone, as in FedSCA's Eq. 3"),
+    ] = "dice+bce"
     scores: SegmentationScoresConfig = SegmentationScoresConfig()
 
     @field_validator("classes", mode="before")
@@ -45,7 +49,7 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
     from consilium.tasks.segmentation.task import SegmentationTask
 
     return SegmentationTask(
-        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding
+        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding, config.loss
     )
 
 

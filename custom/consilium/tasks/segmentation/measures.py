@@ -13,19 +13,28 @@ _MOST_SORTED = 2**24
 
 
 def counts(guess: Tensor, reference: Tensor) -> Tensor:
-    """Return (3, C) whole numbers of masks (C, ...) bool: voxels of both, of the prediction, of the reference."""
-    return torch.stack([mask.flatten(1).sum(1) for mask in (guess & reference, guess, reference)])
+    """Return (4, C) whole numbers of masks (C, ...) bool: voxels of both, of the prediction, of the reference, of all."""
+    found = [mask.flatten(1).sum(1) for mask in (guess & reference, guess, reference)]
+    return torch.stack([*found, torch.full_like(found[0], guess[0].numel())])
 
 
-def overlaps(found: Tensor, count_empty: bool) -> dict[str, Tensor]:
-    """Return Dice and IoU (C,) of `counts`.
+def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict[str, Tensor]:
+    """Return Dice and IoU (C,) of `counts`; with `background` IoU is the mean of the class's and of all that is not the class.
 
-    Where the reference is empty they are NaN, or with `count_empty` 1 if the prediction is empty too, else 0.
+    Where the reference is empty they are NaN, or with `count_empty` Dice and the class's IoU are 1 if the prediction is empty
+    too, else 0. A picture without any background in both has its IoU of 1.
     """
-    both, guess, reference = found.float()
+    both, guess, reference, _ = found.float()
     absent = torch.where(guess == 0, 1.0, 0.0) if count_empty else torch.full_like(guess, float("nan"))
     ratios = {"dice": 2.0 * both / (guess + reference), "iou": both / (guess + reference - both)}
-    return {name: torch.where(reference == 0, absent, ratio).double() for name, ratio in ratios.items()}
+    scores = {name: torch.where(reference == 0, absent, ratio).double() for name, ratio in ratios.items()}
+    return scores | {"iou": (scores["iou"] + _outside(found)) / 2} if background else scores
+
+
+def _outside(found: Tensor) -> Tensor:
+    """Return the IoU (C,) of what is not the class."""
+    both, guess, reference, whole = found.double()
+    return torch.where(both == whole, 1.0, (whole - guess - reference + both) / (whole - both))
 
 
 def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]) -> tuple[float, float]:

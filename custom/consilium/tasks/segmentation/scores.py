@@ -26,6 +26,10 @@ class SegmentationScoresConfig(Section):
         Literal["skip", "count"],
         Field(description="what lacks the class is left out, or Dice and IoU are 1 without a false positive and 0 with one"),
     ] = "skip"
+    iou: Annotated[
+        Literal["foreground", "both"],
+        Field(description="of the class, or the mean of the class's and of the background's, as DEeR prints it"),
+    ] = "foreground"
 
 
 OVERLAPS, DISTANCES = ("dice", "iou"), ("hd95", "assd")
@@ -47,4 +51,5 @@ def scores(config: SegmentationScoresConfig) -> Scores:
     """Return how the scores are shown; the title of the closing table says what they are taken of."""
     title = f", per {config.per}, {config.grid} grid"
     title += "; empty references count" if config.empty_references == "count" else ""
+    title += "; IoU of foreground and background" if config.iou == "both" else ""
     return Scores(("dice",), NAMES[1:], HEADINGS, title)

@@ -47,8 +47,9 @@ class SegmentationTask:
         settings: PictureSettings = DEFAULTS,
         scores: SegmentationScoresConfig = SegmentationScoresConfig(),  # noqa: B008
         padding: Colour = BLACK,
+        loss: str = "dice+bce",
     ) -> None:
-        self.data, self.classes, self.size = data, classes, image_size
+        self.data, self.classes, self.size, self._overlap = data, classes, image_size, loss == "dice+bce"
         self.by_box, self.augment, self.settings, self.scores = prompt == "box", augment, settings, scores
         self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
@@ -76,7 +77,7 @@ class SegmentationTask:
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of Dice loss plus binary cross-entropy, in float32.
+        """Return the mean of Dice loss plus binary cross-entropy, or of the latter alone, in float32.
 
         Padding counts as background, as in MedSAM's, micro-sam's and lightning-sam's fine-tuning: what is never scored costs
         little, and the model answers nothing there.
@@ -149,9 +150,12 @@ class SegmentationTask:
         A sample's share is then 1 / N whatever the others lack: its gradient must not depend on them (DP-SGD).
         """
         if annotated is None:
-            return self._dice(logits, label) + F.binary_cross_entropy_with_logits(logits, label)
-        entropy = F.binary_cross_entropy_with_logits(logits, label, reduction="none").flatten(2).mean(2)
-        each = (self._dice_each(logits, label).flatten(1) + entropy) * annotated
+            entropy = F.binary_cross_entropy_with_logits(logits, label)
+            return self._dice(logits, label) + entropy if self._overlap else entropy
+        each = F.binary_cross_entropy_with_logits(logits, label, reduction="none").flatten(2).mean(2)
+        if self._overlap:
+            each = self._dice_each(logits, label).flatten(1) + each
+        each = each * annotated
         return (each.sum(1) / annotated.sum(1).clamp(min=1)).mean()
 
     def _planes(self, items: Sequence[Item], logits: Tensor, label: Tensor) -> Iterator[Plane]:

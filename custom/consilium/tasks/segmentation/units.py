@@ -88,7 +88,7 @@ class Units:
             self._close(self._open.pop(name))
 
     def _close(self, unit: _Unit) -> None:
-        row = overlaps(unit.counts, self._config.empty_references == "count")
+        row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
         parted = (
             self._config.per != "image" and unit.item.tile is not None
         )  # tiles overlap, and differ in scale: no one surface

@@ -1,0 +1,100 @@
+"""What a run measures of itself beside the scores; see config/diagnostics.py. Pure functions, and the pictures at a site."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from consilium.adapters.names import bottleneck_position, factor, is_head
+from consilium.linalg.lowrank import Product, norm
+from consilium.messages import Payload, Tensors
+from consilium.privacy import noise
+from consilium.strategies.strategy import Role, ServerState, Strategy
+
+DRIFT = "drift.json"
+"""The file in a run's private folder at a site: how far each adapter moved, by round and phase."""
+Results = Mapping[str, tuple[int, Payload, Payload]]
+"""A phase's results by site: weight, what it was sent, its update."""
+
+
+def deviation(strategy: Strategy, state: ServerState, results: Results, scale: float) -> dict[str, float]:
+    """Return ||s (sum_k p_k B_k A_k - B A)||_F over all layers, B and A the means, and that over ||s sum_k p_k B_k A_k||_F.
+
+    DEeR (Zhu et al., IEEE TMI 2025), Eq. 7. As sum p_k = 1 it is sum_k p_k (B_k - B)(A_k - A), which loses no digits where it
+    is 0. Layers of which a site keeps a factor are left out; {} where that is all of them.
+    """
+    total = sum(weight for weight, *_ in results.values())
+    apart = whole = 0.0
+    layers = [name.removesuffix(".lora_A") for name in state.shared | state.initial if factor(name) == "A"]
+    for layer in (one for one in layers if not _kept(strategy, state, one)):
+        pairs = [(w / total, _factors(state, layer, sent, update)) for _, (w, sent, update) in sorted(results.items())]
+        mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
+        apart += norm(_joined([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
+        whole += norm(_joined([(p * b, a) for p, (b, a) in pairs])) ** 2
+    if not any(not _kept(strategy, state, one) for one in layers):
+        return {}
+    return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
+
+
+def _kept(strategy: Strategy, state: ServerState, layer: str) -> bool:
+    roles = [strategy.role(f"{layer}.lora_{which}", state.round, state.phase) for which in "AB"]
+    return Role.LOCAL in roles
+
+
+def _factors(state: ServerState, layer: str, sent: Payload, update: Payload) -> Product:
+    """Return a site's B and A after its training, float64; a frozen one that it was sent long ago is the server's."""
+    known = state.initial | state.shared | sent.tensors
+    names = (f"{layer}.lora_B", f"{layer}.lora_A")
+    b, a = (known[n].double() + (update.tensors[n].double() if n in update.tensors else 0.0) for n in names)
+    return b, a
+
+
+def _joined(products: list[Product]) -> Product:
+    return torch.cat([left for left, _ in products], 1), torch.cat([right for _, right in products])
+
+
+def drift(start: Tensors, end: Tensors) -> dict[str, float]:
+    """Return ||end - start|| / ||start|| of every adapter, from the input on: how far local training moved it.
+
+    Bottlenecks by their number, LoRA by its layer, a head as one. FedSCA (Zhang et al. 2025), Figure 3; the paper does not say
+    what its "shift" is divided by, this is our reading. An adapter that starts at 0 throughout counts by ||end|| alone.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in sorted((n for n in end if _group(n)), key=lambda n: bottleneck_position(n) or 0):  # the sort keeps the order
+        groups.setdefault(_group(name), []).append(name)
+    found = {}
+    for group, names in groups.items():
+        moved, begin = (sum(float(t.square().sum()) for t in values) for values in _values(start, end, names))
+        found[group] = (moved / begin if begin > 0 else moved) ** 0.5
+    return found
+
+
+def _values(start: Tensors, end: Tensors, names: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [end[n].double() - start[n].double() for n in names], [start[n].double() for n in names]
+
+
+def _group(name: str) -> str:
+    """Return what a tensor is counted with; "" for a parameter of the base."""
+    if (position := bottleneck_position(name)) is not None:
+        return f"adapter {position + 1}"
+    if is_head(name):
+        return "head"
+    return name.rpartition(".")[0] if factor(name) else ""
+
+
+def draw(run: Path, folder: Path) -> None:
+    """Draw what a site's run has noted as noise.png and drift.png into its folder."""
+    from consilium.report.figures import plot_curves, plot_drift
+
+    if (run / noise.FILE).is_file():
+        rounds: dict[int, dict[str, float]] = {}
+        for place, values in _read(run / noise.FILE).items():
+            rounds.setdefault(place[0], {}).update(values)
+        plot_curves(folder / "noise.png", [{"noise/xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)])
+    if (run / DRIFT).is_file():
+        plot_drift(folder / "drift.png", [(place[0], values) for place, values in sorted(_read(run / DRIFT).items())])
+
+
+def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:
+    return {(int(r), int(p)): v for (r, p), v in ((k.split("-"), v) for k, v in json.loads(path.read_text()).items())}

@@ -1,0 +1,102 @@
+"""What a run measures of itself: aggregation deviation, what noise does to a product, how far adapters move."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.diagnostics import deviation, drift
+from consilium.federation.engine import simulate
+from consilium.messages import Payload, SiteInfo
+from consilium.privacy.noise import linear_terms
+from consilium.strategies.deer import DEeR
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.fedsa_lora import FedSALoRA
+from consilium.strategies.strategy import Role, Strategy
+from tests.conftest import small_config, training_only
+
+A, B = "layer.lora_A", "layer.lora_B"
+
+
+def measured(strategy: Strategy, scale: float = 1.0) -> tuple[dict[str, float], float, float]:
+    """Return the deviation of three sites of unequal weights, and numpy's own of the same factors."""
+    draw = np.random.default_rng(0)
+    begin = {A: draw.normal(size=(2, 7)), B: draw.normal(size=(5, 2))}
+    state = strategy.init_state({name: torch.tensor(value) for name, value in begin.items()})
+    results, ends, weights = {}, [], {"c": 1, "a": 3, "b": 6}
+    for name, weight in weights.items():
+        sent = strategy.broadcast(state, SiteInfo(name, weight))
+        moved = {n: draw.normal(size=begin[n].shape) for n in strategy.names(sent.tensors, Role.SHARED, 0, 0)}
+        results[name] = (weight, sent, Payload(0, 0, {n: torch.tensor(m) for n, m in moved.items()}))
+        ends.append((weight / 10, {n: begin[n] + moved.get(n, 0.0) for n in begin}))
+    products = sum(p * end[B] @ end[A] for p, end in ends)
+    means = sum(p * end[B] for p, end in ends) @ sum(p * end[A] for p, end in ends)
+    truth = scale * np.linalg.norm(products - means)
+    return deviation(strategy, state, results, scale), truth, truth / (scale * np.linalg.norm(products))
+
+
+def test_the_deviation_is_that_between_the_mean_of_products_and_the_product_of_means() -> None:
+    found, absolute, relative = measured(FedIT(), scale=0.5)
+    assert found == pytest.approx({"deviation/absolute": absolute, "deviation/relative": relative})
+    assert relative > 0.1
+    assert measured(DEeR())[0]["deviation/relative"] < 1e-12
+    assert measured(FedSALoRA())[0] == {}  # who knows B?
+
+
+def test_linear_terms_are_the_norms_of_the_products() -> None:
+    """s = 2; layer one has noise on both factors, layer two on B alone, a head has no product."""
+    draw = np.random.default_rng(1)
+    factors = {f"{layer}.lora_{w}": draw.normal(size=(2, 6) if w == "A" else (4, 2)) for layer in ("one", "two") for w in "AB"}
+    noise = {name: draw.normal(size=value.shape) for name, value in factors.items() if name != "two.lora_A"}
+    found = linear_terms(
+        {n: torch.tensor(v) for n, v in noise.items()} | {"head.weight": torch.ones(2, 3)},
+        {n: torch.tensor(v) for n, v in factors.items()},
+        2.0,
+    )
+    on_b = np.hypot(*(np.linalg.norm(2 * noise[f"{n}.lora_B"] @ factors[f"{n}.lora_A"]) for n in ("one", "two")))
+    on_a = np.linalg.norm(2 * factors["one.lora_B"] @ noise["one.lora_A"])
+    assert found == pytest.approx({"noise/xi_B A": on_b, "noise/B xi_A": on_a})
+
+
+def test_drift_is_the_relative_change_of_each_adapter_from_the_input_on() -> None:
+    names = [f"image_encoder.blocks.{n}.adapter_mlp.{part}.weight" for n in (10, 2) for part in ("down", "up")]
+    start = {name: torch.tensor([3.0, 0.0]) if "down" in name else torch.zeros(2) for name in names}
+    end = {name: value + torch.tensor([0.0, 4.0 if "10" in name else 3.0]) for name, value in start.items()}
+    found = drift(start | {"mask_decoder.x": torch.ones(1)}, end | {"mask_decoder.x": torch.zeros(1)})
+    assert list(found) == ["adapter 8", "adapter 32"]  # three a block: 3 * 2 + 2, 3 * 10 + 2
+    assert list(found.values()) == pytest.approx([2**0.5, 32**0.5 / 3])  # sqrt(9 + 9) / 3, sqrt(16 + 16) / 3
+
+
+def test_a_private_job_measures_all_three_and_nothing_of_the_site_s_reaches_the_server(tmp_path: Path) -> None:
+    raw = training_only(small_config("deer", local_steps=1), test=1).model_dump()
+    raw |= {
+        "privacy": {"unit": "site", "epsilon": 8, "clip": 0.5},
+        "diagnostics": {"deviation": True, "noise": True, "drift": True},
+    }
+    simulate(assemble_job(JobConfig.model_validate(raw)), {f"s{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [line["values"] for line in lines if line["event"] == "diagnostics"]
+    assert [set(one) for one in told] == [{"deviation/absolute", "deviation/relative"}] * 4
+    assert all(one["deviation/relative"] < 1e-6 for one in told)
+    noise = json.loads(next((tmp_path / "sites" / "s1").glob("*/noise.json")).read_text())
+    assert [list(values) for values in noise.values()] == [["noise/xi_B A"], ["noise/B xi_A"]] * 2
+    assert "xi_" not in (tmp_path / "metrics.jsonl").read_text()
+    assert all((tmp_path / "sites" / "s1" / name).is_file() for name in ("noise.png", "drift.png"))
+
+
+@pytest.mark.parametrize("trust", ["local", "central", None])
+def test_a_diagnostic_that_no_noise_covers_is_refused(trust: str | None) -> None:
+    privacy = {"unit": "site", "epsilon": 8, "clip": 0.5, "trust": trust} if trust else None
+    for name, allowed in (("deviation", trust != "central"), ("noise", trust == "local"), ("drift", True)):
+        raw = small_config("deer").model_dump() | {"privacy": privacy, "diagnostics": {name: True}}
+        if allowed:
+            JobConfig.model_validate(raw)
+        else:
+            with pytest.raises(ValidationError, match=f"diagnostics.{name}"):
+                JobConfig.model_validate(raw)
