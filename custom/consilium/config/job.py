@@ -169,9 +169,7 @@ class JobConfig(Section):
         if self.privacy is None:
             return self
         if self.diagnostics.looks_inside:
-            raise ValueError(
-                "diagnostics: leakage and oracle look at what privacy keeps at the site, which no accounting covers; remove them"
-            )
+            raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
         if self.privacy.unit == "record":
