@@ -14,6 +14,7 @@ from consilium.errors import CheckpointError, ConsiliumError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
+from consilium.federation.server_step import step
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
@@ -50,7 +51,7 @@ class Coordinator:
         self.accepted: set[str] = set()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
-        self.aggregate = aggregate or RoundAggregate(job.strategy)
+        self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy)
         self.normal: Normal = system_normal
         fresh = (secrets.token_hex(6), None, job.strategy.init_state(job.initial))
@@ -272,7 +273,7 @@ class Coordinator:
 def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        merged = job.strategy.merge(state, mean)
+        merged = job.strategy.merge(*step(job.config.server, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None

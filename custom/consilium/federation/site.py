@@ -108,7 +108,7 @@ class Site:
 
         Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
-        own, last, reply = self._restore(run)
+        own, last, reply, kept = self._restore(run)
         if last == (payload.round, payload.phase):
             return reply
         if last is not None and last > (payload.round, payload.phase):
@@ -116,14 +116,14 @@ class Site:
         start = self._receive(own, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
-        trained = self._train(payload)
+        trained = self._train(payload, kept)
         seconds = time.monotonic() - began
         end = {name: p.detach().cpu().clone() for name, p in layers.tensors(self.model).items()}
         metrics |= self._validate(Stage.PERSONALIZED, payload)
         metrics |= {TRAIN_LOSS: trained["loss"], TRAIN_STEPS: trained["steps"], TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
-        self._save(run, end, payload, reply)  # before sending: a lost answer must not cost a second training
+        self._save(run, end, payload, reply, kept)  # before sending: a lost answer must not cost a second training
         return reply
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -132,7 +132,7 @@ class Site:
         It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run, and predictions.png,
         which stays here. In the phase HELD_OUT it only returns validation metrics of the global model.
         """
-        own, last, _ = self._restore(run)
+        own, last, *_ = self._restore(run)
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
             return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload))
@@ -169,7 +169,7 @@ class Site:
         if self.adapter.scale:
             self.adapter.scale(self.model, self.config.adapter, factor)
 
-    def _train(self, payload: Payload) -> dict[str, float]:
+    def _train(self, payload: Payload, kept: Tensors) -> dict[str, float]:
         params = layers.tensors(self.model)
         trained = {n for n in params if self.strategy.role(n, payload.round, payload.phase) is not Role.FROZEN}
         seed = seed_for(self.config.training.seed, "train", payload.round, payload.phase, self.name)
@@ -179,8 +179,12 @@ class Site:
             place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
             self.observer(place | asdict(progress))
 
-        hook, private = self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
-        return train(self.model, self.task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+        config, hook, private = self.config.training, self.strategy.regularizer, dpsgd(self.plan, self._noise_seed(payload))
+        goes_on = kept if config.optimizer_state == "kept" else None
+        drift = self.strategy.drift(payload)
+        return train(
+            self.model, self.task, params, trained, config, seed, hook, payload.scalars, watch, private, goes_on, drift
+        )
 
     def _noise_seed(self, payload: Payload) -> int | None:
         if self.noise_seed is None:
@@ -223,20 +227,23 @@ class Site:
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"
 
-    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload) -> None:
-        tensors = {f"params/{n}": t for n, t in params.items()} | {f"reply/{n}": t for n, t in reply.tensors.items()}
+    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload, kept: Tensors) -> None:
+        groups = {"params": params, "reply": reply.tensors, "optimizer": kept}
+        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
         save_state(self._file(run), tensors, meta)
 
-    def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
-        """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
+    def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload, Tensors]:
+        """Return (own tensors, last round and phase, reply sent then, optimizer's state); nothing and None at first."""
         if not self._file(run).exists():
-            return layers.trainable_base_parameters(self.model), None, Payload(-1, -1, {})
+            return layers.trainable_base_parameters(self.model), None, Payload(-1, -1, {}), {}
         tensors, meta = load_state(self._file(run))
-        params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
-        sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
+        own, sent, kept = (
+            {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+            for group in ("params", "reply", "optimizer")
+        )
         reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
-        return params, (meta["round"], meta["phase"]), reply
+        return own, (meta["round"], meta["phase"]), reply, kept
 
 
 @cache

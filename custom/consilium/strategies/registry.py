@@ -18,6 +18,7 @@ STRATEGIES: "Registry[type[Strategy]]" = Registry(
         "dp_dylora": "consilium.strategies.dp_dylora:DPDyLoRA",
         "fedsca": "consilium.strategies.fedsca:FedSCA",
         "fedprox": "consilium.strategies.fedprox:FedProx",
+        "scaffold": "consilium.strategies.scaffold:Scaffold",
         "lora_fair": "consilium.strategies.lora_fair:LoraFair",
         "local_only": "consilium.strategies.local_only:LocalOnly",
         "centralized": "consilium.strategies.centralized:Centralized",
