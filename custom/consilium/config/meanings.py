@@ -78,6 +78,7 @@ MEANINGS: dict[str, str] = {
     "FedSCA.prior": "`samples`: m_j = n_j / n; `literal`: as the paper prints it, which drops out",
     "FedSCA.alpha": "how much similarity counts against the prior",
     "FedSCA.pull": "weight of the pull towards the mixture in a site's loss",
+    "Scaffold.global_lr": "eta_g, the server's step along the mean update",
     "FedProx.mu": "strength of the proximal term",
     "LoraFair.loss": "the paper's `cosine`, or `frobenius` with its closed form",
     "LoraFair.penalty": "weight of the squared norm of dB",
