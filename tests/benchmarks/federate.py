@@ -45,11 +45,20 @@ ROWS: dict[str, dict[str, Any]] = {
     "FedIT, prior, server Adam": {"strategy": "fedit", **PRIOR, "server": {"optimizer": "adam"}},
     "FedIT, prior, kept state, server Adam": {"strategy": "fedit", **PRIOR, **KEPT, "server": {"optimizer": "adam"}},
     "FedIT, prior, kept state, server momentum": {
-        "strategy": "fedit", **PRIOR, **KEPT, "server": {"optimizer": "momentum", "beta1": 0.7},
-    },  # fmt: skip
+        "strategy": "fedit",
+        **PRIOR,
+        **KEPT,
+        "server": {"optimizer": "momentum", "beta1": 0.7},
+    },
     "SCAFFOLD, prior, kept state": {"strategy": "scaffold", **PRIOR, **KEPT},
 }
 """What each row changes, by dotted field."""
+
+
+SURROUNDINGS = (
+    "The cells' surroundings alone reach an accuracy of 0.29 to 0.31 on these crops (a small CNN, two seeds); chance is 0.09."
+)
+"""As the data's own SOURCE.md measured: no score here is of the cells alone."""
 
 
 def config(data: Path, row: Mapping[str, Any], seed: int, lr: float) -> JobConfig:
@@ -78,7 +87,8 @@ def run(data: Path, name: str, row: Mapping[str, Any], seed: int, lr: float) -> 
         own = job.strategy.name in ("local_only", "fedsa_lora")
         for path in lists[5 if own else 1 :]:  # five models of their own are tested; where all sites end with one, one is
             path.write_text(json.dumps(json.loads(path.read_text()) | {"test": [], "validation": []}))
-        simulate(job, {p.parent.name: SiteConfig(datalist=p) for p in lists}, folder, lambda event: None)
+        taking_part = lists[:5] if job.strategy.name == "local_only" else lists  # the others change nothing there
+        simulate(job, {p.parent.name: SiteConfig(datalist=p) for p in taking_part}, folder, lambda event: None)
         results = [site for site in json.loads((folder / "results.json").read_text()).values() if "test/global/f1" in site]
         told = [line["metrics"] for line in read_lines(folder / "metrics.jsonl") if line["event"] == "result"]
         found = {key: statistics.mean(site[f"test/global/{key}"] for site in results) for key in ("accuracy", "f1")}
@@ -123,7 +133,7 @@ def main() -> None:
         for (seed, name), future in zip(todo, futures, strict=True):
             results.setdefault(name, []).append(future.result())
             print(f"seed {seed}  {name}: {results[name][-1]}", flush=True)
-            wanted.output.write_text("\n".join(table(results)) + "\n")
+            wanted.output.write_text("\n".join([SURROUNDINGS, "", *table(results), ""]))
 
 
 if __name__ == "__main__":
