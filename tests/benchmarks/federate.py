@@ -92,7 +92,7 @@ def run(data: Path, name: str, row: Mapping[str, Any], seed: int, lr: float) -> 
         results = [site for site in json.loads((folder / "results.json").read_text()).values() if "test/global/f1" in site]
         told = [line["metrics"] for line in read_lines(folder / "metrics.jsonl") if line["event"] == "result"]
         found = {key: statistics.mean(site[f"test/global/{key}"] for site in results) for key in ("accuracy", "f1")}
-        moved = {way: sum(one[f"comm/bytes_{way}"] for one in told) / SITES for way in ("up", "down")}
+        moved = {way: sum(one[f"comm/bytes_{way}"] for one in told) / len(taking_part) for way in ("up", "down")}
         return found | ({"up": 0.0, "down": 0.0} if job.strategy.pools_data else moved)
 
 
