@@ -56,12 +56,14 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedsca 0",
         "fedit",
         "fedprox",
+        "scaffold",
         "local_only",
     }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
-    assert {c.start for name, c in costs.items() if name != "dp_dylora"} == {389_120}
+    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "scaffold")} == {389_120}
+    assert costs["scaffold"].start == 2 * 389_120  # and a correction of each, every round
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
     assert next(iter(costs)) == "fediat M4"
 

@@ -46,7 +46,8 @@ class ClassificationTask:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
-        self._balance, self._counts = balance, torch.bincount(torch.tensor(self._labels["training"]), minlength=len(classes))
+        labels = torch.tensor(self._labels["training"], dtype=torch.long)  # there may be none
+        self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
         if by_patient:
