@@ -41,9 +41,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "FedIT, balance weights": {"strategy": "fedit", "task.balance": "weights"},
     "FedIT, balance prior": {"strategy": "fedit", **PRIOR},
     "FedIT, prior, kept state": {"strategy": "fedit", **PRIOR, **KEPT},
-    "FedIT, prior, server momentum": {"strategy": "fedit", **PRIOR, "server": {"optimizer": "momentum"}},
-    "FedIT, prior, server Adam": {"strategy": "fedit", **PRIOR, "server": {"optimizer": "adam"}},
-    "FedIT, prior, kept state, server Adam": {"strategy": "fedit", **PRIOR, **KEPT, "server": {"optimizer": "adam"}},
     "FedIT, prior, kept state, server momentum": {
         "strategy": "fedit",
         **PRIOR,
