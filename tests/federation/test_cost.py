@@ -93,7 +93,7 @@ def test_fedscas_table_3_counts_adapters_and_decoder_and_the_whole_model() -> No
     assert found["adapters"]["fedprox"].up == 36 * 295_872 + DECODER
     assert found["adapters"]["fedprox"].bytes_up / 2**20 == pytest.approx(56.2, rel=2e-3)
     assert (found["adapters"]["fedsa_lora"].up, found["adapters"]["fedsa_lora"].trainable) == (36 * 147_648, 14_709_732)
-    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "fedheal", "fedra", "local_only"}
+    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "fedheal", "fedra", "scaffold", "local_only"}
     assert found["full"]["fedprox"].bytes_up / 2**20 == pytest.approx(357.4, rel=1e-3)
 
 
@@ -146,12 +146,14 @@ def test_bottlenecks_travel_by_their_number() -> None:
         "fedsa_lora",
         "fedheal",
         "fedra",
+        "scaffold",
         "local_only",
     }
 
 
 def test_everyone_receives_all_factors_once_and_the_job_comes_first(costs: dict[str, Cost]) -> None:
-    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora", "fedra")} == {389_120}
+    assert {c.start for name, c in costs.items() if name not in ("dp_dylora", "frlora", "fedra", "scaffold")} == {389_120}
+    assert costs["scaffold"].start == 2 * 389_120  # and a correction of each, every round
     assert costs["dp_dylora"].start < 389_120  # its round's rank only, every round
     assert costs["frlora"].start == 2 * 389_120 + 40  # what the base's weights lack, and a gate a layer
     assert costs["fedra"].start == 389_120 - 12 * 8 * (768 + 3 * 768) * 4 // 12  # without 4 of the encoder's 12 blocks

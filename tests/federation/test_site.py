@@ -12,7 +12,7 @@ from PIL import Image
 
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, build_site
 from consilium.federation.site import Site
 from consilium.messages import HELD_OUT, Payload, SiteInfo
@@ -85,6 +85,33 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     site.train("run", payload(job, joined=True, round=1))
     private = job.strategy.names(job.initial, Role.LOCAL, 0, 0)
     assert all(torch.equal(seen[n], kept[f"params/{n}"]) for n in private)
+
+
+def test_a_kept_optimizer_goes_on_in_a_new_process_and_never_leaves(small_job: MakeJob, tmp_path: Path) -> None:
+    job = small_job("fedit", optimizer_state="kept", local_steps=1, validate={"stages": []})
+    whole, replies = make_site(job, tmp_path / "whole"), []
+    for folder, one in (("whole", whole), ("broken", None)):
+        for round in range(3):
+            site = one or make_site(job, tmp_path / folder)
+            reply = site.train("run", payload(job, joined=round > 0, round=round))
+            site.train("run", payload(job, joined=round > 0, round=round))  # a replay trains nothing
+        replies.append(reply.tensors)
+    kept, _ = load_state(tmp_path / "broken" / "run" / "state.safetensors")
+    assert {float(t) for name, t in kept.items() if name.startswith("optimizer/") and name.endswith("/step")} == {3.0}
+    assert all(torch.equal(t, replies[1][name]) for name, t in replies[0].items())
+    assert replies[0].keys() == set(job.strategy.names(job.initial, Role.SHARED, 2, 0))
+    fresh = small_job("fedit", local_steps=1, validate={"stages": []})
+    site = make_site(fresh, tmp_path / "fresh")
+    site.train("run", payload(fresh))
+    assert not any(name.startswith("optimizer/") for name in load_state(tmp_path / "fresh" / "run" / "state.safetensors")[0])
+
+
+@pytest.mark.parametrize("strategy", ["dp_dylora", "flora", {"name": "deer", "rebalance": True}])
+def test_a_state_that_would_lose_its_meaning_is_refused(small_job: MakeJob, strategy: str | dict) -> None:
+    with pytest.raises(
+        ConfigError, match=r"training\.optimizer_state: 'kept': strategy '\w+' changes between rounds what a site"
+    ):
+        small_job(strategy, optimizer_state="kept")
 
 
 def test_a_metric_that_is_no_number_is_named(small_job: MakeJob, tmp_path: Path) -> None:

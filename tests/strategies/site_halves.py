@@ -95,7 +95,7 @@ def federate(
             start, member, memory = strategy.receive(own[name], payload), site(name, strategy, model), Tensors()
             layers.load(model, start)
             start, kept[name] = member.prepare(own[name], start, kept[name], payload)
-            member.train_passes(strategy.passes(start, round, 0), start, payload, memory)
+            member.train_passes(strategy.passes(start, round, 0), start, payload, memory, {})
             own[name] = strategy.after_training(member.values(start), memory, round)
             mean.add(strategy.upload(start, own[name], payload).tensors, SIZES[name])
         state = strategy.merge(state, mean.value())

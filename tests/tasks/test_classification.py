@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig, metric_names
-from consilium.tasks.classification.task import ClassificationTask, score, spread, summary
+from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
 from consilium.training.loop import batches
 
 CLASSES = ["round", "long", "spiky"]
@@ -75,6 +75,40 @@ def test_loss_is_the_mean_cross_entropy_and_reaches_the_model(tmp_path: Path) ->
     assert loss.item() == pytest.approx((right + wrong) / 2)
     loss.backward()
     assert model.sure.grad != 0
+
+
+COUNTS = torch.tensor([6, 3, 0])
+"""A site with six round, three long and no spiky cells."""
+
+
+def test_weights_make_classes_equal_in_an_epoch() -> None:
+    """n = 9, P = 2: a round cell weighs 9 / 12, a long one 9 / 6, so each class 4.5 of 9."""
+    logits, labels = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0] * 6 + [1] * 3)
+    each = [math.log(sum(math.exp(v) for v in row)) - row[label] for row, label in zip(logits.tolist(), labels, strict=True)]
+    expected = (sum(each[:6]) * 9 / 12 + sum(each[6:]) * 9 / 6) / 9
+    assert balanced_loss(logits, labels, COUNTS, "weights").item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_prior_takes_a_sites_mix_out_and_leaves_absent_classes_alone() -> None:
+    """Equal logits mean equal shares: the loss is the entropy of the site's mix, and at its least for that mix."""
+    logits, labels = torch.zeros(9, 3, requires_grad=True), torch.tensor([0] * 6 + [1] * 3)
+    loss = balanced_loss(logits, labels, COUNTS, "prior")
+    assert loss.item() == pytest.approx(-(6 * math.log(2 / 3) + 3 * math.log(1 / 3)) / 9, rel=1e-6)
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.sum(0).tolist() == pytest.approx([0, 0, 0], abs=1e-7)
+    assert not logits.grad[:, 2].any()
+    assert logits.grad[:, :2].any()
+
+
+def test_a_job_names_the_balance(tmp_path: Path) -> None:
+    plain = make_task(tmp_path, [0, 0, 1], [0, 0, 10])
+    batch, model = plain.batch([0, 1, 2], 0), ByBrightness()
+    losses = {b: make_task(tmp_path, [0, 0, 1], [0, 0, 10], balance=b).loss(model, batch) for b in ("none", "weights", "prior")}
+    assert len({round(loss.item(), 6) for loss in losses.values()}) == 2  # all are right: weights change nothing
+    assert torch.equal(losses["none"], plain.loss(model, batch))
+    with pytest.raises(ValueError, match=r"task\.balance: 'prior': counts a site's classes, so one record is in the gradients"):
+        ClassificationConfig(name="classification", classes=CLASSES, balance="prior").keep_apart()
 
 
 def test_an_empty_split_and_the_models_mode(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
 from consilium.errors import ConsiliumError
+from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.strategy import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import train
@@ -145,3 +146,89 @@ def test_precision_and_device() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConsiliumError, match="no CUDA device here"):
             pick_device("cuda")
+
+
+# an optimizer's state between rounds ----------------------------------------------------------------------------------
+
+
+class Slope(nn.Module):
+    """A linear layer, whose per-sample gradients record-level privacy needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(self.layer.weight, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).squeeze(-1)
+
+
+def rounds(count: int, kept: dict[str, Tensor] | None, dp: DpSgd | None = None, **options: object) -> Tensor:
+    """Return the weight after so many rounds of two steps, each on all eight points."""
+    model = Slope()
+    for seed in range(count):
+        settings = config(local_steps=2, batch_size=8, **options)
+        watch, params = (lambda progress: None), dict(model.named_parameters())
+        train(model, LineTask(), params, set(params), settings, seed, lambda step: None, {}, watch, dp, kept)
+    return model.layer.weight.detach()
+
+
+def plain(steps: int, anew: int, make: type, **options: float) -> Tensor:
+    """Return the weight after plain steps of a torch optimizer that is made anew every `anew` steps."""
+    model = Slope()
+    for step in range(steps):
+        if step % anew == 0:
+            optimizer = make(model.parameters(), lr=0.1, **options)
+        optimizer.zero_grad()
+        LineTask().loss(model, {"x": LineTask.x}).backward()
+        optimizer.step()
+    return model.layer.weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "torchs"),
+    [
+        ({"optimizer": "adam"}, torch.optim.Adam, {}),
+        ({"optimizer": "adamw", "weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),
+        ({"optimizer": "sgd", "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_three_rounds_of_a_kept_state_are_one_long_training(options: dict, make: type, torchs: dict) -> None:
+    assert torch.allclose(rounds(3, {}, **options), plain(6, 6, make, **torchs), atol=1e-6)
+    assert torch.allclose(rounds(3, None, **options), plain(6, 2, make, **torchs), atol=1e-6)
+    assert not torch.allclose(plain(6, 6, make, **torchs), plain(6, 2, make, **torchs), atol=1e-3)
+
+
+def test_plain_sgd_has_nothing_to_keep() -> None:
+    kept: dict[str, Tensor] = {}
+    rounds(1, kept, optimizer="sgd")
+    assert kept == {}
+
+
+def test_what_a_phase_does_not_train_keeps_its_state() -> None:
+    model, kept = Line(), dict[str, Tensor]()
+    counts = []
+    for trained in ("b", "a", "b"):
+        params = dict(model.named_parameters())
+        train(model, LineTask(), params, {trained}, config(), 0, lambda step: None, {}, lambda done: None, None, kept)
+        counts.append({name: int(kept[f"{name}/step"]) for name in "ab" if f"{name}/step" in kept})
+    assert counts == [{"b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 8}]
+    assert kept.keys() == {f"{name}/{field}" for name in "ab" for field in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_private_steps_keep_what_noised_gradients_made() -> None:
+    """With every point in each batch, no clipping and no noise, it is the plain training above."""
+    free = DpSgd(noise_multiplier=0.0, clip=1e6, sample_rate=1.0, seed=0)
+    assert torch.allclose(rounds(3, {}, free), plain(6, 6, torch.optim.Adam), atol=1e-5)
+
+
+def test_a_drift_is_shared_out_by_the_learning_rate() -> None:
+    """A loss without gradient: the whole drift is added by the round's end, in cosine shares of 1, 0.75 and 0.25 of 2."""
+    model, seen = Line(), list[float]()
+    params = dict(model.named_parameters())
+    flat = type("Flat", (LineTask,), {"loss": lambda self, model, batch: (0 * model.a).sum()})()
+    settings, drift = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
+    watch = lambda progress: seen.append(model.a[0].item())  # noqa: E731
+    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, drift=drift)
+    assert seen == pytest.approx([1 + 1, 1 + 1.75, 1 + 2])
+    assert model.a.tolist() == pytest.approx([3.0, -2.0])

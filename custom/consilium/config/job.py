@@ -13,6 +13,7 @@ from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
+from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.errors import ConfigError
 from consilium.models.registry import MODELS, ModelConfig
@@ -53,6 +54,10 @@ class TrainingConfig(Section):
     batch_size: Annotated[int, Field(ge=1, le=65536)] = 4
     accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer_state: Annotated[
+        Literal["fresh", "kept"],
+        Field(description="`fresh`: empty in every round; `kept`: it stays at the site, which goes on with it"),
+    ] = "fresh"
     lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -109,6 +114,7 @@ class JobConfig(Section):
     data: DataConfig = DataConfig()
     training: TrainingConfig
     federation: FederationConfig = FederationConfig()
+    server: ServerConfig | None = None
     privacy: PrivacyConfig | None = None
     statistics: StatisticsConfig | None = None
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
@@ -154,9 +160,13 @@ class JobConfig(Section):
 
     @property
     def weighting(self) -> str:
-        """What weighs a site's update; with site-level DP uniform, because a weight would tell the site's data size."""
+        """What weighs a site's update; with site-level DP uniform, because a weight would tell the site's data size.
+
+        A median or trimmed mean counts every site once.
+        """
         private = self.privacy is not None and self.privacy.unit == "site"
-        return self.federation.weighting or ("uniform" if private else "samples")
+        robust = self.server is not None and self.server.robust
+        return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
         """Return what the update of a site that says it has so many samples weighs in the mean."""
@@ -198,9 +208,23 @@ class JobConfig(Section):
             raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
         self.adapter.keep_apart()
         self.model.keep_apart()
+        self.task.keep_apart()
         if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
             what = f"under {SMALLEST_NOISE} no accountant tells it from none"
             raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
+
+    @model_validator(mode="after")
+    def _means_of_sites(self) -> Self:
+        """Raise ValueError for a robust mean with what it does without: weights, and sums that hide the sites."""
+        if self.server is None or not self.server.robust:
+            return self
+        if self.federation.weighting == "samples" or self.federation.max_weight is not None:
+            field = "weighting: 'samples'" if self.federation.weighting else f"max_weight: {self.federation.max_weight}"
+            raise ValueError(f"federation.{field} with server.mean {self.server.mean!r}, which counts sites once; leave it out")
+        if self.privacy is not None and self.privacy.trust != "local":
+            what = "sees every site's update, and noise on their sum is made for the mean"
+            raise ValueError(f"privacy.trust: {self.privacy.trust!r}: server.mean {self.server.mean!r} {what}; use local")
+        return self
 
     @model_validator(mode="after")
     def _fit_together(self) -> "JobConfig":

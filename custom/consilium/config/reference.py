@@ -26,6 +26,7 @@ from consilium.config.diagnostics import DiagnosticsConfig, OracleConfig
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
+from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
@@ -233,7 +234,7 @@ def job_reference() -> str:
 
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
     parts += [chapter("`training: {validate:}`", ValidateConfig)]
-    parts += [chapter("`federation:`", FederationConfig)]
+    parts += [chapter("`federation:`", FederationConfig), chapter("`server:`", ServerConfig)]
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from consilium.config.server import ServerConfig
 from consilium.errors import RefusedError
+from consilium.federation.server_step import robust_mean
 from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.strategies.strategy import Gathered, SiteResult, Strategy
 
@@ -48,10 +50,10 @@ class ExactMean:
 
 
 class RoundAggregate:
-    """One phase's results as they come in: a running mean, or all of them where the strategy needs that."""
+    """One phase's results as they come in: a running mean, or all of them where the strategy or a robust mean needs that."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, server: ServerConfig | None = None) -> None:
+        self.strategy, self.server = strategy, server or ServerConfig()
         self.reset()
 
     def reset(self, parties: int = PARTIES) -> None:
@@ -61,7 +63,7 @@ class RoundAggregate:
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
-        if self.strategy.needs == "sites":
+        if self.strategy.needs == "sites" or self.server.robust:
             self._uploads[site.name] = SiteResult(update, weight, sent, site)
         else:
             self._mean.add(update.tensors, weight)
@@ -75,8 +77,9 @@ class RoundAggregate:
         return uploads
 
     def mean(self) -> Tensors:
-        """Return the mean update so far, float64, and forget what was added."""
-        mean = self._mean.value()
+        """Return the mean update so far, float64, as the job's `server.mean` says, and forget what was added."""
+        updates = [result.update.tensors for result in self._uploads.values()]
+        mean = robust_mean(self.server, updates) if self.server.robust else self._mean.value()
         self.reset()
         return mean
 

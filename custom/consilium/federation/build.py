@@ -70,6 +70,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         job.strategy.role(name, 0, 0)
     _check_blend(job, base, source)
     _check_privacy(job, source)
+    _check_optimizers(job, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
 
@@ -122,6 +123,21 @@ def _check_privacy(job: Job, source: Path | str) -> None:
             f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
             "on their sum protects nothing; use local"
         )
+
+
+def _check_optimizers(job: Job, source: Path | str) -> None:
+    """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
+    server, strategy = job.config.server, job.strategy
+    who = f"strategy {strategy.name!r}"
+    if server is not None and strategy.needs == "sites":
+        raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
+    if server is not None and server.optimizer and not strategy.fixed_basis:
+        what = f"{who} changes what a tensor's numbers mean between rounds"
+        raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
+    cut = type(strategy).scaling is not Strategy.scaling
+    if job.config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
+        what = f"{who} changes between rounds what a site trains"
+        raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
 
 
 def _uncharged(job: Job) -> str | None:

@@ -17,6 +17,7 @@ from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job, server_start
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.diagnostics import deviation
+from consilium.federation.server_step import step
 from consilium.federation.site import export_adapter
 from consilium.federation.survey import Survey
 from consilium.federation.trained import as_changes
@@ -57,7 +58,7 @@ class Coordinator:
         self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
-        self.aggregate = aggregate or RoundAggregate(job.strategy)
+        self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
         self.run, self.checkpoint, self.state = self._load() if resume else self._fresh(own)
@@ -296,7 +297,7 @@ class Coordinator:
 def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        merged = job.strategy.merge(state, mean)
+        merged = job.strategy.merge(*step(job.config.server, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None

@@ -58,18 +58,25 @@ class LocalTraining:
         layers.load(self.model, begin)
         return begin, kept
 
-    def train_passes(self, passes: list[Pass], names: Collection[str], payload: Payload, memory: Tensors) -> dict[str, float]:
-        """Train pass after pass in a model of the tensors `names`; return the steps of all, and the last one's numbers."""
+    def train_passes(
+        self, passes: list[Pass], names: Collection[str], payload: Payload, memory: Tensors, optimizer: Tensors
+    ) -> dict[str, float]:
+        """Train pass after pass in a model of the tensors `names`; return the steps of all, and the last one's numbers.
+
+        `optimizer`: what it remembers of the last phase, brought up to date where the job keeps it.
+        """
         steps, found = 0.0, dict[str, float]()
         for number, one in enumerate(passes):
             self._mix(one.share)
             params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
-            found = self._pass(params, set(one.trained), payload, memory, number)
+            found = self._pass(params, set(one.trained), payload, memory, optimizer, number)
             steps += found["steps"]
         self._mix(0.0)
         return found | {"steps": steps}
 
-    def _pass(self, params: Tensors, trained: set[str], payload: Payload, memory: Tensors, number: int) -> dict[str, float]:
+    def _pass(
+        self, params: Tensors, trained: set[str], payload: Payload, memory: Tensors, optimizer: Tensors, number: int
+    ) -> dict[str, float]:
         task = self.task
         if FEATURE_SHIFT in self.strategy.parts:
             penalty = self.strategy.feature_penalty
@@ -80,10 +87,11 @@ class LocalTraining:
             place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
             self.observer(place | asdict(progress))
 
-        seed, hook = self._seed("train", payload, number), self.strategy.regularizer
-        private = dpsgd(self.plan, self._noise_seed(payload, number))
+        config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
+        private, goes_on = dpsgd(self.plan, self._noise_seed(payload, number)), config.optimizer_state == "kept"
+        kept, drift = optimizer if goes_on else None, self.strategy.drift(payload)
         with peak_memory(next(self.model.parameters()).device) as peak:
-            found = train(self.model, task, params, trained, self.config.training, seed, hook, payload.scalars, watch, private)
+            found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
         return found | peak
 
     def _seed(self, what: str, payload: Payload, number: int = 0) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,16 @@ from consilium.training.device import autocast
 
 if TYPE_CHECKING:
     from consilium.data.tally import Tally
+
+
+class Held(NamedTuple):
+    """What a site keeps of a run: its tensors, the last phase and its reply then, what strategy and optimizer remember."""
+
+    params: Tensors
+    place: tuple[int, int] | None
+    reply: Payload
+    kept: Tensors
+    optimizer: Tensors
 
 
 class Site(LocalTraining):
@@ -88,7 +98,7 @@ class Site(LocalTraining):
 
     def kept(self, run: str) -> Tensors:
         """Return the tensors that the site keeps of this run; before its first round none but the base's own."""
-        return self._restore(run)[0]
+        return self._restore(run).params
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
@@ -119,17 +129,19 @@ class Site(LocalTraining):
         Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
         self.before_training(run, payload)
-        own, last, reply = self._restore(run)
+        held = self._restore(run)
+        last, reply = held.place, held.reply
         if last == (payload.round, payload.phase):
             return reply
         if last is not None and last > (payload.round, payload.phase):
             raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
-        start = self._receive(own, payload)
+        start = self._receive(held.params, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         began = time.monotonic()
-        start, kept = self.prepare(own, start, self._remembered(run), payload)
+        start, kept = self.prepare(held.params, start, held.kept, payload)
         memory: Tensors = {}
-        trained = self.train_passes(self.strategy.passes(start, payload.round, payload.phase), start, payload, memory)
+        passes = self.strategy.passes(start, payload.round, payload.phase)
+        trained = self.train_passes(passes, start, payload, memory, held.optimizer)
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
         if self.config.diagnostics.drift:
@@ -140,7 +152,8 @@ class Site(LocalTraining):
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
-        self._save(run, end, payload, reply, kept)  # before sending: a lost answer must not cost a second training
+        held = held._replace(params=end, kept=kept, reply=reply)
+        self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
 
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -149,7 +162,8 @@ class Site(LocalTraining):
         It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run, and predictions.png,
         which stays here. In the phase HELD_OUT it only returns validation metrics of the global model.
         """
-        own, last, _ = self._restore(run)
+        held = self._restore(run)
+        own, last = held.params, held.place
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
             full = self.config.training.validation.full
@@ -165,7 +179,7 @@ class Site(LocalTraining):
         final = self._receive(own, payload)
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         if passes or (passes is not None and last is not None):
-            self.train_passes(passes, final, payload, {})
+            self.train_passes(passes, final, payload, {}, {})
             final = self.values(final)
             with self.personalized(True, payload):
                 metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
@@ -240,26 +254,24 @@ class Site(LocalTraining):
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"
 
-    def _save(self, run: str, params: Tensors, payload: Payload, reply: Payload, kept: Tensors) -> None:
-        groups = {"params": params, "reply": reply.tensors, "kept": kept}
+    def _save(self, run: str, payload: Payload, held: Held) -> None:
+        reply = held.reply
+        groups = {"params": held.params, "reply": reply.tensors, "kept": held.kept, "optimizer": held.optimizer}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
         save_state(self._file(run), tensors, meta)
 
-    def _remembered(self, run: str) -> Tensors:
-        """Return what the strategy kept of the last `before_training`; {} before the first."""
-        tensors = load_state(self._file(run))[0] if self._file(run).exists() else {}
-        return {n.removeprefix("kept/"): t for n, t in tensors.items() if n.startswith("kept/")}
-
-    def _restore(self, run: str) -> tuple[Tensors, tuple[int, int] | None, Payload]:
-        """Return (own tensors, last round and phase, reply sent then); nothing and None before the first round."""
+    def _restore(self, run: str) -> Held:
+        """Return what the site keeps of a run; nothing before its first round but what the base starts with."""
         if not self._file(run).exists():
-            return layers.unchanged(self.model), None, Payload(-1, -1, {})
+            return Held(layers.unchanged(self.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._file(run))
-        params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
-        sent = {n.removeprefix("reply/"): t for n, t in tensors.items() if n.startswith("reply/")}
+        params, sent, kept, optimizer = (
+            {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+            for group in ("params", "reply", "kept", "optimizer")
+        )
         reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
-        return params, (meta["round"], meta["phase"]), reply
+        return Held(params, (meta["round"], meta["phase"]), reply, kept, optimizer)
 
 
 def _nothing(run: str, payload: Payload) -> None:

@@ -40,7 +40,8 @@ class StrategyAggregator(ModelAggregator):
 
     def use(self, job: Job) -> RoundAggregate:
         """Return the aggregate this component holds, made for `job`."""
-        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), RoundAggregate(job.strategy))
+        aggregate = RoundAggregate(job.strategy, job.config.server)
+        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
         return self._ready.aggregate
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -79,10 +80,12 @@ class StrategyAggregator(ModelAggregator):
         ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
 
     def aggregate_model(self) -> FLModel:
-        """Return the mean difference in the tensors' own type. Raises ConfigError where the server's noise is missing on it."""
+        """Return the mean difference in the tensors' own type. Raises ConfigError where the server has more to do."""
         ready = self._at_work()
         if ready.plan is not None and ready.plan.config.trust == "central":
             raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
+        if ready.job.config.server is not None and ready.job.config.server.optimizer is not None:
+            raise ConfigError("server.optimizer: only RoundController keeps the optimizer's state; use it, or leave it out")
         mean = {n: t.to(ready.job.initial[n].dtype) for n, t in ready.aggregate.mean().items()}
         return FLModel(params_type=ParamsType.DIFF, params=mean)
 

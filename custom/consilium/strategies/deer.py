@@ -54,6 +54,11 @@ class DEeR(Strategy):
         """See Strategy."""
         return len(SCHEDULES[self.schedule])
 
+    @property
+    def fixed_basis(self) -> bool:
+        """See Strategy; `rebalance` moves to another basis after every phase."""
+        return not self.rebalance
+
     def phases(self, round: int) -> int:
         """Return 2, or 1 in rounds that train one factor only, or both at once."""
         return len(self._trained(round)) if self.eliminator else 1

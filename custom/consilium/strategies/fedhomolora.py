@@ -25,6 +25,11 @@ class FedHomoLoRA(UnequalRanks):
 
     rank: Rank | None = None
 
+    @property
+    def fixed_basis(self) -> bool:
+        """See Strategy; there is one rank for all."""
+        return True
+
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors cut to the rank."""
         rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))

@@ -23,6 +23,7 @@ STRATEGIES: "Registry[type[Strategy]]" = Registry(
         "fedra": "consilium.strategies.fedra:FedRA",
         "fedheal": "consilium.strategies.fedheal:FedHEAL",
         "fedprox": "consilium.strategies.fedprox:FedProx",
+        "scaffold": "consilium.strategies.scaffold:Scaffold",
         "lora_fair": "consilium.strategies.lora_fair:LoraFair",
         "frlora": "consilium.strategies.frlora:FRLoRA",
         "local_only": "consilium.strategies.local_only:LocalOnly",

@@ -156,6 +156,11 @@ class Strategy:
         """What whoever starts the run should read first about its settings, a line each."""
         return []
 
+    @property
+    def fixed_basis(self) -> bool:
+        """Whether a tensor's numbers mean the same from round to round, so that an optimizer may remember them."""
+        return not self.ranks_differ
+
     @classmethod
     def variants(cls) -> "list[Strategy]":
         """Return it with the settings that a comparison shows."""
@@ -302,6 +307,10 @@ class Strategy:
     def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return a scalar to add to the task's loss at this step, or None."""
         return None
+
+    def drift(self, payload: Payload) -> Tensors:
+        """Return by how much local training is to move tensors over the round beside what the optimizer does, by name."""
+        return {}
 
     def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
         """Return the update that leaves the site: end - start of the SHARED tensors."""

@@ -34,6 +34,9 @@ class TaskConfig(Section):
         """Numbers that a model's head has for one sample; 0 for a task whose models have no such head."""
         return 0
 
+    def keep_apart(self) -> None:
+        """Raise ValueError, naming field, value and remedy, for what ties the records of a site together."""
+
 
 @dataclass(frozen=True)
 class Scores:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.data.loading import AHEAD, ahead
 from consilium.errors import ConsiliumError, DataError, Reason
+from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
+from consilium.training import optim
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
 from consilium.training.optim import learning_rate, make_optimizer
 
@@ -49,18 +52,23 @@ def train(
     scalars: Mapping[str, float],
     watch: Watch,
     dp: DpSgd | None = None,
+    kept: Tensors | None = None,
+    drift: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if the regularizer gives any.
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
-    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty. With `dp` the steps
-    are record-level private, and repeatable only with a seed of its own. The model is in evaluation mode afterwards. Raises
-    ConsiliumError when the loss is not finite.
+    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with what
+    is `kept`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step by its
+    share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own. The
+    model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not finite.
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
     active = {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
     optimizer = make_optimizer(list(active.values()), config)
+    if kept:
+        optim.restore(optimizer, list(active), kept)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total, running = config.steps_per_round(task.num_samples), 0.0
@@ -71,20 +79,30 @@ def train(
             penalties.append(penalty.detach())
         return penalty
 
+    rates = [learning_rate(config, done, total) for done in range(total)]
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
         _steps(model, task, optimizer, config, seed, active, total, dp) as take_step,
     ):
         torch.manual_seed(seed)
-        for step in range(1, total + 1):
+        for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step - 1, total)
+                group["lr"] = rate
             running += take_step(LocalStep(params, anchors, scalars, memory), regularize)
+            _move(active, drift, rate / sum(rates))
             watch(Progress(step, total, running / step))
+    if kept is not None:
+        kept.update(optim.memory(optimizer, list(active)))
     model.eval()
     added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
     return {"loss": running / total, "steps": float(total)} | added
+
+
+@torch.no_grad()
+def _move(trained: Mapping[str, nn.Parameter], drift: Mapping[str, Tensor], share: float) -> None:
+    for name, whole in drift.items():
+        trained[name].add_(whole.to(trained[name].device), alpha=share)
 
 
 @contextmanager

@@ -30,12 +30,25 @@ class ClassificationConfig(PictureSettings, TaskConfig):
     name: Literal["classification"]
     classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]
     augment: bool = True
+    balance: Annotated[
+        Literal["none", "weights", "prior"],
+        Field(
+            description="how the loss meets a site's mix of classes: `weights`: every class of the site weighs the same; "
+            "`prior`: logits plus the log of the class's share at the site, so that a class it lacks is left alone"
+        ),
+    ] = "none"
     scores: ClassificationScoresConfig = ClassificationScoresConfig()
 
     @property
     def outputs(self) -> int:
         """See TaskConfig."""
         return len(self.classes)
+
+    def keep_apart(self) -> None:
+        """See TaskConfig: the site's counts of classes are in every record's gradient."""
+        if self.balance != "none":
+            what = "counts a site's classes, so one record is in the gradients of all: no privacy.unit record"
+            raise ValueError(f"task.balance: {self.balance!r}: {what}; write none")
 
     @field_validator("classes")
     @classmethod
@@ -64,8 +77,9 @@ def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tok
     from consilium.tasks.classification.task import ClassificationTask
 
     return ClassificationTask(
-        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding
-    )
+        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
+        config.balance,
+    )  # fmt: skip
 
 
 def _look(config: Any, item: Any) -> None:

@@ -41,10 +41,13 @@ class ClassificationTask:
         settings: PictureSettings = DEFAULTS,
         by_patient: bool = False,
         padding: Colour = BLACK,
+        balance: str = "none",
     ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
+        labels = torch.tensor(self._labels["training"], dtype=torch.long)  # there may be none
+        self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
         if by_patient:
@@ -79,9 +82,10 @@ class ClassificationTask:
         return self._collate("training", self._samples.many("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of a batch, in float32."""
+        """Return the mean cross-entropy of a batch, in float32, balanced as the job says."""
         device = next(model.parameters()).device
-        return F.cross_entropy(model(batch["image"].to(device, non_blocking=True)).float(), batch["label"].to(device))
+        logits = model(batch["image"].to(device, non_blocking=True)).float()
+        return balanced_loss(logits, batch["label"].to(device), self._counts.to(device), self._balance)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -122,6 +126,25 @@ class ClassificationTask:
             return {}
         labels = torch.tensor([self._labels[split][index] for index, _ in samples])
         return {"image": torch.stack([sample["image"] for _, sample in samples]), "label": labels}
+
+
+def balanced_loss(logits: Tensor, labels: Tensor, counts: Tensor, balance: str) -> Tensor:
+    """Return the mean loss of logits (N, C) and labels (N,), at a site with `counts` (C,) training samples of each class.
+
+    `weights`: each sample's cross-entropy times n / (P n_y), P the classes that the site has: a class weighs the same in an
+    epoch, whatever its count. `prior`: the cross-entropy of logits + log(n_c / n), after which the plain logits are those of
+    classes of equal shares; a class that the site lacks gets no gradient.
+
+    Source of `prior`: A. K. Menon, S. Jayasumana, A. S. Rawat, H. Jain, A. Veit, S. Kumar, "Long-Tail Learning via Logit
+    Adjustment", ICLR 2021, Eq. 10 with tau = 1. That a site's own shares stand for the prior, and that a class without samples
+    is left out, is our reading for federations; X.-C. Li, D.-C. Zhan, "FedRS", KDD 2021, leaves such classes out too.
+    """
+    if balance == "prior":
+        return F.cross_entropy(logits + (counts / counts.sum()).log(), labels)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    if balance == "weights":
+        losses = losses * (counts.sum() / ((counts > 0).sum() * counts[labels]))
+    return losses.mean()
 
 
 def spread(labels: Sequence[int], count: int) -> list[int]:

@@ -1,0 +1,59 @@
+"""What the server makes of the sites' updates before the strategy merges them: the `server:` section of job.yaml."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from consilium.schema import Positive, Section
+
+_USED = {
+    "lr": ("momentum", "adam", "yogi"),
+    "beta1": ("momentum", "adam", "yogi"),
+    "beta2": ("adam", "yogi"),
+    "tau": ("adam", "yogi"),
+}
+"""The optimizers that each field is of."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ServerConfig(Section):
+    """Which mean of the sites' updates is taken, and which step along it. Without the section: the weighted mean, as it is."""
+
+    optimizer: (
+        Annotated[
+            Literal["momentum", "adam", "yogi"],
+            Field(description="FedAvgM, FedAdam or FedYogi; its state is in the server's checkpoint"),
+        ]
+        | None
+    ) = None
+    lr: Annotated[Positive, Field(description="the server's learning rate; by default 1 for `momentum`, else 0.01")] | None = (
+        None
+    )
+    beta1: Annotated[Beta, Field(description="of the momentum")] = 0.9
+    beta2: Annotated[Beta, Field(description="of the squares (`adam`, `yogi`)")] = 0.99
+    tau: Annotated[Positive, Field(description="added to the root of the squares (`adam`, `yogi`)")] = 1e-3
+    mean: Annotated[
+        Literal["weighted", "median", "trimmed"],
+        Field(description="`median` and `trimmed`, number by number, bound what one site can do; each site counts once"),
+    ] = "weighted"
+    trim: Annotated[float, Field(gt=0, lt=0.5, description="`trimmed`: the share of sites left out at each end")] = 0.1
+
+    @property
+    def step_size(self) -> float:
+        """The learning rate, given or by default."""
+        return self.lr if self.lr is not None else 1.0 if self.optimizer == "momentum" else 0.01
+
+    @property
+    def robust(self) -> bool:
+        """Whether the mean needs every site's update by itself."""
+        return self.mean != "weighted"
+
+    @model_validator(mode="after")
+    def _uses_all(self) -> Self:
+        """Raise ValueError for a field that would do nothing."""
+        for name in _USED:
+            if name in self.model_fields_set and self.optimizer not in _USED[name]:
+                raise ValueError(f"{name}: is of optimizer {' or '.join(_USED[name])}; name one of them, or leave it out")
+        if "trim" in self.model_fields_set and self.mean != "trimmed":
+            raise ValueError("trim: is of mean trimmed; write that, or leave it out")
+        return self
