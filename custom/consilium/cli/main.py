@@ -16,15 +16,17 @@ from typer.exceptions import TyperException
 from consilium import __version__
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
-from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, load
+from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
+from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.report.clean import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 app.command()(simulate)
+app.add_typer(study_app, name="study")
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
@@ -79,12 +81,12 @@ def _usage(error: TyperException) -> str:
 
 
 @app.command()
-def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
+def cost(job: JobArgument, override: SetOption = None, format: FormatOption = Format.TXT) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.federation.build import assemble_job
     from consilium.federation.cost import adapters, compare
 
-    config, source = load(job, [])
+    config, source = load(job, override or [])
     ready = assemble_job(config, source)
     costs, bottlenecks = compare(ready), adapters(ready)
     if format is Format.JSON:
