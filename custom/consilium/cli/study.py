@@ -123,15 +123,14 @@ def study_run(
 
 def _run(study: "Study", only: list[str], given: Given, workers: int) -> int:
     """Run the cells that `only` leaves; return how many failed."""
-    from consilium.study.cell import log_of, record_of
+    from consilium.study.cell import log_of
     from consilium.study.plan import Planner
     from consilium.study.run import run_study
     from consilium.study.study import pick
     from consilium.study.view import StudyView
 
     cells = Planner(given, study.workspace).plan(pick(study, only))
-    records = {one.cell.id: record_of(one.cell.folder) for one in cells}
-    with StudyView(Console(), study.name, cells, records, workers) as view:
+    with StudyView(Console(), study.name, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     _say(f"{len(cells) - len(failed)} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")

@@ -61,7 +61,7 @@ class StudyConfig(Section):
     set: Overrides = Field(default_factory=dict)
     axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]
     exclude: list[Exclusion] = Field(default_factory=list)
-    published: list[dict[str, str | float]] = Field(default_factory=list)
+    published: list[dict[str, str | int | float]] = Field(default_factory=list)
     smoke: SizeConfig | None = None
     small: SizeConfig | None = None
 

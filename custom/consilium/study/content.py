@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from consilium.config.job import JobConfig
@@ -11,7 +12,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of
 from consilium.federation.samples import site_data
-from consilium.storage import file_hash, write_atomic
+from consilium.storage import file_hash, private_folder, write_atomic
 
 HASHES = "hashes.json"
 _PLACES = {"datalist", "datasets", "checkpoints", "state", "device", "threads", "workers", "cache"}
@@ -41,7 +42,8 @@ class Contents:
         _, own = site.dataset(config.data.dataset, name)
         if own is None and config.data.phantoms is not None:  # generated: the job says all of it
             return [settings, found]
-        data = site_data(config, name, site, self._path.parent)
+        with TemporaryDirectory(dir=private_folder(self._path.parent)) as folder:  # for decoded pictures of patients
+            data = site_data(config, name, site, Path(folder))
         labels = own.model_dump(mode="json", exclude={"datalist"}) if own else {}
         return [settings, found, labels, [self._content(path) for path in _files(data.path, data.splits)]]
 

@@ -65,7 +65,7 @@ class Study:
         return self.path.stem
 
     @property
-    def published(self) -> list[dict[str, str | float]]:
+    def published(self) -> list[dict[str, str | int | float]]:
         """The published numbers: rows of labels and metrics."""
         return self.config.published
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from consilium.report.clean import line, shown
 from consilium.report.tables import fit
-from consilium.study.cell import Record
+from consilium.study.cell import Record, finished, record_of
 from consilium.study.plan import Planned
 from consilium.study.study import Cell
 from consilium.study.worker import Progress as Part
@@ -36,11 +37,9 @@ class StudyView:
     A row for each value of the first axis, a sign for each cell of the others in their order, an ETA by finished cells.
     """
 
-    def __init__(
-        self, console: Console, title: str, cells: Sequence[Planned], records: Mapping[str, Record], workers: int
-    ) -> None:
+    def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.console, self.title, self.cells, self.workers = console, title, [one.cell for one in cells], workers
-        self.records = dict(records)
+        self.records = {one.cell.id: _before(one) for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
         columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
         self._bar = Progress(*columns, expand=True)
@@ -116,9 +115,8 @@ class StudyView:
     def _grid(self, names: Mapping[str, str]) -> Table:
         first, *others = self.cells[0].labels
         legend = "  ".join(f"{sign} {state}" for state, sign in SIGNS.items() if self._shows(state))
-        table = Table(
-            Column(first, no_wrap=True), Column("x".join(others) or "cell", overflow="fold"), box=SIMPLE, pad_edge=False
-        )
+        signs = Column(" x ".join(others) or "cell", overflow="fold", max_width=40)
+        table = Table(Column(first, no_wrap=True), signs, box=SIMPLE, pad_edge=False)
         table.caption, table.caption_justify = Text(legend), "left"
         for name, cells in self._rows().items():
             table.add_row(Text(names[name]), Text("".join(SIGNS[self._state(cell)] for cell in cells)))
@@ -129,6 +127,14 @@ class StudyView:
 
     def _shows(self, state: str) -> bool:
         return any(self._state(cell) == state for cell in self.cells)
+
+
+def _before(planned: Planned) -> Record:
+    """Return how far a cell is, to one who is about to run it: a failed one goes on, one of other data begins."""
+    record = record_of(planned.cell.folder)
+    if finished(planned) or record.state in ("waiting", "elsewhere"):
+        return record
+    return replace(record, state="broken" if record.data == planned.data else "waiting")
 
 
 def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int) -> Table:
