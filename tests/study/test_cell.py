@@ -1,6 +1,7 @@
 """A cell really run: what it leaves, how it fails, and when its data have changed."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,21 @@ def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_pat
         planned(path, tmp_path / "w", tmp_path / "data")
     with pytest.raises(ConfigError, match="all cells: site-1: no data list"):
         planned(path, tmp_path / "w")
+
+
+def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeStudy, tmp_path: Path) -> None:
+    for site in ("even/a", "even/b", "skewed/c"):
+        make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 1, 0, 1, 64, 0.5, 0.5)
+    splits = {"even": {"folder": "even"}, "skewed": {"folder": "skewed"}}
+    path = study_file(set={}, axes={"split": splits, "seed": {"training.seed": [0, 1]}})
+    found = planned(path, tmp_path / "w", tmp_path / "data")
+    assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
+    assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
+    assert found[0].data == found[1].data != found[2].data
+    assert len({one.cell.id for one in found}) == 4
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
+    shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    assert [one.data for one in planned(path, tmp_path / "v", tmp_path / "moved")] == [one.data for one in found]
+    with pytest.raises(ConfigError, match="split=skewed: --data: .*: no such folder"):
+        shutil.rmtree(tmp_path / "moved" / "skewed")
+        planned(path, tmp_path / "v", tmp_path / "moved")
