@@ -90,13 +90,10 @@ def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int |
     for labels, reason in study.excluded():
         _say(f"{named(labels)}: left out: {reason}")
     took = [record.seconds for record in records.values() if record.state == "done"]
-    left = (
-        f", about {duration(sum(took) / len(took) * (len(cells) - len(took)))} of one worker left"
-        if 0 < len(took) < len(cells)
-        else ""
-    )
+    left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
+    more = f", about {duration(left)} of one worker left" if left else ""
     failed = sum(record.state == "failed" for record in records.values())
-    _say(f"{len(took)} of {len(cells)} cells done, {failed} failed{left}; the runs are in {study.workspace / 'cells'}")
+    _say(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
 
 
 @app.command("run")
