@@ -44,7 +44,7 @@ def study_list(format: FormatOption = Format.TXT) -> None:
     for heading in ("study", "makes", "cells", "done", "needs"):
         table.add_column(heading, justify="right" if heading in ("cells", "done") else "left", overflow="fold")
     for one in found:
-        table.add_row(*(line(one[key] or "-") for key in ("study", "table", "cells", "done", "needs")))
+        table.add_row(*(line("-" if one[key] == "" else one[key]) for key in ("study", "table", "cells", "done", "needs")))
     page().print(table)
 
 
