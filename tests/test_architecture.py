@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "custom" / "consilium"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "seeding", "schema", "storage", "messages", "registry", "linalg", "data", "models", "tasks", "adapters",
-    "strategies", "config", "privacy", "training", "report", "federation", "flare", "cli",
+    "strategies", "config", "privacy", "training", "report", "federation", "study", "flare", "cli",
 )  # fmt: skip
 """Each room may import those before it."""
 MOST_ROOMS, MOST_LINES = 20, 300

@@ -24,7 +24,12 @@ from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_
 
 NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
-    "jobs/README.md": ["consilium simulate jobs/nuclei_fediat", "consilium allow WORKSPACE", "python -m consilium.models"],
+    "jobs/README.md": [
+        "consilium simulate jobs/nuclei_fediat",
+        "consilium allow WORKSPACE",
+        "consilium study run iat_table1",
+        "python -m consilium.models",
+    ],
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",
         "consilium data import fundus",

@@ -15,8 +15,9 @@ from consilium.cli.cache import data_cache
 from consilium.cli.data_check import data_check
 from consilium.cli.data_split import data_split
 from consilium.cli.data_stats import data_stats
-from consilium.cli.options import MOST_SITES, Format, FormatOption, check_finite
+from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
+from consilium.federation.participants import MOST_SITES
 from consilium.report.clean import line, shown
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")

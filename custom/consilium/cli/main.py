@@ -16,15 +16,17 @@ from typer.exceptions import TyperException
 from consilium import __version__
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
-from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, load
+from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
+from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.report.clean import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 app.command()(simulate)
+app.add_typer(study_app, name="study")
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
@@ -81,6 +83,7 @@ def _usage(error: TyperException) -> str:
 @app.command()
 def cost(
     job: JobArgument,
+    override: SetOption = None,
     sites: Annotated[int, typer.Option(min=1, max=10_000, help="how many take part, for the whole run's bytes")] = 1,
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -89,7 +92,7 @@ def cost(
     from consilium.federation.cost import adapters, compare, whole_run
     from consilium.federation.trained import trained_set
 
-    config, source = load(job, [])
+    config, source = load(job, override or [])
     ready = assemble_job(config, source)
     costs, bottlenecks, trained = compare(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     whole = whole_run(ready, costs[0], sites)

@@ -4,19 +4,18 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 from rich.console import Console
 
+from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
 
 
-MOST_SITES = 10_000
 FILE_WIDTH = 140
 """Cells of a table where there is no terminal."""
 LONGEST_LINE = 4000
@@ -47,20 +46,6 @@ def page() -> Console:
     """Return where tables go: as wide as the terminal, or as COLUMNS says; FILE_WIDTH in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
-
-
-def parse_override(override: str) -> tuple[str, Any]:
-    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
-    key, separator, value = override.partition("=")
-    if not separator or not all(key.split(".")):
-        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
-    from consilium.schema import Loader
-
-    try:
-        return key, yaml.load(value, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise ConfigError(f"--set: {override[:80]!r}: the value is not valid YAML ({why}); put text in quotes") from None
 
 
 def check_finite(**values: float | None) -> None:

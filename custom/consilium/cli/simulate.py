@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,19 +17,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import MOST_SITES, Format, FormatOption, JobArgument, SetOption, load, page
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
 from consilium.config.site import find_site
 from consilium.errors import ConfigError
+from consilium.federation.participants import site_names
+from consilium.report.clean import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
     from consilium.config.site import Given
-from consilium.report.clean import line, shown
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-RESERVED = ("server", "centralized")
-"""What a run's folder calls by these names already."""
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
 
@@ -70,7 +67,7 @@ def simulate(
 
     given = Given(*(None if path is None else path.resolve() for path in (data, checkpoints)))
     try:
-        with _stoppable():
+        with stoppable():
             results, losses = _run(config, source, engine, names, given, folder, resume, format)
     except KeyboardInterrupt:
         Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
@@ -114,7 +111,7 @@ def _run(
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """Let a closed terminal and `kill` end a run as Ctrl-C does: files closed, no process left. What is ignored stays so."""
     here = threading.current_thread() is threading.main_thread()
     caught = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) == signal.SIG_DFL]
@@ -150,67 +147,6 @@ def _command_again(words: list[str], folder: Path) -> str:
         elif word != "--resume" and not word.startswith("--workspace="):
             kept.append(word)
     return shlex.join([*kept, "--workspace", str(folder), "--resume"])
-
-
-def site_names(sites: str, data: Path | None) -> list[str]:
-    """Return who takes part: so many, or these names, or all of the folder `data`. Raises ConfigError."""
-    there = None if data is None else _site_folders(data)
-    sites = sites.strip()
-    if re.fullmatch(r"[+-]?[0-9]+", sites):
-        return _so_many(sites, there, data)
-    if sites:
-        names = [name.strip() for name in sites.split(",") if name.strip()]
-    else:
-        names = there if there is not None else _numbered(3)
-    _check_names(names, "--sites" if sites else f"--data: {data}")
-    if there is not None and (unknown := [name for name in names if name not in there]):
-        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
-    return names
-
-
-def _so_many(sites: str, there: list[str] | None, data: Path | None) -> list[str]:
-    count = int(sites) if len(sites) < 9 else MOST_SITES + 1
-    if not 1 <= count <= MOST_SITES:
-        raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
-    if there is None:
-        return _numbered(count)
-    if count > len(there):
-        has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
-        raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
-    _check_names(there[:count], f"--data: {data}")
-    return there[:count]
-
-
-def _numbered(count: int) -> list[str]:
-    return [f"site-{i}" for i in range(1, count + 1)]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _check_names(names: list[str], where: str) -> None:
-    """Raise ConfigError unless all can be names of folders, of FLARE's sites and of columns, each once."""
-    if not names:
-        raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
-    for name in names:
-        if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > 100 or name in RESERVED:
-            remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
-            raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
-    twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
-
-
-def _site_folders(data: Path) -> list[str]:
-    from consilium.config.site import is_site_folder
-
-    if not data.is_dir():
-        raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
-    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
-    if not found:
-        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
-    return found
 
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:

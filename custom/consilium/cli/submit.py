@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from consilium.cli.audit import audit
-from consilium.cli.options import Format, FormatOption, SetOption, page, parse_override
+from consilium.cli.options import Format, FormatOption, SetOption, page
+from consilium.config.overrides import parse_override
 from consilium.errors import ConsiliumError
 from consilium.report.clean import line, shown
 from consilium.report.tables import fit

@@ -4,7 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from consilium.errors import ConfigError
+from consilium.schema import Loader
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
+    key, separator, value = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
+    try:
+        return key, yaml.load(value, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise ConfigError(f"--set: {override[:80]!r}: the value is not valid YAML ({why}); put text in quotes") from None
 
 
 def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[str, str]) -> None:

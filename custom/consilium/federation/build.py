@@ -159,7 +159,7 @@ def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
     if not (job.strategy.from_base and config.trains):
         return job.initial, None
     base, _, adapter = kinds_of(config)
-    path = _checkpoint(config.model, own, "the server's")
+    path = checkpoint_of(config.model, own, "the server's")
     model = _bare_model(config, path, weights=True)
     adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
     names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
@@ -173,7 +173,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     from consilium.training.device import pick_device
 
     base, _, adapter = kinds_of(config)
-    model = _bare_model(config, _checkpoint(config.model, site), weights=True)
+    model = _bare_model(config, checkpoint_of(config.model, site), weights=True)
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.parts, model, adapter, config.adapter, base)
     return model.to(pick_device(site.device)).eval()
@@ -188,7 +188,7 @@ def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None
 def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
     """Return the tokenizer of a language model at a site, None for other models. Raises CheckpointError or ConfigError."""
     base, _, _ = kinds_of(config)
-    return base.tokenizer(config.model, _checkpoint(config.model, site)) if base.tokenizer else None
+    return base.tokenizer(config.model, checkpoint_of(config.model, site)) if base.tokenizer else None
 
 
 def metric_names(config: JobConfig) -> frozenset[str]:
@@ -213,7 +213,7 @@ def build_site(
         torch.set_num_threads(site.threads)
     data = site_data(job.config, name, site, folder, root)
     task = build_task(job.config, data, site)
-    return _site(job, name, site, folder, observer, model, task, _checkpoint(job.config.model, site), data)
+    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
 
 
 def build_guard(
@@ -259,7 +259,7 @@ def build_pooled_site(
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
     first = next(iter(members.values()))
     task = build_task(job.config, pool(lists), first)
-    return _site(job, name, SiteConfig(), folder, observer, model, task, _checkpoint(job.config.model, first))
+    return _site(job, name, SiteConfig(), folder, observer, model, task, checkpoint_of(job.config.model, first))
 
 
 def _site(
@@ -285,7 +285,7 @@ def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn
     )
 
 
-def _checkpoint(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
+def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
     if config.checkpoint is None:
         return None

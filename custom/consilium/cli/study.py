@@ -1,0 +1,153 @@
+"""The commands `consilium study`: list, show and run grids of runs."""
+
+import json
+import shlex
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from consilium.cli.options import Format, FormatOption, page
+from consilium.cli.simulate import INTERRUPTED, stoppable
+from consilium.config.site import Given
+from consilium.errors import ConfigError
+from consilium.report.clean import line
+
+if TYPE_CHECKING:
+    from consilium.study.study import Study
+
+app = typer.Typer(no_args_is_help=True, help="Run grids of jobs: methods, ranks, splits, seeds.")
+StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
+WorkspaceOption = Annotated[Path | None, typer.Option(help="folder of its runs; default: runs/studies/NAME")]
+SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
+SmallOption = Annotated[bool, typer.Option("--small", help="minutes")]
+DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
+CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
+
+
+@app.command("list")
+def study_list(format: FormatOption = Format.TXT) -> None:
+    """List the studies in jobs/studies: what each makes, how many cells it has and how many are done."""
+    from consilium.study.study import STUDIES, load
+
+    found = [_summary(load(path)) for path in sorted(STUDIES.glob("*.yaml"))]
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("study", "makes", "cells", "done", "needs"):
+        table.add_column(heading, justify="right" if heading in ("cells", "done") else "left", overflow="fold")
+    for one in found:
+        table.add_row(*(line("-" if one[key] == "" else one[key]) for key in ("study", "table", "cells", "done", "needs")))
+    page().print(table)
+
+
+def _summary(study: "Study") -> dict[str, Any]:
+    from consilium.study.cell import record_of
+
+    states = Counter(record_of(cell.folder).state for cell in study.cells())
+    told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
+    return told | {"cells": states.total(), "done": states["done"], "failed": states["failed"]}
+
+
+@app.command("show")
+def study_show(
+    study: StudyArgument,
+    smoke: SmokeOption = False,
+    small: SmallOption = False,
+    workspace: WorkspaceOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Show a study's cells: how far each is, what it took, what it will send, and what is left out and why."""
+    from consilium.study.cell import record_of
+    from consilium.study.estimate import bytes_of
+
+    chosen = _load(study, smoke, small, workspace)
+    cells = chosen.cells()
+    records = {cell.id: record_of(cell.folder) for cell in cells}
+    sizes = {cell.id: bytes_of(cell) for cell in cells}
+    if format is Format.JSON:
+        rows = [vars(records[c.id]) | {"labels": c.labels, "folder": str(c.folder), "bytes": sizes[c.id]} for c in cells]
+        print(json.dumps({"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}, indent=1, default=str))
+        return
+    _print_study(chosen, records, sizes)
+
+
+def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int | None]) -> None:
+    from consilium.study.study import named
+    from consilium.study.view import cells_table, duration
+
+    cells, console = study.cells(), page()
+    console.print(cells_table(f"{study.name}: {study.config.about}", cells, records, sizes, console.width))
+    for cell in (one for one in cells if records[one.id].state == "failed"):
+        _say(f"{cell.name}: failed: {records[cell.id].reason}")
+    for labels, reason in study.excluded():
+        _say(f"{named(labels)}: left out: {reason}")
+    took = [record.seconds for record in records.values() if record.state == "done"]
+    left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
+    more = f", about {duration(left)} of one worker left" if left else ""
+    failed = sum(record.state == "failed" for record in records.values())
+    _say(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
+
+
+@app.command("run")
+def study_run(
+    study: StudyArgument,
+    data: DataOption = None,
+    checkpoints: CheckpointsOption = None,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="cells at a time, each in a process of its own")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="AXIS=VALUE; twice for two values or two axes")] = None,
+    smoke: SmokeOption = False,
+    small: SmallOption = False,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
+    chosen = _load(study, smoke, small, workspace)
+    given = Given(*(None if path is None else path.resolve() for path in (data, checkpoints)))
+    try:
+        with stoppable():
+            failed = _run(chosen, only or [], given, workers)
+    except KeyboardInterrupt:
+        short = Path(sys.argv[0]).name
+        command = shlex.join([short if shutil.which(short) == sys.argv[0] else sys.argv[0], *sys.argv[1:]])
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted; go on with: {command}", markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+    if failed:
+        raise typer.Exit(1)
+
+
+def _run(study: "Study", only: list[str], given: Given, workers: int) -> int:
+    """Run the cells that `only` leaves; return how many failed."""
+    from consilium.study.cell import log_of
+    from consilium.study.plan import Planner
+    from consilium.study.run import run_study
+    from consilium.study.study import pick
+    from consilium.study.view import StudyView
+
+    cells = Planner(given, study.workspace).plan(pick(study, only))
+    with StudyView(Console(), study.name, cells, workers) as view:
+        ended = run_study(cells, workers, view)
+    failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
+    _say(f"{len(cells) - len(failed)} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
+    for one in cells:
+        if (ended_so := ended[one.cell.id]).state == "failed":
+            _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
+    return len(failed)
+
+
+def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> "Study":
+    from consilium.study.study import load
+
+    if smoke and small:
+        raise ConfigError("--smoke: not together with --small; give one of them")
+    return load(study, "smoke" if smoke else "small" if small else "", workspace)
+
+
+def _say(text: str, style: str = "") -> None:
+    Console(soft_wrap=True).print(line(text, style, limit=4000))

@@ -1,0 +1,72 @@
+"""Who takes part in a simulation: so many sites, these names, or all of a folder's."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+from consilium.config.site import is_site_folder
+from consilium.errors import ConfigError
+from consilium.report.clean import shown
+
+MOST_SITES = 10_000
+RESERVED = ("server", "centralized")
+"""What a run's folder calls by these names already."""
+
+
+def site_names(sites: str, data: Path | None) -> list[str]:
+    """Return who takes part: so many, or these names, or all of the folder `data`. Raises ConfigError."""
+    there = None if data is None else _site_folders(data)
+    sites = sites.strip()
+    if re.fullmatch(r"[+-]?[0-9]+", sites):
+        return _so_many(sites, there, data)
+    if sites:
+        names = [name.strip() for name in sites.split(",") if name.strip()]
+    else:
+        names = there if there is not None else _numbered(3)
+    _check_names(names, "--sites" if sites else f"--data: {data}")
+    if there is not None and (unknown := [name for name in names if name not in there]):
+        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
+    return names
+
+
+def _so_many(sites: str, there: list[str] | None, data: Path | None) -> list[str]:
+    count = int(sites) if len(sites) < 9 else MOST_SITES + 1
+    if not 1 <= count <= MOST_SITES:
+        raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
+    if there is None:
+        return _numbered(count)
+    if count > len(there):
+        has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
+        raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
+    _check_names(there[:count], f"--data: {data}")
+    return there[:count]
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"site-{i}" for i in range(1, count + 1)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _check_names(names: list[str], where: str) -> None:
+    """Raise ConfigError unless all can be names of folders, of FLARE's sites and of columns, each once."""
+    if not names:
+        raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > 100 or name in RESERVED:
+            remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
+            raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
+    twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{where}: {twice[0]!r} is there twice; name every site once")
+
+
+def _site_folders(data: Path) -> list[str]:
+    if not data.is_dir():
+        raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
+    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
+    if not found:
+        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
+    return found

@@ -1,0 +1,1 @@
+"""Studies: a grid of runs over methods, ranks, splits and seeds, from one file."""

@@ -1,0 +1,137 @@
+"""One cell of a study: what its `cell.json` says, and how it is run, or gone on with."""
+
+import json
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from consilium.errors import ConsiliumError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import Observer
+from consilium.report.clean import shown
+from consilium.report.predictions import PREDICTIONS, join_predictions
+from consilium.storage import file_lock, private_folder, write_atomic
+from consilium.study.plan import Planned
+
+RECORD = "cell.json"
+State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
+"""`elsewhere`: another process is at it; `broken`: it was interrupted and goes on from its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How far a cell is. `data`: see Planned; `seconds`: what it took, without parts that were interrupted."""
+
+    state: State = "waiting"
+    reason: str = ""
+    seconds: float = 0.0
+    data: str = ""
+    labels: Mapping[str, str] | None = None
+    overrides: tuple[str, ...] = ()
+
+    def save(self, folder: Path) -> None:
+        """Write it, whole or not at all."""
+        write_atomic(folder / RECORD, json.dumps(asdict(self), indent=1).encode())
+
+
+def record_of(folder: Path) -> Record:
+    """Return how far the cell in a folder is."""
+    found = _stored(folder)
+    if found.state != "running":
+        return found
+    try:
+        with _lock(folder):
+            return replace(found, state="broken")
+    except Timeout:
+        return replace(found, state="elsewhere")
+
+
+def _stored(folder: Path) -> Record:
+    try:
+        return Record(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # none yet
+        return Record()
+
+
+def _lock(folder: Path) -> FileLock:
+    """Return the lock of a cell; it lies beside the folder, which may be set aside."""
+    return file_lock(folder.with_name(f".{folder.name}.lock"), wait=False)
+
+
+def log_of(folder: Path) -> Path:
+    """Return where the texts go that a cell's process prints; beside the folder, as it may be set aside."""
+    return private_folder(folder.parent) / f"{folder.name}.log"
+
+
+def finished(planned: Planned) -> bool:
+    """Tell whether nothing is left to do: the cell is done, with these data."""
+    record = _stored(planned.cell.folder)
+    return record.state == "done" and record.data == planned.data
+
+
+def run_cell(planned: Planned, observer: Observer) -> Record:
+    """Run a cell, or go on with it, unless it is done or another process is at it; return how far it is then."""
+    private_folder(planned.cell.folder.parent)
+    try:
+        with _lock(planned.cell.folder):
+            return _stored(planned.cell.folder) if finished(planned) else _run(planned, observer)
+    except Timeout:
+        return Record("elsewhere")
+
+
+def fail(planned: Planned, reason: str) -> Record:
+    """Record that a cell failed in a process that is gone."""
+    ended = replace(_stored(planned.cell.folder), state="failed", reason=shown(reason))
+    ended.save(planned.cell.folder)
+    return ended
+
+
+def _run(planned: Planned, observer: Observer) -> Record:
+    record, began = _begun(planned), time.monotonic()
+    record.save(planned.cell.folder)
+    try:
+        _simulate(planned, observer)
+        ended = replace(record, state="done", reason="")
+    except Exception as error:  # the other cells go on
+        traceback.print_exc()
+        ended = replace(record, state="failed", reason=_reason(error))
+    ended = replace(ended, seconds=round(record.seconds + time.monotonic() - began, 2))
+    ended.save(planned.cell.folder)
+    return ended
+
+
+def _reason(error: Exception) -> str:
+    """Return one line: our own errors as they are, others with their kind."""
+    text = " ".join(str(error).split())
+    return shown(text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}")
+
+
+def _begun(planned: Planned) -> Record:
+    """Return the record of a cell that begins or goes on; a run on other data is set aside, and comes back with them."""
+    folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    if before.data and before.data != planned.data:
+        aside = private_folder(folder.parent.parent / "set-aside")
+        folder.rename(aside / f"{folder.name}-{before.data}")
+        with suppress(FileNotFoundError):
+            (aside / f"{folder.name}-{planned.data}").rename(folder)
+        before = _stored(folder)
+    here = planned.cell
+    return replace(before, state="running", data=planned.data, labels=here.labels, overrides=tuple(here.overrides))
+
+
+def _simulate(planned: Planned, observer: Observer) -> None:
+    """Leave what `consilium simulate --workspace` leaves."""
+    folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
+    if not (folder / "server" / "state.safetensors").is_file():
+        log.unlink(missing_ok=True)  # it ended before there was anything to go on with
+    job = assemble_job(planned.cell.load(), planned.cell.base)
+    simulate(job, planned.sites(), folder, observer, resume=log.exists())
+    with suppress(OSError):  # a damaged picture, a full disk: the scores are there all the same
+        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in planned.names}, folder / PREDICTIONS)

@@ -1,0 +1,86 @@
+"""A study's file: a base job, axes of named overrides, what is left out and why, and the published numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from consilium.schema import Section, nearest
+
+MOST_CELLS = 10_000
+
+
+def _labelled(raw: Any) -> Any:
+    """Return an axis with texts as names: numbers as written, and {FIELD: [values]} as a name for each value."""
+    if not isinstance(raw, Mapping):
+        return raw
+    if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
+        return {_label(value): {next(iter(raw)): value} for value in values}
+    return {_label(name): {} if value is None else value for name, value in raw.items()}
+
+
+def _label(name: Any) -> str:
+    if isinstance(name, bool) or not isinstance(name, str | int | float):
+        raise ValueError(f"a name that is text or a number, not {name!r}; put it in quotes, or name the values one by one")
+    return str(name)
+
+
+Label = Annotated[str, Field(pattern=r"^[^=,\p{C}\p{Zl}\p{Zp}]+$", max_length=40, description="printable, without = and ,")]
+AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+Overrides = dict[str, Any]
+Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_labelled)]
+Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in (raw if isinstance(raw, list) else [raw])])]
+Choice = dict[AxisName, Labels]
+
+
+class Exclusion(Section):
+    """Cells that are left out, by their values on some axes."""
+
+    when: Annotated[Choice, Field(min_length=1)]
+    reason: str
+
+
+class SizeConfig(Section):
+    """A smaller version: `set` comes after the axes' overrides, `only` some values stay on an axis."""
+
+    set: Overrides = Field(default_factory=dict)
+    only: Choice = Field(default_factory=dict)
+
+
+class StudyConfig(Section):
+    """A whole study. Overrides are job fields with dots, as `--set` takes them, and two names more.
+
+    `sites`: who takes part, as `simulate --sites` takes it; `folder`: a folder in `--data` instead of all of it.
+    """
+
+    about: str
+    table: str = ""
+    needs: str = ""
+    base: Path
+    set: Overrides = Field(default_factory=dict)
+    axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]
+    exclude: list[Exclusion] = Field(default_factory=list)
+    published: list[dict[str, str | int | float]] = Field(default_factory=list)
+    smoke: SizeConfig | None = None
+    small: SizeConfig | None = None
+
+    @model_validator(mode="after")
+    def _knows_its_values(self) -> Self:
+        for where, chosen in [
+            *(("exclude", one.when) for one in self.exclude),
+            *((name, size.only) for name, size in (("smoke", self.smoke), ("small", self.small)) if size),
+        ]:
+            self.check_choice(where, chosen)
+        for row in self.published:
+            self.check_choice("published", {k: [str(v)] for k, v in row.items() if k in self.axes})
+        return self
+
+    def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
+        """Raise ValueError unless all axes and values are the study's."""
+        for axis, values in chosen.items():
+            if axis not in self.axes:
+                raise ValueError(f"{where}: no axis {axis!r}; there are {', '.join(self.axes)}{nearest(axis, self.axes)}")
+            if wrong := [value for value in values if value not in self.axes[axis]]:
+                known = f"it has {', '.join(self.axes[axis])}{nearest(wrong[0], self.axes[axis])}"
+                raise ValueError(f"{where}: no value {wrong[0]!r} on axis {axis!r}; {known}")

@@ -1,0 +1,183 @@
+"""A study and its cells: each a job, told by names on the axes, with a folder of its own that follows from the job."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from consilium.config.job import JobConfig, job_file, load_job
+from consilium.config.overrides import parse_override
+from consilium.errors import ConfigError
+from consilium.schema import read_yaml, validate
+from consilium.study.config import MOST_CELLS, Choice, SizeConfig, StudyConfig
+from consilium.study.mistakes import Mistakes
+
+STUDIES = Path("jobs/studies")
+Size = Literal["", "smoke", "small"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
+
+    `folder` is an ordinary run's folder, see RunLog; `cell.json` in it says how far it is.
+    """
+
+    id: str
+    labels: dict[str, str]
+    overrides: list[str]
+    folder: Path
+    base: Path
+    sites: str = ""
+    data: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its values on all axes."""
+        return named(self.labels)
+
+    def load(self) -> JobConfig:
+        """Return its job. Raises ConfigError."""
+        return _load(self.base, self.overrides)
+
+
+def named(labels: Mapping[str, str]) -> str:
+    """Return labels as a text, such as "method=FedIT rank=8"."""
+    return " ".join(f"{axis}={value}" for axis, value in labels.items())
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study's file, in full or in a smaller size, and the folder for its runs."""
+
+    path: Path
+    config: StudyConfig
+    workspace: Path
+    size: Size = ""
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.stem
+
+    @property
+    def published(self) -> list[dict[str, str | int | float]]:
+        """The published numbers: rows of labels and metrics."""
+        return self.config.published
+
+    @property
+    def shrunk(self) -> SizeConfig:
+        """What makes it smaller."""
+        return getattr(self.config, self.size) if self.size else SizeConfig()
+
+    def grid(self) -> list[dict[str, str]]:
+        """Return the labels of every cell of this size, the excluded ones too."""
+        axes = {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    def excluded(self) -> list[tuple[dict[str, str], str]]:
+        """Return (labels, reason) of what is left out."""
+        return [(labels, why) for labels in self.grid() if (why := self._why_not(labels))]
+
+    def _why_not(self, labels: Mapping[str, str]) -> str:
+        return next((one.reason for one in self.config.exclude if chosen(labels, one.when)), "")
+
+    def cells(self) -> list[Cell]:
+        """Return all cells. Raises ConfigError with every mistake of every cell's job, by axis value."""
+        return self._cells
+
+    @cached_property
+    def _cells(self) -> list[Cell]:
+        wanted = [labels for labels in self.grid() if not self._why_not(labels)]
+        mistakes, found = Mistakes(wanted), list[Cell]()
+        for labels in wanted:
+            with mistakes.of(labels):
+                found.append(self._cell(labels))
+        mistakes.tell()
+        _check_apart(self.path, found)
+        return found
+
+    def _cell(self, labels: dict[str, str]) -> Cell:
+        values = dict(self.config.set)
+        for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
+            values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
+        sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
+        texts = [f"{field}={json.dumps(value)}" for field, value in values.items()]
+        base = job_file(self.path.parent / self.config.base)
+        name = _digest(_load(base, texts), sites, data)
+        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
+    return str(value)
+
+
+def _load(base: Path, overrides: list[str]) -> JobConfig:
+    return load_job(base, dict(map(parse_override, overrides)), plugins=None)
+
+
+def _digest(config: JobConfig, sites: str, data: str) -> str:
+    """Return what tells a job from every other: all its settings, who takes part, and which folder the data are in."""
+    parts = [config.digest, config.training.rounds, sites, data]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _check_apart(path: Path, cells: list[Cell]) -> None:
+    """Raise ConfigError for two cells with one job: it would run once and stand for two results."""
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        if (other := seen.setdefault(cell.id, cell)) is not cell:
+            raise ConfigError(f"{path}: {other.name} and {cell.name} are the same job; take one of them out")
+
+
+def chosen(labels: Mapping[str, str], when: Choice) -> bool:
+    """Tell whether labels have one of the values named on every axis named."""
+    return all(labels.get(axis) in values for axis, values in when.items())
+
+
+def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> Study:
+    """Return the study of a file, or of that name in jobs/studies. Raises ConfigError.
+
+    `workspace`: where its runs are; by default runs/studies/NAME, or NAME-SIZE.
+    """
+    path = study_file(Path(path))
+    config = validate(StudyConfig, read_yaml(path), path)
+    if size and getattr(config, size) is None:
+        raise ConfigError(f"{path}: {size}: the study has no such section; add it, or run the study without --{size}")
+    folder = workspace or Path("runs/studies") / "-".join(filter(None, (path.stem, size)))
+    study = Study(path, config, folder, size)
+    if (count := len(study.grid())) > MOST_CELLS:
+        raise ConfigError(f"{path}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
+    return study
+
+
+def study_file(path: Path) -> Path:
+    """Return the file of a study that is given by path, or by name. Raises ConfigError."""
+    candidates = [path, STUDIES / f"{path}.yaml"]
+    if found := next((one for one in candidates if one.is_file()), None):
+        return found
+    known = ", ".join(sorted(one.stem for one in STUDIES.glob("*.yaml"))) or "none"
+    raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {known})")
+
+
+def pick(study: Study, only: list[str]) -> list[Cell]:
+    """Return the cells that `--only AXIS=VALUE` leaves; an axis named twice has both values. Raises ConfigError."""
+    wanted: dict[str, list[str]] = {}
+    for text in only:
+        axis, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--only: {text!r} is not AXIS=VALUE; write for example --only seed=1")
+        wanted.setdefault(axis, []).append(value)
+    try:
+        study.config.check_choice("--only", wanted)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if found := [cell for cell in study.cells() if chosen(cell.labels, wanted)]:
+        return found
+    raise ConfigError(f"--only: {' '.join(only)}: leaves no cell of this study; name other values")

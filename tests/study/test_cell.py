@@ -1,0 +1,107 @@
+"""A cell really run: what it leaves, how it fails, and when its data have changed."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.config.site import Given
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConfigError
+from consilium.study.cell import Record, _lock, record_of, run_cell
+from consilium.study.plan import Planned, Planner
+from consilium.study.study import load
+from tests.study.conftest import MakeStudy
+
+
+def quiet(event: Mapping[str, Any]) -> None:
+    """See nothing."""
+
+
+def planned(path: Path, folder: Path, data: Path | None = None) -> list[Planned]:
+    study = load(path, workspace=folder)
+    return Planner(Given(data), folder).plan(study.cells())
+
+
+def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy, tmp_path: Path) -> None:
+    (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
+    assert record_of(one.cell.folder).state == "waiting"
+    record = run_cell(one, quiet)
+    assert (record.state, record.labels, record.overrides) == ("done", {"seed": "3"}, ("training.seed=3",))
+    assert record_of(one.cell.folder) == Record(**json.loads((one.cell.folder / "cell.json").read_text()))
+    assert json.loads((one.cell.folder / "results.json").read_text()).keys() == {"site-1", "site-2"}
+    for name in ("job.yaml", "metrics.jsonl", "predictions.png", "server/state.safetensors"):
+        assert (one.cell.folder / name).is_file()
+    lines = (one.cell.folder / "metrics.jsonl").read_text()
+    assert run_cell(one, quiet).seconds == record.seconds
+    assert (one.cell.folder / "metrics.jsonl").read_text() == lines
+
+
+def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(study_file: MakeStudy, tmp_path: Path) -> None:
+    (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
+    Record("running").save(one.cell.folder)
+    assert record_of(one.cell.folder).state == "broken"
+    with _lock(one.cell.folder):
+        assert record_of(one.cell.folder).state == "elsewhere"
+        assert run_cell(one, quiet).state == "elsewhere"
+    assert not (one.cell.folder / "metrics.jsonl").exists()
+
+
+def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: MakeStudy, tmp_path: Path) -> None:
+    for site in ("a", "b"):
+        make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 2, 0, 1, 64, 0.5, 0.5)
+    path = study_file(set={}, axes={"seed": {"training.seed": [3]}})
+    (one,) = planned(path, tmp_path / "w", tmp_path / "data")
+    assert planned(path, tmp_path / "w", tmp_path / "data")[0].data == one.data
+
+    def break_down(event: Mapping[str, Any]) -> None:
+        if event["event"] == "round":
+            raise ZeroDivisionError("by\nzero")
+
+    record = run_cell(one, break_down)
+    assert (record.state, record.reason) == ("failed", "ZeroDivisionError: by zero")
+    mark = (one.cell.folder / "metrics.jsonl").read_text()
+    picture = next((tmp_path / "data" / "a").rglob("*.png"))
+    before = picture.read_bytes()
+    picture.write_bytes(before + b"0")
+    (other,) = planned(path, tmp_path / "w", tmp_path / "data")
+    assert other.cell == one.cell
+    run_cell(other, break_down)
+    aside = tmp_path / "w" / "set-aside" / f"{one.cell.id}-{one.data}"
+    assert (aside / "metrics.jsonl").read_text() == mark != (one.cell.folder / "metrics.jsonl").read_text()
+    picture.write_bytes(before)
+    (again,) = planned(path, tmp_path / "w", tmp_path / "data")
+    run_cell(again, break_down)
+    assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
+    assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}"]
+
+
+def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "datalist.json").write_text('{"training": [{"image": "x.png", "label": "y.png"}]}')
+    path = study_file(set={"data": {}}, axes={"seed": {"training.seed": [3, 4]}})
+    with pytest.raises(ConfigError, match=r"^all cells: .*x.png: no such file"):
+        planned(path, tmp_path / "w", tmp_path / "data")
+    with pytest.raises(ConfigError, match="all cells: site-1: no data list"):
+        planned(path, tmp_path / "w")
+
+
+def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeStudy, tmp_path: Path) -> None:
+    for site in ("even/a", "even/b", "skewed/c"):
+        make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 1, 0, 1, 64, 0.5, 0.5)
+    splits = {"even": {"folder": "even"}, "skewed": {"folder": "skewed"}}
+    path = study_file(set={}, axes={"split": splits, "seed": {"training.seed": [0, 1]}})
+    found = planned(path, tmp_path / "w", tmp_path / "data")
+    assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
+    assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
+    assert found[0].data == found[1].data != found[2].data
+    assert len({one.cell.id for one in found}) == 4
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
+    shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    assert [one.data for one in planned(path, tmp_path / "v", tmp_path / "moved")] == [one.data for one in found]
+    shutil.rmtree(tmp_path / "moved" / "skewed")
+    with pytest.raises(ConfigError, match=r"split=skewed: --data: .*: no such folder"):
+        planned(path, tmp_path / "v", tmp_path / "moved")

@@ -1,0 +1,72 @@
+"""The commands `consilium study`, as far as they run no cell."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import JOBS, run
+from tests.study.conftest import MakeStudy
+
+METHODS = {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}
+
+
+def test_list_and_show(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(JOBS.parent)
+    assert run(monkeypatch, "study", "list", "--format", "json") == 0
+    listed = {one["study"]: one for one in json.loads(capsys.readouterr().out)}
+    assert {"quickstart", "iat_table1"} <= listed.keys()
+    assert listed["quickstart"]["cells"] == 6
+    path = study_file(axes={"method": METHODS}, exclude=[{"when": {"method": "FFA"}, "reason": "it is odd"}])
+    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w") == 0
+    said = capsys.readouterr().out
+    assert "method=FFA: left out: it is odd" in said
+    assert "0 of 1 cells done, 0 failed" in said
+    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w", "--format", "json") == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert (cell["state"], cell["labels"]) == ("waiting", {"method": "FedIT"})
+    assert cell["folder"].startswith(str(tmp_path / "w" / "cells"))
+
+
+def test_bytes_are_rounds_times_sites_times_what_cost_says(
+    study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study_file(axes={"method": METHODS}, set={"sites": 5, "training.rounds": 7})
+    assert run(monkeypatch, "study", "show", path, "--format", "json") == 0
+    counted = [cell["bytes"] for cell in json.loads(capsys.readouterr().out)["cells"]]
+    assert run(monkeypatch, "cost", path.parent / "base", "--format", "json") == 0
+    own = json.loads(capsys.readouterr().out)[0]
+    assert run(monkeypatch, "cost", path.parent / "base", "--set", "strategy=ffa_lora", "--format", "json") == 0
+    other = json.loads(capsys.readouterr().out)[0]
+    assert (own["strategy"], other["strategy"]) == ("fedit", "ffa_lora")
+    assert counted == [5 * 7 * (one["bytes_up"] + one["bytes_down"]) for one in (own, other)]
+    assert counted[1] < counted[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["nowhere"], ["nowhere: no such study; give a file, or a name in jobs/studies"]),
+        (["FILE", "--only", "method=X"], ["--only: no value 'X' on axis 'method'; it has FedIT, FFA, typo, zero"]),
+        (["FILE", "--smoke", "--small"], ["--smoke: not together with --small; give one of them"]),
+        (["FILE", "--workers", "0"], ["consilium study run: Invalid value for '--workers'"]),
+        (["FILE"], ["method=typo: ", "method=zero: "]),
+    ],
+)
+def test_mistakes_are_lines_and_nothing_starts(
+    words: list[str],
+    lines: list[str],
+    study_file: MakeStudy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = study_file(axes={"method": METHODS | {"typo": {"strategy": "fedlt"}, "zero": {"training.lr": 0}}})
+    assert run(monkeypatch, "study", "run", *(str(path) if word == "FILE" else word for word in words)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(lines)
+    assert all(line.startswith(wanted) for line, wanted in zip(said, lines, strict=True))
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,136 @@
+"""Which cells a study has, what each job is, and what is refused before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.config.site import Given
+from consilium.errors import ConfigError
+from consilium.study.plan import Planner
+from consilium.study.study import Cell, load, pick
+from tests.conftest import JOBS
+from tests.study.conftest import MakeStudy
+
+METHODS = {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}
+SEEDS = {"training.seed": [1, 2]}
+
+
+def cells_of(path: Path, **options: Any) -> list[Cell]:
+    return load(path, **options).cells()
+
+
+def test_cells_are_all_values_of_all_axes_as_jobs(study_file: MakeStudy, tmp_path: Path) -> None:
+    found = cells_of(study_file(axes={"method": METHODS, "rank": {8: {"adapter.rank": 8, "adapter.alpha": 8}}, "seed": SEEDS}))
+    assert [cell.labels for cell in found] == [
+        {"method": method, "rank": "8", "seed": seed} for method in ("FedIT", "FFA") for seed in ("1", "2")
+    ]
+    assert found[3].overrides == ['strategy="ffa_lora"', "adapter.rank=8", "adapter.alpha=8", "training.seed=2"]
+    job = found[3].load()
+    assert (job.strategy.name, job.adapter.rank, job.training.seed, found[3].sites) == ("ffa_lora", 8, 2, "2")  # type: ignore[attr-defined]
+    assert len({cell.folder for cell in found}) == 4
+    assert found[0].folder == Path("runs/studies/tiny/cells") / found[0].id
+
+
+def test_the_later_override_of_a_field_counts_and_comes_last(study_file: MakeStudy) -> None:
+    """`set`, then the axes in order, then the smaller size: a section set there is not half of what an axis said."""
+    path = study_file(
+        set={"training.lr": 0.5, "model": {"name": "sam", "variant": "tiny", "image_size": 64}},
+        axes={"side": {"128": {"model.image_size": 128}}},
+        smoke={"set": {"model": {"name": "sam", "variant": "tiny", "image_size": 32}, "training.lr": 0.25}},
+    )
+    (full,), (smoke,) = cells_of(path), cells_of(path, size="smoke")
+    assert (full.load().model.image_side, full.load().training.lr) == (128, 0.5)
+    assert (smoke.load().model.image_side, smoke.load().training.lr) == (32, 0.25)
+    assert smoke.folder.parts[:3] == ("runs", "studies", "tiny-smoke")
+
+
+def test_what_is_left_out_says_why(study_file: MakeStudy) -> None:
+    study = load(
+        study_file(axes={"method": METHODS, "seed": SEEDS}, exclude=[{"when": {"method": "FFA", "seed": 2}, "reason": "no"}])
+    )
+    assert [cell.name for cell in study.cells()] == ["method=FedIT seed=1", "method=FedIT seed=2", "method=FFA seed=1"]
+    assert study.excluded() == [({"method": "FFA", "seed": "2"}, "no")]
+
+
+def test_only_takes_a_union_on_an_axis_and_all_axes_together(study_file: MakeStudy) -> None:
+    study = load(study_file(axes={"method": METHODS, "seed": {"training.seed": [1, 2, 3]}}))
+    found = pick(study, ["seed=1", "seed=3", "method=FFA"])
+    assert [cell.name for cell in found] == ["method=FFA seed=1", "method=FFA seed=3"]
+    with pytest.raises(ConfigError, match=r"--only: no axis 'sed'; there are method, seed \(did you mean 'seed'\?\)"):
+        pick(study, ["sed=1"])
+    with pytest.raises(ConfigError, match="--only: no value '4' on axis 'seed'; it has 1, 2, 3"):
+        pick(study, ["seed=4"])
+    with pytest.raises(ConfigError, match="'seed' is not AXIS=VALUE"):
+        pick(study, ["seed"])
+
+
+def test_a_changed_study_changes_only_the_cells_it_changed(study_file: MakeStudy) -> None:
+    before = {cell.name: cell.id for cell in cells_of(study_file(axes={"method": METHODS}))}
+    path = study_file(about="other words", axes={"method": METHODS | {"FFA": {"strategy": "ffa_lora", "training.lr": 0.125}}})
+    after = {cell.name: cell.id for cell in cells_of(path)}
+    assert before["method=FedIT"] == after["method=FedIT"]
+    assert before["method=FFA"] != after["method=FFA"]
+    longer = cells_of(study_file(set={"sites": 2, "training.rounds": 9}, axes={"method": METHODS}))
+    more = cells_of(study_file(set={"sites": 3}, axes={"method": METHODS}))
+    assert len({before["method=FedIT"], longer[0].id, more[0].id}) == 3
+
+
+def test_all_mistakes_are_told_at_once_by_axis_value(study_file: MakeStudy) -> None:
+    path = study_file(
+        axes={
+            "method": METHODS | {"typo": {"strategy": "fedlt"}},
+            "seed": SEEDS,
+            "rank": {"4": {}, "0": {"adapter.rank": 0, "adapter.alpha": 4}},
+        }
+    )
+    with pytest.raises(ConfigError) as told:
+        cells_of(path)
+    lines = str(told.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["rank=0", "method=typo"]
+    assert "adapter.rank: 0: expected" in lines[0]
+    assert "'fedlt'" in lines[1]
+    assert "did you mean 'fedit'" in lines[1]
+
+
+def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_file: MakeStudy, tmp_path: Path) -> None:
+    study = load(study_file(axes={"method": METHODS | {"FLoRA": {"strategy": "fedsca"}}, "seed": SEEDS}))
+    with pytest.raises(ConfigError, match=r"^method=FLoRA: .*"):
+        Planner(Given(), tmp_path / "w").plan(study.cells())
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"axes": {"method": {"a": {}, "b": {"strategy": "fedit"}}}}, "method=a and method=b are the same job"),
+        ({"axes": {"method": METHODS}, "exclude": [{"when": {"method": "X"}, "reason": "y"}]}, "no value 'X' on axis 'method'"),
+        ({"axes": {"method": METHODS}, "smoke": {"only": {"metod": ["X"]}}}, "smoke: no axis 'metod'"),
+        ({"axes": {"method": METHODS}, "published": [{"method": "Fedit", "dice": 0.5}]}, "did you mean 'FedIT'"),
+        ({"axes": {"gate": {True: {}, False: {}}}}, "text or a number, not True; put it in quotes"),
+        ({"axes": {"method": METHODS}, "base": "nowhere"}, "no job.yaml there"),
+        ({"axes": {}}, "axes"),
+        ({"axes": {"method": METHODS}, "sed": 1}, "sed: unknown field"),
+        ({"axes": {"method": METHODS}, "set": {"sites": [1]}}, "sites: [1]: expected a number or text"),
+        ({"axes": {name: {"training.seed": list(range(200))} for name in ("a", "b")}}, "40000 cells, over 10000"),
+    ],
+)
+def test_what_a_study_may_not_say(sections: dict[str, Any], message: str, study_file: MakeStudy) -> None:
+    with pytest.raises(ConfigError) as told:
+        cells_of(study_file(**sections))
+    assert message in str(told.value)
+
+
+def test_a_size_that_a_study_lacks_and_a_study_that_is_not_there(study_file: MakeStudy) -> None:
+    with pytest.raises(ConfigError, match="smoke: the study has no such section"):
+        load(study_file(axes={"method": METHODS}), "smoke")
+    with pytest.raises(ConfigError, match=r"nowhere: no such study; give a file, or a name in jobs/studies \(there: "):
+        load(Path("nowhere"))
+
+
+@pytest.mark.parametrize("path", sorted((JOBS / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_study_is_valid_in_every_size_and_its_smaller_ones_need_no_data(path: Path, tmp_path: Path) -> None:
+    assert load(path).cells()
+    for size in ("small", "smoke"):
+        study = load(path, size)  # type: ignore[arg-type]
+        assert len(Planner(Given(), tmp_path).plan(study.cells())) == len(study.cells()) <= 24
