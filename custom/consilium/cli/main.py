@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from consilium import __version__
+from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, load
@@ -25,6 +26,7 @@ from consilium.report.clean import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 app.command()(simulate)
+app.command()(compare)
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
@@ -82,11 +84,12 @@ def _usage(error: TyperException) -> str:
 def cost(job: JobArgument, format: FormatOption = Format.TXT) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.federation.build import assemble_job
-    from consilium.federation.cost import adapters, compare
+    from consilium.federation.cost import adapters
+    from consilium.federation.cost import compare as costs_of
 
     config, source = load(job, [])
     ready = assemble_job(config, source)
-    costs, bottlenecks = compare(ready), adapters(ready)
+    costs, bottlenecks = costs_of(ready), adapters(ready)
     if format is Format.JSON:
         print(json.dumps([c.to_dict() | (bottlenecks or {} if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
