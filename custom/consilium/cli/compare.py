@@ -11,9 +11,8 @@ from rich.console import Console
 
 from consilium.cli.options import FILE_WIDTH, page
 from consilium.errors import ConfigError
-from consilium.messages import Stage
 from consilium.report.clean import line, shown
-from consilium.report.compare.paired import Test
+from consilium.report.compare import Test
 from consilium.storage import PUBLIC, private_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -41,7 +40,9 @@ class Model(StrEnum):
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of `simulate --workspace`")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="STUDY|RUN...", help="a study's file or name, or folders of `simulate --workspace`")
+    ],
     format: Annotated[
         TableFormat | None, typer.Option("--format", help="md, tex; csv: a row per score; by -o's ending, else txt")
     ] = None,
@@ -51,14 +52,18 @@ def compare(
     metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
     test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = Test.WILCOXON,
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
+    small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
+    workspace: Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")] = None,
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
+    from consilium.messages import Stage
     from consilium.report.compare.sheets import sheets
 
-    groups, notes = collect(runs)
+    groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
     stage = Stage(model.value)
     _check(groups, metric, against)
-    tables = sheets(groups, stage, metric or None, test, against or None, _published(runs))
+    tables = sheets(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
         from consilium.report.compare.pictures import draw
 
@@ -89,8 +94,46 @@ def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
     return groups, notes + [one for group in groups for one in group.left]
 
 
-def _published(paths: Sequence[Path]) -> "list[Published]":
-    return []
+def _is_study(paths: Sequence[Path]) -> bool:
+    """Tell a study from folders of runs. Raises ConfigError for a study among others."""
+    studies = [path for path in paths if not path.is_dir()]
+    if studies and len(paths) > 1:
+        raise ConfigError(f"{studies[0]}: no folder of a run; give folders of runs, or one study and nothing else")
+    return bool(studies)
+
+
+def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
+    """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
+    from consilium.report.compare.groups import Absent, grouped
+    from consilium.report.compare.published import read_published
+    from consilium.report.compare.runs import read_run
+    from consilium.study.study import load
+
+    if smoke and small:
+        raise ConfigError("--smoke: is not --small; give one of them")
+    study = load(path, "smoke" if smoke else "small" if small else "", workspace)
+    axes = [axis for axis, values in study.config.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
+    found, absent, notes = list[Run](), list[Absent](), list[str]()
+    for cell in study.cells():
+        labels = {axis: cell.labels[axis] for axis in axes}
+        try:
+            found.append(read_run(cell.folder, cell.name, labels))
+        except ConfigError:
+            absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
+            notes.append(f"missing: {cell.name}: {absent[-1].why}")
+    if not found:
+        raise ConfigError(f"{path}: no cell is done; run it: consilium study run {path}")
+    groups, why = grouped(found, absent)
+    notes += [f"left out by the study: {' '.join(labels.values())}: {reason}" for labels, reason in study.excluded()]
+    return groups, notes + [f"other data: {one}" for one in why], read_published(study.published, axes)
+
+
+def _how_far(folder: Path) -> str:
+    """Return why a cell has no scores."""
+    from consilium.study.cell import record_of
+
+    record = record_of(folder)
+    return f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
 
 
 def _check(groups: "Sequence[Group]", metric: str, against: str) -> None:

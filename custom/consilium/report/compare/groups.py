@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from consilium.messages import Stage
@@ -22,15 +22,25 @@ SAME = 0.01
 
 
 @dataclass(frozen=True)
+class Absent:
+    """A run that a study has no scores of: its labels, its seed, and why."""
+
+    labels: Mapping[str, str]
+    seed: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs that compare, by method and seed. `name` is "" where there is one group only; `left`: runs left out, and why.
 
-    `metric`, `split`, `sites`: what all of them were scored by, on what, and where.
+    `absent`: why a run is missing, by method and seed.
     """
 
     name: str
     runs: Mapping[tuple[str, str], Run]
     left: tuple[str, ...] = ()
+    absent: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def first(self) -> Run:
@@ -40,15 +50,15 @@ class Group:
     @property
     def methods(self) -> list[str]:
         """In the order of the runs."""
-        return list(dict.fromkeys(method for method, _ in self.runs))
+        return list(dict.fromkeys(method for method, _ in [*self.runs, *self.absent]))
 
     @property
     def seeds(self) -> list[str]:
         """In order."""
-        return sorted({seed for _, seed in self.runs}, key=lambda seed: (len(seed), seed))
+        return sorted({seed for _, seed in [*self.runs, *self.absent]}, key=lambda seed: (len(seed), seed))
 
 
-def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+def grouped(runs: Sequence[Run], absent: Sequence[Absent] = ()) -> tuple[list[Group], list[str]]:
     """Return the groups of runs that compare, in the order of the runs, and why each group is not part of the first one."""
     found: list[list[Run]] = []
     for run in runs:
@@ -56,7 +66,32 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         found.append([run]) if home is None else home.append(run)
     names, axes = [""] if len(found) == 1 else _group_names(found), _data_axes(found)
     why = [f"{_listed(group)}: {differs(found[0][0], group[0]) or _first(found[0], group[0])}" for group in found[1:]]
-    return [_group(name, group, method_labels(group, axes)) for name, group in zip(names, found, strict=True)], why
+    unnamed = axes | _constant([*(run.labels for run in runs), *(one.labels for one in absent)])
+    made = [_group(name, group, method_labels(group, unnamed)) for name, group in zip(names, found, strict=True)]
+    return [_with_absent(one, group, absent, axes, unnamed) for one, group in zip(made, found, strict=True)], why
+
+
+def _constant(labels: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the axes on which all have one value; none where these are all axes."""
+    axes = {axis for one in labels for axis in one}
+    found = {axis for axis in axes if len({one.get(axis) for one in labels}) == 1}
+    return set() if found == axes else found
+
+
+def _with_absent(
+    group: Group, runs: Sequence[Run], absent: Sequence[Absent], axes: Iterable[str], unnamed: Iterable[str]
+) -> Group:
+    """Return a group with the absent runs that belong to it: those of its data."""
+    here = {axis: runs[0].labels.get(axis) for axis in axes}
+    mine = [one for one in absent if all(one.labels.get(axis) == value for axis, value in here.items())]
+    named = {(_labelled(one.labels, unnamed), str(one.seed)): one.why for one in mine}
+    return replace(group, absent={key: why for key, why in named.items() if key not in group.runs})
+
+
+def _labelled(labels: Mapping[str, str], unnamed: Iterable[str]) -> str:
+    """Return what a study's labels call a method."""
+    gone = set(unnamed)
+    return ", ".join(value for axis, value in labels.items() if axis not in gone)
 
 
 def differs(one: Run, other: Run) -> str | None:
@@ -100,17 +135,19 @@ def _generated(run: Run) -> bool:
     return run.settings.get("data.phantoms.kind") is not None
 
 
-def method_labels(runs: Sequence[Run], data_axes: Iterable[str] = ()) -> dict[str, str]:
-    """Return each run's method by the run's name: of a study's cell its labels, else the strategy and what else differs."""
-    unnamed = {"seed", *data_axes}
-    own = {run.name: [v for k, v in run.labels.items() if k not in unnamed] for run in runs}
+def method_labels(runs: Sequence[Run], unnamed: Iterable[str] = ()) -> dict[str, str]:
+    """Return each run's method by the run's name: of a study's cell its labels, else the strategy and what else differs.
+
+    `unnamed`: axes that name no method.
+    """
+    own = {run.name: _labelled(run.labels, unnamed) for run in runs}
     fields = {run.name: _fields(run) for run in runs}
     kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
     found = {}
     for run in runs:
         shown = [k for k in fields[run.name] if _varies(k, run, runs, fields, kinds)]
         rest = [_named(k, fields[run.name][k], shown) for k in shown if k != "strategy.name"]
-        found[run.name] = ", ".join(own[run.name] or [str(run.settings["strategy.name"]), *rest])
+        found[run.name] = own[run.name] or ", ".join([str(run.settings["strategy.name"]), *rest])
     return found
 
 

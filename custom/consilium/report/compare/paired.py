@@ -9,21 +9,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
+from consilium.report.compare import Test
 from consilium.report.compare.table import Table
 
 FEWEST = 6
 """Of fewer pairs no two-sided sign-based p is under 0.05: the smallest is 2 / 2^n."""
-
-
-class Test(StrEnum):
-    """How two methods are compared."""
-
-    WILCOXON = "wilcoxon"
-    PERMUTATION = "permutation"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consilium.messages import Stage
+from consilium.report.compare import Test
 from consilium.report.compare.groups import Group
-from consilium.report.compare.paired import FEWEST, Comparison, Test, comparisons
-from consilium.report.compare.published import Published, published_for
+from consilium.report.compare.paired import FEWEST, Comparison, comparisons
+from consilium.report.compare.published import Published, method_of, published_for
 from consilium.report.compare.runs import Run
 from consilium.report.compare.table import (
     FEWEST_SEEDS,
@@ -68,7 +69,8 @@ def sheets(
         measured = metric or group.first.metric
         tables = {one: table_of(group, one, measured) for one in Stage}
         shown = [one for one in (Stage.GLOBAL, Stage.PERSONALIZED) if tables[one].cells or tables[one].missing]
-        found += [score_sheet(tables[one], tables[Stage.PRETRAINED], published) for one in shown]
+        found += [score_sheet(tables[one], tables[Stage.PRETRAINED], published if one is stage else ()) for one in shown]
+        found += published_sheet(tables[stage], published)
         found.append(cost_sheet(group))
         if len(group.methods) > 1:
             found.append(test_sheet(tables[stage], test, against))
@@ -175,11 +177,29 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     return notes + (["published: the paper's own number, not measured here; difference: ours minus it"] if printed else [])
 
 
+def published_sheet(table: Table, published: Sequence[Published]) -> list[Sheet]:
+    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    group, rows = table.group, []
+    for one in published:
+        method = method_of(one, group)
+        if method is None or (one.metric == table.metric and not one.site):
+            continue
+        other = table_of(group, table.stage, one.metric)
+        ours = mean(other.at(method, one.site) if one.site else other.means(method))
+        gap = "-" if ours is None else f"{ours - one.value:+.3f}"
+        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
+    columns += [Column("measured here"), Column("published"), Column("difference")]
+    title = titled(group, f"Other published numbers beside ours, {table.stage} model")
+    return [Sheet(title, columns, rows, ["published: the paper's own number, not measured here"])] if rows else []
+
+
 def cost_sheet(group: Group) -> Sheet:
     """Return a row per method: what trains, rounds, bytes, seconds and epsilon, as means over seeds."""
     columns = [Column("method", right=False), Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
     columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
-    rows = [_cost_row(method, [run for (name, _), run in group.runs.items() if name == method]) for method in group.methods]
+    finished = {method: [run for (name, _), run in group.runs.items() if name == method] for method in group.methods}
+    rows = [_cost_row(method, runs) for method, runs in finished.items() if runs]
     notes = [
         "parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all sites"
     ]

@@ -81,7 +81,8 @@ def table_of(group: Group, stage: Stage, metric: str) -> Table:
     }
     cells = {key: value for key, one in values.items() if (value := known(one)) is not None}
     sites = {site for *_, site in [*cells, *(key for key, value in values.items() if value is not None)]}
-    without = tuple(method for method in group.methods if not any(k[0] == method for k, v in values.items() if v is not None))
+    scored = {key[0] for key, value in values.items() if value is not None}
+    without = tuple(m for m in group.methods if m not in scored and any(name == m for name, _ in group.runs))
     expected = [key for key in itertools.product(group.methods, group.seeds, sorted(sites)) if key[0] not in without]
     missing = {key: _why(group, values, key) for key in expected if key not in cells}
     return Table(group, stage, metric, cells, missing, without)
@@ -89,7 +90,7 @@ def table_of(group: Group, stage: Stage, metric: str) -> Table:
 
 def _why(group: Group, values: Mapping[tuple[str, str, str], float | None], key: tuple[str, str, str]) -> str:
     if key[:2] not in group.runs:
-        return "no finished run"
+        return group.absent.get(key[:2], "no run with this seed")
     return "not scored there" if values.get(key) is None else "NaN"
 
 
