@@ -26,11 +26,11 @@ from consilium.report.clean import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 app.command()(simulate)
-app.command()(compare)
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
+app.command()(compare)
 
 
 def _version(wanted: bool) -> None:
