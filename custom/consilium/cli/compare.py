@@ -113,19 +113,21 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
         raise ConfigError("--smoke: is not --small; give one of them")
     study = load(path, "smoke" if smoke else "small" if small else "", workspace)
     axes = [axis for axis, values in study.config.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
-    found, absent, notes = list[Run](), list[Absent](), list[str]()
+    found: list[Run] = []
+    absent: list[Absent] = []
     for cell in study.cells():
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
             found.append(read_run(cell.folder, cell.name, labels))
         except ConfigError:
             absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
-            notes.append(f"missing: {cell.name}: {absent[-1].why}")
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: consilium study run {path}")
     groups, why = grouped(found, absent)
-    notes += [f"left out by the study: {' '.join(labels.values())}: {reason}" for labels, reason in study.excluded()]
-    return groups, notes + [f"other data: {one}" for one in why], read_published(study.published, axes)
+    gone = {
+        f"left out by the study: {' '.join(labels[axis] for axis in axes)}: {reason}": 0 for labels, reason in study.excluded()
+    }
+    return groups, [*gone, *(f"other data: {one}" for one in why)], read_published(study.published, axes)
 
 
 def _how_far(folder: Path) -> str:

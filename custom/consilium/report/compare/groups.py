@@ -66,9 +66,19 @@ def grouped(runs: Sequence[Run], absent: Sequence[Absent] = ()) -> tuple[list[Gr
         found.append([run]) if home is None else home.append(run)
     names, axes = [""] if len(found) == 1 else _group_names(found), _data_axes(found)
     why = [f"{_listed(group)}: {differs(found[0][0], group[0]) or _first(found[0], group[0])}" for group in found[1:]]
+    why += [
+        f"{_labelled(one.labels, ())}, seed {one.seed}: {one.why}, nor any other run of its data"
+        for one in _lost(absent, found, axes)
+    ]
     unnamed = axes | _constant([*(run.labels for run in runs), *(one.labels for one in absent)])
     made = [_group(name, group, method_labels(group, unnamed)) for name, group in zip(names, found, strict=True)]
     return [_with_absent(one, group, absent, axes, unnamed) for one, group in zip(made, found, strict=True)], why
+
+
+def _lost(absent: Sequence[Absent], groups: Sequence[Sequence[Run]], axes: Iterable[str]) -> list[Absent]:
+    """Return the absent runs of data of which no run is there."""
+    here = [{axis: group[0].labels.get(axis) for axis in axes} for group in groups]
+    return [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
 
 
 def _constant(labels: Sequence[Mapping[str, str]]) -> set[str]:
@@ -83,7 +93,7 @@ def _with_absent(
 ) -> Group:
     """Return a group with the absent runs that belong to it: those of its data."""
     here = {axis: runs[0].labels.get(axis) for axis in axes}
-    mine = [one for one in absent if all(one.labels.get(axis) == value for axis, value in here.items())]
+    mine = [one for one in absent if here.items() <= one.labels.items()]
     named = {(_labelled(one.labels, unnamed), str(one.seed)): one.why for one in mine}
     return replace(group, absent={key: why for key, why in named.items() if key not in group.runs})
 
@@ -119,7 +129,7 @@ def _other_images(one: Run, other: Run) -> str | None:
     """Return where two runs were scored on other samples: their number, or what the same frozen model scores, tells."""
     if _generated(one) and one.seed != other.seed:
         return None  # each seed draws its own pictures
-    models = [{k: v for k, v in run.settings.items() if k.startswith("model.")} for run in (one, other)]
+    models = [[(k, v) for k, v in run.settings.items() if k.startswith("model.")] for run in (one, other)]
     for site in sorted(one.results.keys() & other.results.keys()):
         for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
             a, b = one.score(site, stage, metric), other.score(site, stage, metric)
@@ -181,9 +191,8 @@ def _text(value: Any) -> str:
 def _data_axes(groups: Sequence[Sequence[Run]]) -> set[str]:
     """Return the axes of a study that choose data: runs with different values on one never compare."""
     axes = {axis for group in groups for run in group for axis in run.labels}
-    if len(groups) < 2:
-        return set()
-    return {axis for axis in axes if all(len({run.labels.get(axis) for run in group}) == 1 for group in groups)}
+    values = {axis: [{run.labels.get(axis) for run in group} for group in groups] for axis in axes}
+    return {axis for axis, sets in values.items() if all(len(s) == 1 for s in sets) and len(set.union(*sets)) > 1}
 
 
 def _group_names(groups: Sequence[Sequence[Run]]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,13 @@ class Run:
         """Of training; generated data follow it too."""
         return int(self.settings["training.seed"])
 
-    @property
+    @cached_property
     def split(self) -> str | None:
         """What was scored in the end: test where there is one; None where nothing was."""
         keys = {key.split for metrics in self.results.values() for name in metrics if (key := MetricKey.parse(name))}
         return next((split for split in reversed(SPLITS) if split in keys), None)
 
-    @property
+    @cached_property
     def metric(self) -> str:
         """The score that its task is judged by."""
         return self.scores.lead(key.metric for one in self.results.values() for name in one if (key := MetricKey.parse(name)))

@@ -118,7 +118,8 @@ def _score_row(
     mark = MARK if means and len(whole) < len(table.group.seeds) else ""
     row = [name, f"{len(whole)}/{len(table.group.seeds)}", *(plus_minus(table.at(method, site)) for site in table.sites)]
     row += [plus_minus(means) + mark, _between(interval(means)), _between(patients_interval(table, method) if means else None)]
-    row += [plus_minus(table.means(method, weighted=True)), _rank(placed.get(method))]
+    by_n = table.means(method, weighted=True)
+    row += [plus_minus(by_n) + (mark if by_n else ""), _rank(placed.get(method))]
     if len(columns) > len(row):
         ours = mean(means)
         gap = None if ours is None or printed is None else ours - printed
@@ -171,7 +172,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     if blocks:
         notes.append(f"rank: 1 is best; averaged over {blocks} sites")
     if table.missing:
-        notes.append(f"{MARK} from fewer seeds than others have; see what is missing")
+        notes.append(f"{MARK} seeds are missing, see below")
     if table.without:
         notes.append(f"no such model: {', '.join(table.without)}")
     return notes + (["published: the paper's own number, not measured here; difference: ours minus it"] if printed else [])

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,12 +40,12 @@ class Table:
     missing: Mapping[tuple[str, str, str], str]
     without: tuple[str, ...]
 
-    @property
+    @cached_property
     def sites(self) -> list[str]:
         """All that any method was scored at."""
         return sorted({site for *_, site in [*self.cells, *self.missing]})
 
-    @property
+    @cached_property
     def methods(self) -> list[str]:
         """Those that have such a model."""
         return [method for method in self.group.methods if method not in self.without]
@@ -56,7 +57,8 @@ class Table:
 
     def whole_seeds(self, method: str) -> list[str]:
         """Return a method's seeds of which no site is missing."""
-        return [seed for seed in self.group.seeds if all((method, seed, site) in self.cells for site in self.sites)]
+        sites = self.sites
+        return [s for s in self.group.seeds if sites and all((method, s, site) in self.cells for site in sites)]
 
     def at(self, method: str, site: str) -> list[float]:
         """Return a method's scores at a site, by seed."""
