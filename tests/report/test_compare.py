@@ -6,22 +6,28 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from PIL import Image
 from rich.console import Console
 
 from consilium.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare import formats
 from consilium.report.compare.groups import Absent, Group, grouped
+from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheets import sheets
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
+from consilium.report.predictions import write_predictions
+from consilium.tasks.base import Segmented
 from tests.conftest import run, small_cells
 
 Scores = Mapping[str, float]
@@ -368,3 +374,50 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (b / "results.json").write_text('{"s0": 3}')
     assert run(monkeypatch, "compare", b) == 2
     assert "is damaged" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_no_two_of_96_methods_look_alike() -> None:
+    from consilium.report.compare.pictures import style
+
+    assert len({(one["color"], one["marker"]) for one in map(style, range(96))}) == 96
+
+
+def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
+    from consilium.report.compare.pictures import against_bytes
+
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6]], "ffa_lora": [[0.1, 0.1]]})
+    change(folders[1], "s1", test__global__accuracy=math.nan)
+    figure, _ = against_bytes(accuracy(*folders))
+    assert figure
+    texts = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
+
+
+def masks(shift: int) -> Segmented:
+    """Return two pictures of 32 pixels with a square each; `shift` moves the predicted ones."""
+    images = torch.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).to(torch.uint8)
+    references = torch.zeros(2, 1, 32, 32, dtype=torch.bool)
+    references[:, :, 8:20, 8:20] = True
+    return Segmented(images, references, references.roll(shift, 3), torch.tensor([0.5, 0.6]), ("disc",))
+
+
+def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
+    (tmp_path / "out").mkdir()
+    for shift, folder in enumerate(folders):
+        said = {Stage.PRETRAINED: masks(9), Stage.GLOBAL: masks(shift)}
+        write_predictions(folder / "sites" / "s0" / "predictions.png", said)
+    files, notes = draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")
+    assert ([path.name for path in files], notes) == (["examples-s0.png"], [])
+    with Image.open(files[0]) as joined, Image.open(folders[1] / "sites/s0/predictions.png") as own:
+        theirs = own.convert("RGB").crop(
+            (16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)
+        )  # fourth column: picture, reference, pretrained
+        assert joined.crop((16 + 3 * 312, 96, 16 + 3 * 312 + 300, 436)).tobytes() == theirs.tobytes()
+    write_predictions(
+        folders[1] / "sites/s0/predictions.png", {Stage.GLOBAL: replace(masks(0), images=masks(0).images.flip(3))}
+    )
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[0] == []
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.PERSONALIZED, "")[1] == [
+        "no examples of s0: fewer than two methods have pictures of this model there"
+    ]

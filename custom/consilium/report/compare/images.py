@@ -28,17 +28,21 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
     seed = group.seeds[0]
     runs = {m: group.runs[m, seed] for m in group.methods if (m, seed) in group.runs}
     files: list[Path] = []
-    notes: list[str] = []
+    undrawn: dict[str, list[str]] = {}
     for site in sorted(group.first.sites):
         pages = {m: page for m, run in runs.items() if (page := _read(run.folder / "sites" / site / PREDICTIONS)) is not None}
         pages = {m: page for m, page in list(pages.items())[:MOST_METHODS] if stage in page.stages}
         why = _why_not(pages)
         if why is not None:
-            notes.append(f"no examples{end}-{site}.png: {why}")
+            undrawn.setdefault(why, []).append(site)
             continue
         path = folder / f"examples{end}-{_file_name(site)}.png"
         _save(path, _joined(pages, stage))
         files.append(path)
+    notes = [
+        f"no examples of {', '.join(sites[:3])}{' and others' if len(sites) > 3 else ''}: {why}"
+        for why, sites in undrawn.items()
+    ]
     left = len(group.methods) - MOST_METHODS
     return files, notes + (
         [f"examples show the first {MOST_METHODS} methods; {left} more are left out"] if files and left > 0 else []

@@ -37,7 +37,7 @@ DPI = 150
 
 def style(index: int) -> dict[str, Any]:
     """Return how a method is drawn: no two of the first 96 alike."""
-    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
+    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[(index % len(COLOURS) + index // len(COLOURS)) % len(MARKERS)]
     return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)], "markersize": 5}
 
 
@@ -146,7 +146,7 @@ def heat_map(table: Table) -> tuple[Figure | None, str]:
     axis.set_xticks(range(len(sites)), [plain(_cut(s), 99) for s in sites], rotation=90 if _crowded(sites) else 0, fontsize=7)
     axis.set_yticks(range(len(methods)), [plain(m) for m in methods], fontsize=7)
     _write_values(axis, values, colours, written)
-    figure.colorbar(image, ax=axis, shrink=0.9).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30).ax.tick_params(labelsize=7)
     _title(figure, table, f"{table.group.first.split} split", "mean over seeds")
     return figure, ""
 
@@ -199,10 +199,13 @@ def _scatter(table: Table, measure: Callable[[Run], float], label: str, why: str
     if not any(x > 0 for x, _ in points.values()):
         return None, why
     per_column = 22
-    figure = Figure(figsize=(6.4 + 2.4 * ((len(points) - 1) // per_column), max(3.8, 0.4 + 0.3 * min(len(points), per_column))))
+    figure = Figure(figsize=(6.4 + 2.4 * ((len(places) - 1) // per_column), max(3.8, 0.4 + 0.3 * min(len(places), per_column))))
     figure.set_layout_engine("constrained")
     axis = figure.subplots()
     handles = [_point(axis, m, x, values, style(i)) for i, (m, (x, values)) in enumerate(points.items())]
+    handles += [
+        Line2D([], [], linestyle="", label=plain(f"{m} (not drawn: see what is missing)")) for m in places if m not in points
+    ]
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -215,7 +218,7 @@ def _scatter(table: Table, measure: Callable[[Run], float], label: str, why: str
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         frameon=False,
-        ncols=-(-len(points) // per_column),
+        ncols=-(-len(places) // per_column),
     )
     _title(figure, table, "mean over sites", "bars: lowest to highest seed")
     return figure, ""
