@@ -36,7 +36,7 @@ Scores = Mapping[str, float]
 def make(folder: Path, scores: Scores, strategy: Any = "fedit", seed: int = 0, n: int = 10, **more: Any) -> Path:
     """Write a run folder as a run leaves it: accuracy by site, of `n` samples each, a pretrained model of 0.2."""
     config = small_cells(strategy, seed=seed).model_dump() | more
-    if "phantoms" not in more:
+    if "data" not in more:
         config["data"] = {"phantoms": None, "dataset": None}  # real data: the same with every seed
     metrics = {
         site: {
@@ -421,3 +421,43 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
     assert draw_examples(tmp_path / "out", group_of(*folders), Stage.PERSONALIZED, "")[1] == [
         "no examples of s0: fewer than two methods have pictures of this model there"
     ]
+
+
+STUDY = """
+about: two methods on two data sets, three seeds
+base: BASE
+axes:
+  method: {FedIT: {strategy: fedit}, FFA: {strategy: ffa_lora}}
+  data: {mild: {data.dataset: one}, strong: {data.dataset: two}}
+  seed: {training.seed: [0, 1, 2]}
+exclude: [{when: {method: FFA, data: strong}, reason: the paper has none}]
+published: [{method: FedIT, data: mild, accuracy: 0.75}, {method: FFA, data: strong, accuracy: 0.5}]
+smoke: {set: {training.rounds: 1}}
+"""
+
+
+def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from consilium.study.study import load
+
+    base = make(tmp_path / "base", {"s": 0.5})
+    path = tmp_path / "two.yaml"
+    path.write_text(STUDY.replace("BASE", str(base)))
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs") == 2
+    assert "no cell is done; run it: consilium study run" in capsys.readouterr().err.replace("\n", " ")
+    for cell in load(path, workspace=tmp_path / "runs").cells():
+        if (cell.labels["method"], cell.labels["seed"]) != ("FFA", "2"):
+            config = cell.load()
+            score = 0.25 + 0.25 * config.training.seed
+            make(cell.folder, {"s": score}, config.strategy.name, config.training.seed, data=config.data.model_dump())
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    rows = {table["title"]: table["rows"] for table in said["tables"]}
+    assert rows["mild: Accuracy, global model, test split"][1:] == [
+        ["FedIT", "3/3", "0.500 ± 0.250", "0.500 ± 0.250", "0.304–0.696", "-", "0.500 ± 0.250", "1.50", "0.750", "-0.250"],
+        ["FFA", "2/3", "0.375 ± 0.177", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
+    ]
+    assert rows["mild: Missing, and in no mean"] == [["FFA", "2", "s", "not done (waiting)"]]
+    assert said["notes"][0] == "left out by the study: FFA strong: the paper has none"
+    assert "1 published numbers are of methods without a finished run" in said["notes"]

@@ -253,8 +253,9 @@ def _test_row(one: Comparison) -> list[str]:
 def _test_notes(found: Sequence[Comparison], test: Test) -> list[str]:
     name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
     tested = sum(one.p is not None for one in found)
-    notes = [f"{name}, two-sided, over seeds x sites; p Holm: corrected for these {tested} tests"]
+    notes = [f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests"]
     notes[0] += "; pairs of one site or seed are alike, so p is rather too small"
+    notes = notes if tested else []
     if tested < len(found):
         notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
     return notes + ([f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else [])
