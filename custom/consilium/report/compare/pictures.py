@@ -236,7 +236,7 @@ def _point(axis: Any, method: str, x: float, values: Sequence[float], look: dict
     middle = math.fsum(values) / len(values)
     if x <= 0:
         axis.axhline(middle, color=look["color"], linestyle="--", linewidth=1)
-        return Line2D([], [], color=look["color"], linestyle="--", label=plain(f"{method} (none)"))
+        return Line2D([], [], color=look["color"], linestyle="--", label=plain(f"{method} (no place on this scale)"))
     axis.errorbar(
         x,
         middle,
