@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from consilium import __version__
+from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
@@ -31,6 +32,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
+app.command()(compare)
 
 
 def _version(wanted: bool) -> None:
@@ -89,12 +91,13 @@ def cost(
 ) -> None:
     """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
     from consilium.federation.build import assemble_job
-    from consilium.federation.cost import adapters, compare, whole_run
+    from consilium.federation.cost import adapters, whole_run
+    from consilium.federation.cost import compare as costs_of
     from consilium.federation.trained import trained_set
 
     config, source = load(job, override or [])
     ready = assemble_job(config, source)
-    costs, bottlenecks, trained = compare(ready), adapters(ready), trained_set(config.adapter, ready.initial)
+    costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     whole = whole_run(ready, costs[0], sites)
     if format is Format.JSON:
         own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole}

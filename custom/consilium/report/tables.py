@@ -21,7 +21,7 @@ def fit(layouts: Sequence[Layout], names: Iterable[str], width: int) -> Table:
     longest = max(map(cell_len, [*names, ""]))
     room = longest
     for index, layout in enumerate(layouts):
-        room = longest - max(_needed(layout(whole)) - width, 0)
+        room = longest - max(needed(layout(whole)) - width, 0)
         if room == longest or (index and room >= SHORT):
             return layout(shortened(names, room))
     return layouts[-1](shortened(names, max(room, 1)))
@@ -59,7 +59,7 @@ def _cut(name: str, kept: int, mark: str) -> str:
     return name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :]
 
 
-def _needed(table: Table) -> int:
+def needed(table: Table) -> int:
     """Return the cells a table takes with every column at its full width."""
     console = Console(width=100_000)
     return Measurement.get(console, console.options, table).maximum

@@ -1,0 +1,206 @@
+"""The command `consilium compare`."""
+
+import io
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import FILE_WIDTH, page
+from consilium.errors import ConfigError
+from consilium.report.clean import line, shown
+from consilium.report.compare import Test
+from consilium.storage import PUBLIC, private_folder, write_atomic
+
+if TYPE_CHECKING:
+    from consilium.report.compare.groups import Group
+    from consilium.report.compare.published import Published
+    from consilium.report.compare.runs import Run
+    from consilium.report.compare.sheets import Sheet
+
+
+class TableFormat(StrEnum):
+    """How tables are written."""
+
+    TXT = "txt"
+    MD = "md"
+    TEX = "tex"
+    CSV = "csv"
+    JSON = "json"
+
+
+class Model(StrEnum):
+    """Which model ranks, tests and pictures are about."""
+
+    GLOBAL = "global"
+    PERSONALIZED = "personalized"
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="STUDY|RUN...", help="a study's file or name, or folders of `simulate --workspace`")
+    ],
+    format: Annotated[
+        TableFormat | None, typer.Option("--format", help="md, tex; csv: a row per score; by -o's ending, else txt")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="instead of the screen")] = None,
+    pictures: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives curves.png, sites.png and others")] = None,
+    model: Annotated[Model, typer.Option(help="the one that ranks, tests and pictures are about")] = Model.GLOBAL,
+    metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
+    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = Test.WILCOXON,
+    against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
+    small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
+    workspace: Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")] = None,
+) -> None:
+    """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
+    from consilium.messages import Stage
+    from consilium.report.compare.sheets import sheets
+
+    groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
+    stage = Stage(model.value)
+    _check(groups, metric, against)
+    tables = sheets(groups, stage, metric or None, test, against or None, published)
+    if pictures is not None:
+        from consilium.report.compare.pictures import draw
+
+        files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
+        notes += undrawn
+        typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
+    _show(groups, tables, notes, _format(format, output), output)
+
+
+def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
+    """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
+    from consilium.report.compare.groups import grouped, renamed
+    from consilium.report.compare.runs import read_run
+
+    found: list[Run] = []
+    notes: list[str] = []
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        try:
+            run = read_run(path)
+        except ConfigError as error:
+            notes.append(f"left out: {error}".replace("\n", "; "))
+            continue
+        found.append(run) if run.split else notes.append(f"left out: {path}: nothing was scored in the end")
+    if not found:
+        raise ConfigError("\n".join(notes))
+    groups, why = grouped(renamed(found))
+    notes += [f"does not compare with the first run: {one}" for one in why]
+    return groups, notes + [one for group in groups for one in group.left]
+
+
+def _is_study(paths: Sequence[Path]) -> bool:
+    """Tell a study from folders of runs. Raises ConfigError for a study among others."""
+    studies = [path for path in paths if not path.is_dir()]
+    if studies and len(paths) > 1:
+        raise ConfigError(f"{studies[0]}: no folder of a run; give folders of runs, or one study and nothing else")
+    return bool(studies)
+
+
+def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
+    """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
+    from consilium.report.compare.groups import Absent, grouped
+    from consilium.report.compare.published import method_of, read_published
+    from consilium.report.compare.runs import read_run
+    from consilium.study.study import load
+
+    if smoke and small:
+        raise ConfigError("--smoke: is not --small; give one of them")
+    study = load(path, "smoke" if smoke else "small" if small else "", workspace)
+    axes = [axis for axis, values in study.config.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
+    found: list[Run] = []
+    absent: list[Absent] = []
+    for cell in study.cells():
+        labels = {axis: cell.labels[axis] for axis in axes}
+        try:
+            found.append(read_run(cell.folder, cell.name, labels))
+        except ConfigError:
+            absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
+    if not found:
+        raise ConfigError(f"{path}: no cell is done; run it: consilium study run {path}")
+    groups, why = grouped(found, absent)
+    numbers = read_published(study.published, axes)
+    notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
+    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
+    if study.size and numbers:
+        return groups, [*notes, f"the published numbers are of the whole study, not of --{study.size}: not shown"], []
+    alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers)
+    return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
+
+
+def _how_far(folder: Path) -> str:
+    """Return why a cell has no scores."""
+    from consilium.study.cell import record_of
+
+    record = record_of(folder)
+    return f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
+
+
+def _check(groups: "Sequence[Group]", metric: str, against: str) -> None:
+    """Raise ConfigError for a score that no run has, or a method that there is not."""
+    scored = {
+        name.split("/", 2)[2]
+        for g in groups
+        for run in g.runs.values()
+        for one in run.results.values()
+        for name in one
+        if name.count("/") > 1
+    }
+    if metric and metric not in scored:
+        some = ", ".join(sorted(name for name in scored if not name.startswith("confusion"))[:12])
+        raise ConfigError(f"--metric: {shown(metric, 80)!r}: no run has it; take one of {some}")
+    methods = list(dict.fromkeys(method for group in groups for method in group.methods))
+    if against and against not in methods:
+        raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")
+
+
+def _format(format: TableFormat | None, output: Path | None) -> TableFormat:
+    if format is not None or output is None:
+        return format or TableFormat.TXT
+    try:
+        return TableFormat(output.suffix[1:])
+    except ValueError:
+        raise ConfigError(f"--output: {output}: no format of this ending; end it in .md, .tex, .csv, .json or .txt") from None
+
+
+def _show(
+    groups: "Sequence[Group]", tables: "Sequence[Sheet]", notes: Sequence[str], format: TableFormat, output: Path | None
+) -> None:
+    """Print the tables, or write them to a file."""
+    if format is TableFormat.TXT:
+        console = page() if output is None else Console(width=FILE_WIDTH, file=io.StringIO())
+        _print(console, tables, notes)
+        text = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    else:
+        text = _written(groups, tables, notes, format)
+    if output is not None:
+        write_atomic(output, text.encode(), PUBLIC)
+        typer.echo(f"{output}: written")
+    elif text:
+        typer.echo(text, nl=False)
+
+
+def _written(groups: "Sequence[Group]", tables: "Sequence[Sheet]", notes: Sequence[str], format: TableFormat) -> str:
+    from consilium.report.compare import formats
+
+    if format is TableFormat.CSV:
+        for note in notes:
+            typer.echo(f"note: {shown(note, 2000)}", err=True)
+        return formats.as_csv(groups)
+    if format is TableFormat.JSON:
+        return formats.as_json(groups, tables, notes) + "\n"
+    return (formats.markdown if format is TableFormat.MD else formats.latex)(tables, notes)
+
+
+def _print(console: Console, tables: "Sequence[Sheet]", notes: Sequence[str]) -> None:
+    from consilium.report.compare.formats import terminal
+
+    for table in tables:
+        console.print(terminal(table, console.width))
+    for note in notes:
+        console.print(line(f"note: {note}", "yellow", limit=2000))

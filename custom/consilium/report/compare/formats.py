@@ -1,0 +1,168 @@
+"""Tables of a comparison as Markdown, LaTeX, CSV, JSON and for a terminal. Names are text in each: nothing in one is markup."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.console import Group as Lines
+from rich.table import Table as Grid
+from rich.text import Text
+
+from consilium.messages import Stage
+from consilium.report.clean import cell, line, shown
+from consilium.report.compare.groups import Group, known
+from consilium.report.compare.sheets import Sheet
+from consilium.report.tables import needed, shortened
+from consilium.tasks.registry import COUNT, HIGH, LOW
+
+ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
+       "bytes", "seconds", "epsilon", "run")  # fmt: skip
+NARROW = 14
+"""Cells of a heading in a terminal, at most."""
+ROOMS, SHORTEST = (48, 36, 28, 22), 18
+"""Cells of a name in a terminal that has too little room, tried in turn; under SHORTEST only when no column is left to drop."""
+_TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "–": "--",
+    "±": r"$\pm$",
+    "…": r"\ldots{}",
+}
+"""How LaTeX prints a character that it would read."""
+
+
+def markdown(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
+    """Return a page; the best of a column is bold."""
+    parts = [f"- {cell(note, 2000)}" for note in notes]
+    parts += [""] if notes else []
+    for sheet in sheets:
+        parts += [f"### {cell(sheet.title)}", "", _line([c.heading for c in sheet.columns])]
+        parts.append("|" + "|".join("--:" if c.right else "---" for c in sheet.columns) + "|")
+        parts += [_line(row, {c for r, c in sheet.best if r == index}) for index, row in enumerate(sheet.rows)]
+        parts += ["", *(f"{cell(note, 2000)}.  " for note in sheet.notes), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _line(cells: Sequence[str], bold: set[int] | frozenset[int] = frozenset()) -> str:
+    return "| " + " | ".join(f"**{cell(c)}**" if i in bold else cell(c) for i, c in enumerate(cells)) + " |"
+
+
+def latex(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
+    """Return a table environment per sheet; they need the package booktabs, and a wide one graphicx."""
+    parts = [f"% {shown(note, 2000)}" for note in notes] + ["% needs: booktabs, graphicx, textcomp"]
+    for sheet in sheets:
+        rows = [_tex_row(row, {c for r, c in sheet.best if r == index}) for index, row in enumerate(sheet.rows)]
+        body = [_tex_row([c.heading for c in sheet.columns]), r"\midrule", *rows]
+        align = "".join("r" if c.right else "l" for c in sheet.columns)
+        tabular = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
+        wide = len(sheet.columns) > 7
+        tabular = [r"\resizebox{\textwidth}{!}{%", *tabular, "}"] if wide else tabular
+        caption = tex(". ".join([sheet.title, *sheet.notes]))
+        parts += [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}.}}", *tabular, r"\end{table}", ""]
+    return "\n".join(parts)
+
+
+def _tex_row(cells: Sequence[str], bold: set[int] | frozenset[int] = frozenset()) -> str:
+    return " & ".join(rf"\textbf{{{tex(c)}}}" if i in bold else tex(c) for i, c in enumerate(cells)) + r" \\"
+
+
+def tex(text: str) -> str:
+    """Return a text that LaTeX prints as it is."""
+    return "".join(_TEX.get(c, c) for c in shown(text, 2000))
+
+
+def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a row per run, site, model and score: all that tables and tests are made of. What is missing is None."""
+    found = []
+    for group in groups:
+        for (method, seed), run in group.runs.items():
+            whole = {"bytes": run.bytes, "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+            names = {"group": group.name, "method": method, "seed": seed}
+            for site in sorted(run.sites):
+                found += [names | one | whole for one in _scores(group, run, site)]
+    return found
+
+
+def _scores(group: Group, run: Any, site: str) -> list[dict[str, Any]]:
+    metrics = [m for m in dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])]
+    found = []
+    for stage in Stage:
+        for metric in metrics:
+            value = run.score(site, stage, metric)
+            if value is not None:
+                ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
+                place = {"site": site, "model": str(stage), "split": run.split, "metric": metric}
+                found.append(place | {"value": known(value), "n": run.score(site, stage, COUNT)} | ends)
+    return found
+
+
+def as_csv(groups: Sequence[Group]) -> str:
+    """Return the records as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ROW, lineterminator="\n")
+    writer.writeheader()
+    for one in records(groups):
+        writer.writerow({key: _harmless(one.get(key)) for key in ROW})
+    return file.getvalue()
+
+
+def _harmless(value: object) -> object:
+    """Return a value for a spreadsheet; "" for what is missing."""
+    if not isinstance(value, str):
+        return "" if value is None else value
+    return f"'{value}" if re.match(r"[=+\-@\t\r\n]", value) else value
+
+
+def as_json(groups: Sequence[Group], sheets: Sequence[Sheet], notes: Sequence[str]) -> str:
+    """Return records, tables and notes."""
+    tables = [asdict(sheet) | {"columns": [c.heading for c in sheet.columns], "best": sorted(sheet.best)} for sheet in sheets]
+    return json.dumps({"records": records(groups), "tables": tables, "notes": list(notes)}, indent=1)
+
+
+def terminal(sheet: Sheet, width: int) -> Lines:
+    """Return a table for a terminal: in a narrow one without the columns that matter least, which it names."""
+    grid = _fitting(sheet, width)
+    kept = {str(c.header) for c in grid.columns}
+    gone = [c.heading for c in sheet.columns if _head(c.heading, sheet) not in kept]
+    notes = list(sheet.notes) + ([f"no room here for: {', '.join(gone)}; --format md has them"] if gone else [])
+    return Lines(grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
+
+
+def _fitting(sheet: Sheet, width: int) -> Grid:
+    """Return the widest table that fits: names are shortened a little before columns go, and more where none is left to."""
+    names = [shown(row[i]) for row in sheet.rows for i, c in enumerate(sheet.columns) if not c.right]
+    most, longest = max(c.rank for c in sheet.columns), max(map(cell_len, [*names, ""]))
+    rooms = [longest, *(room for room in ROOMS if room < longest)]
+    tries = [(keep, room) for keep in range(most, -1, -1) for room in rooms] + [(0, room) for room in range(SHORTEST, 3, -4)]
+    grids = (_grid(sheet, keep, shortened(names, room)) for keep, room in tries)
+    grid = next((grid for grid in grids if needed(grid) <= width), None)
+    return grid or _grid(sheet, 0, shortened(names, 4))
+
+
+def _head(heading: str, sheet: Sheet) -> str:
+    return shortened([shown(c.heading) for c in sheet.columns], NARROW)[shown(heading)]
+
+
+def _grid(sheet: Sheet, keep: int, names: Mapping[str, str]) -> Grid:
+    grid = Grid(
+        title=Text(shown(sheet.title), "italic"), title_justify="left", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    places = [i for i, c in enumerate(sheet.columns) if c.rank <= keep]
+    for i in places:
+        column = sheet.columns[i]
+        grid.add_column(_head(column.heading, sheet), justify="right" if column.right else "left", no_wrap=True)
+    for index, row in enumerate(sheet.rows):
+        texts = (names.get(shown(row[i]), shown(row[i])) for i in places)
+        grid.add_row(*(Text(text, "bold" if (index, i) in sheet.best else "") for i, text in zip(places, texts, strict=True)))
+    return grid

@@ -1,0 +1,81 @@
+"""Paired tests between methods over the seeds and sites that both have, corrected for how many there are.
+
+Wilcoxon's signed-rank test (F. Wilcoxon, "Individual Comparisons by Ranking Methods", Biometrics Bulletin 1945), or the paired
+permutation test (R. Fisher, "The Design of Experiments", 1935: signs of differences are exchanged); two-sided, by scipy. Holm's
+correction (S. Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 1979).
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from consilium.report.compare import Test
+from consilium.report.compare.table import Table
+
+FEWEST = 6
+"""Of fewer pairs no two-sided sign-based p is under 0.05: the smallest is 2 / 2^n."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two methods over `pairs` of scores. `difference`: mean of one - other; `wins`: pairs in which `one` is better.
+
+    `p` and `holm` (corrected) are None for fewer than FEWEST pairs.
+    """
+
+    one: str
+    other: str
+    pairs: int
+    difference: float
+    wins: int
+    losses: int
+    p: float | None
+    holm: float | None = None
+
+
+def comparisons(table: Table, test: Test, against: str | None = None) -> list[Comparison]:
+    """Return all pairs of methods, or those with `against`, the smallest p first; Holm's family is the tests made here."""
+    methods = [m for m in table.methods if any(key[0] == m for key in table.cells)]
+    couples = list(itertools.combinations(methods, 2)) if against is None else [(m, against) for m in methods if m != against]
+    found = [one for a, b in couples if (one := _compare(table, a, b, test)) is not None]
+    tested = [one for one in found if one.p is not None]
+    corrected = dict(zip(map(id, tested), holm([one.p for one in tested if one.p is not None]), strict=True))
+    done = [Comparison(**{**one.__dict__, "holm": corrected.get(id(one))}) for one in found]
+    return sorted(done, key=lambda one: (2.0 if one.p is None else one.p, -abs(one.difference)))
+
+
+def _compare(table: Table, one: str, other: str, test: Test) -> Comparison | None:
+    places = [(s, site) for s in table.group.seeds for site in table.sites]
+    shared = [p for p in places if (one, *p) in table.cells and (other, *p) in table.cells]
+    if not shared:
+        return None
+    exact = [table.cells[one, *p] - table.cells[other, *p] for p in shared]
+    differences = np.round(exact, 12)  # what rounding leaves of equal scores is no difference
+    better = -differences if table.lower else differences
+    p = p_value(differences, test) if len(shared) >= FEWEST else None
+    return Comparison(one, other, len(shared), float(differences.mean()), int((better > 0).sum()), int((better < 0).sum()), p)
+
+
+def p_value(differences: np.ndarray, test: Test) -> float:
+    """Return the two-sided p of paired differences (N,): 1 where all are zero."""
+    from scipy import stats
+
+    if not differences.any():
+        return 1.0
+    if test is Test.WILCOXON:
+        return float(stats.wilcoxon(differences).pvalue)
+    draws = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=9999, rng=0)
+    return float(draws.pvalue)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Return Holm's corrected p: the i-th smallest of m times m - i + 1, never under a smaller one's, at most 1."""
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    found, highest = [math.nan] * len(ps), 0.0
+    for place, index in enumerate(order):
+        highest = max(highest, min(1.0, ps[index] * (len(ps) - place)))
+        found[index] = highest
+    return found

@@ -1,0 +1,42 @@
+"""Numbers that a paper printed. They stand beside what was measured, never in a mean or a test with it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from consilium.report.compare.groups import Group
+
+SITE = "site"
+"""The label of a number that was printed for one site."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean."""
+
+    labels: Mapping[str, str]
+    metric: str
+    value: float
+    site: str = ""
+
+
+def read_published(rows: Sequence[Mapping[str, str | float]], axes: Sequence[str]) -> list[Published]:
+    """Return the numbers of a study's rows of labels and metrics."""
+    found = []
+    for row in rows:
+        labels = {axis: str(row[axis]) for axis in axes if axis in row}
+        numbers = {k: v for k, v in row.items() if k not in labels and isinstance(v, int | float)}
+        found += [Published(labels, metric, float(value), str(row.get(SITE, ""))) for metric, value in numbers.items()]
+    return found
+
+
+def method_of(number: Published, group: Group) -> str | None:
+    """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
+    wanted = number.labels.items()
+    methods = {method for (method, _), run in group.runs.items() if number.labels and wanted <= dict(run.labels).items()}
+    return methods.pop() if len(methods) == 1 else None
+
+
+def published_for(numbers: Sequence[Published], group: Group, method: str, metric: str) -> float | None:
+    """Return what was printed as a method's mean over sites, None where nothing was."""
+    fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
+    return fitting[-1].value if fitting else None

@@ -1,0 +1,187 @@
+"""A finished run as a comparison reads it: settings, closing scores, curve, bytes, seconds, epsilon."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from consilium.config.job import JobConfig, load_job
+from consilium.errors import ConfigError
+from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.report.means import Results
+from consilium.report.runlog import read_lines
+from consilium.strategies.strategy import Role, Strategy
+from consilium.tasks.registry import TASKS, Scores
+
+Settings = Mapping[str, Any]
+"""job.yaml by dotted field; a list is one value."""
+Curve = Mapping[tuple[int, str], float]
+"""A validation score by rounds done and site."""
+POOLED = "centralized"
+"""What joins a run of pooled data in place of its sites."""
+LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
+"""Metrics of which less is better."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. `bytes` and `seconds` of training, summed over sites and rounds; `sites`: all that took part.
+
+    `rounds`: metrics by round, phase and site. `epsilon` at the job's delta, None where the run is not private. `trained`: how
+    many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
+    `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
+    """
+
+    name: str
+    folder: Path
+    settings: Settings
+    scores: Scores
+    results: Results
+    sites: frozenset[str]
+    rounds: Mapping[tuple[int, int, str], Mapping[str, float]]
+    epsilon: float | None
+    trained: Mapping[Role, int] | None = None
+    pooled: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        """Of training; generated data follow it too."""
+        return int(self.settings["training.seed"])
+
+    @cached_property
+    def split(self) -> str | None:
+        """What was scored in the end: test where there is one; None where nothing was."""
+        keys = {key.split for metrics in self.results.values() for name in metrics if (key := MetricKey.parse(name))}
+        return next((split for split in reversed(SPLITS) if split in keys), None)
+
+    @cached_property
+    def metric(self) -> str:
+        """The score that its task is judged by."""
+        return self.scores.lead(key.metric for one in self.results.values() for name in one if (key := MetricKey.parse(name)))
+
+    @property
+    def bytes(self) -> float | None:
+        """Of tensors, up and down; None where data travelled instead."""
+        return None if self.pooled else sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of the sites' training."""
+        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())
+
+    def score(self, site: str, stage: Stage, metric: str) -> float | None:
+        """Return a closing score, which may be NaN; None where there is none."""
+        return self.results.get(site, {}).get(str(MetricKey(self.split or "test", stage, metric)))
+
+    def curve(self, stage: Stage, metric: str) -> Curve:
+        """Return the validation scores: of the global model before a round's training, of the personalized one after it."""
+        after, key, found = int(stage is Stage.PERSONALIZED), str(MetricKey("validation", stage, metric)), {}
+        for (round, phase, site), metrics in sorted(self.rounds.items()):
+            if key in metrics and (after or phase <= 0):
+                found[round + after, site] = metrics[key]
+        return found
+
+
+def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> Run:
+    """Return the finished run of a workspace. Raises ConfigError where it is none, has not ended or cannot be read."""
+    if not (folder / "job.yaml").is_file():
+        raise ConfigError(f"{folder}: holds no run (no job.yaml); give the folder of `simulate --workspace`")
+    config = load_job(folder / "job.yaml", plugins=None)
+    if not (folder / "results.json").is_file():
+        raise ConfigError(f"{folder}: the run has not ended (no results.json); resume it")
+    results = _read_json(folder / "results.json")
+    rounds, joined = _record(folder / "metrics.jsonl")
+    return Run(
+        name or str(folder),
+        folder,
+        flat(config.model_dump(mode="json")),
+        TASKS[config.task.name].scores(config.task),
+        results,
+        frozenset({*results, *joined} - {POOLED}),
+        rounds,
+        _epsilon(config, folder),
+        _trained(config.strategy, folder / "server" / "state.safetensors"),
+        config.strategy.pools_data,
+        labels or {},
+    )
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted field. A section that is absent has no kind: `privacy: null` is `privacy.unit: none`."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    if "privacy" in found:
+        found["privacy.unit"] = "none"
+        del found["privacy"]
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(value, dict) or path.name != "results.json" for value in found.values()
+    ):
+        raise ConfigError(f"{path}: is damaged; run the job anew")
+    return found
+
+
+def _record(path: Path) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:
+    """Return the metrics by round, phase and site, and who took part or wanted to. What a resumption repeats counts once."""
+    rounds: dict[tuple[int, int, str], dict[str, float]] = {}
+    joined: set[str] = set()
+    for event in _events(path):
+        if event["event"] == "resumed":
+            rounds = {place: one for place, one in rounds.items() if place[:2] < (event["round"], event["phase"])}
+        elif event["event"] in ("result", "held_out"):
+            rounds[event["round"], event.get("phase", HELD_OUT), event["site"]] = event["metrics"]
+        elif event["event"] == "joined" or event.get("joining"):
+            joined.add(event["site"])
+    return rounds, joined
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    return iter(read_lines(path)) if path.is_file() else iter(())
+
+
+def _epsilon(config: JobConfig, folder: Path) -> float | None:
+    """Return what privacy.json says was guaranteed at the job's delta."""
+    path = folder / "privacy.json"
+    if config.privacy is None or not path.is_file():
+        return None
+    found = _read_json(path).get("epsilon", {}).get(f"{config.privacy.delta:g}")
+    return None if found is None else float(found)
+
+
+def _trained(strategy: Strategy, path: Path) -> dict[Role, int] | None:
+    """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it."""
+    sizes = _sizes(path)
+    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    try:
+        roles = {name: {strategy.role(name, *place) for place in places} for name in sizes}
+    except ConfigError:  # a tensor that the server alone has
+        return None
+    best = {name: next(role for role in (Role.SHARED, Role.LOCAL, Role.FROZEN) if role in all) for name, all in roles.items()}
+    return {role: sum(sizes[name] for name, one in best.items() if one is role) for role in Role} if best else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the numbers of values of a checkpoint's adapter tensors; {} where there is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError):
+        return {}
+    return {name.partition("/")[2]: math.prod(s) for name, s in shapes.items() if name.startswith(("initial/", "shared/"))}

@@ -1,0 +1,299 @@
+"""A comparison as tables of text, the same in every format: scores, costs, ranks, paired tests, what is missing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from consilium.messages import Stage
+from consilium.report.compare import Test
+from consilium.report.compare.groups import Group
+from consilium.report.compare.paired import FEWEST, Comparison, comparisons
+from consilium.report.compare.published import Published, method_of, published_for
+from consilium.report.compare.runs import Run
+from consilium.report.compare.table import (
+    FEWEST_SEEDS,
+    Interval,
+    Table,
+    interval,
+    mean,
+    patients_interval,
+    ranks,
+    spread,
+    table_of,
+)
+from consilium.report.means import number
+from consilium.strategies.strategy import Role
+
+MOST_TESTS = 30
+"""Lines of a table of tests; the others are counted in its note, and JSON has all."""
+MOST_LISTED = 20
+MEANS = {
+    Stage.PRETRAINED: "pretrained: the frozen model, not adapted",
+    Stage.GLOBAL: "global: what the server sends in the end, with what a site keeps of its own",
+    Stage.PERSONALIZED: "personalized: each site's model as its last training left it",
+}
+MARK = "*"
+"""Stands behind a mean from which seeds are missing."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading. `rank`: columns of a higher one are the first that a narrow terminal does without; `right`: numbers."""
+
+    heading: str
+    rank: int = 0
+    right: bool = True
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of text. `best`: cells (row, column) to stand out; the first column names a row."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    best: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+
+
+def sheets(
+    groups: Sequence[Group],
+    stage: Stage,
+    metric: str | None = None,
+    test: Test = Test.WILCOXON,
+    against: str | None = None,
+    published: Sequence[Published] = (),
+) -> list[Sheet]:
+    """Return all tables of a comparison, group by group. `stage`: the model that ranks and tests are about."""
+    found: list[Sheet] = []
+    for group in groups:
+        measured = metric or group.first.metric
+        tables = {one: table_of(group, one, measured) for one in Stage}
+        shown = [one for one in (Stage.GLOBAL, Stage.PERSONALIZED) if tables[one].cells or tables[one].missing]
+        found += [score_sheet(tables[one], tables[Stage.PRETRAINED], published if one is stage else ()) for one in shown]
+        found += published_sheet(tables[stage], published)
+        found.append(cost_sheet(group))
+        if len(group.methods) > 1:
+            found.append(test_sheet(tables[stage], test, against))
+        found += missing_sheet([tables[one] for one in shown])
+    if len(groups) > 1:
+        found += rank_sheet([table_of(group, stage, metric or group.first.metric) for group in groups])
+    return found
+
+
+def heading_of(group: Group, metric: str) -> str:
+    """Return a metric as tables of its task call it."""
+    base, _, rest = metric.partition("/")
+    named = group.first.scores.heading(base)
+    return f"{named}, {rest}" if rest else named
+
+
+def titled(group: Group, text: str) -> str:
+    """Return a title that begins with the group's name, where it has one."""
+    return f"{group.name}: {text}" if group.name else text
+
+
+def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] = ()) -> Sheet:
+    """Return a row per method: seeds, sites, means, intervals, rank, and what was published."""
+    group, (placed, blocks) = table.group, ranks(table)
+    against = {method: published_for(published, group, method, table.metric) for method in group.methods}
+    printed = any(value is not None for value in against.values())
+    columns = _score_columns(table.sites, printed)
+    rows = [_score_row(pretrained, group.methods[0], "pretrained (not adapted)", {}, None, columns)] if pretrained.cells else []
+    rows += [_score_row(table, m, m, placed, against[m], columns) for m in group.methods]
+    title = titled(group, f"{heading_of(group, table.metric)}, {table.stage} model, {group.first.split} split")
+    skip = len(rows) - len(group.methods)
+    return Sheet(title, columns, rows, _score_notes(table, blocks, printed), _best(table, skip, columns))
+
+
+def _score_columns(sites: Sequence[str], printed: bool) -> list[Column]:
+    found = [Column("method", right=False), Column("seeds", 1), *(Column(site, 3) for site in sites)]
+    found += [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
+    return found + ([Column("published", 0), Column("difference", 0)] if printed else [])
+
+
+def _score_row(
+    table: Table, method: str, name: str, placed: Mapping[str, float], printed: float | None, columns: Sequence[Column]
+) -> list[str]:
+    means, whole = table.means(method), table.whole_seeds(method)
+    mark = MARK if means and len(whole) < len(table.group.seeds) else ""
+    row = [name, f"{len(whole)}/{len(table.group.seeds)}", *(plus_minus(table.at(method, site)) for site in table.sites)]
+    row += [plus_minus(means) + mark, _between(interval(means)), _between(patients_interval(table, method) if means else None)]
+    by_n = table.means(method, weighted=True)
+    row += [plus_minus(by_n) + (mark if by_n else ""), _rank(placed.get(method))]
+    if len(columns) > len(row):
+        ours = mean(means)
+        gap = None if ours is None or printed is None else ours - printed
+        row += [number(printed), "-" if gap is None else f"{gap:+.3f}"]
+    return row
+
+
+def _rank(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def plus_minus(values: Sequence[float]) -> str:
+    """Return a mean over seeds and its standard deviation, where there is one."""
+    around = spread(values)
+    return number(mean(values)) + ("" if around is None else f" ± {number(around)}")
+
+
+def _between(ends: Interval | None) -> str:
+    return "-" if ends is None else f"{number(ends[0])}–{number(ends[1])}"
+
+
+def _best(table: Table, skip: int, columns: Sequence[Column]) -> frozenset[tuple[int, int]]:
+    """Return the best cells of every column of scores; a mean of fewer seeds takes no part."""
+    found: set[tuple[int, int]] = set()
+    sites = {index: c.heading for index, c in enumerate(columns) if c.heading in table.sites and c.rank == 3}
+    plain = next(i for i, c in enumerate(columns) if c.heading == "mean" and c.rank == 0)
+    whole = [m for m in table.group.methods if len(table.whole_seeds(m)) == len(table.group.seeds)]
+    values = {i: {m: mean(table.at(m, site)) for m in table.group.methods} for i, site in sites.items()}
+    values[plain] = {m: mean(table.means(m)) for m in whole}
+    for index, column in values.items():
+        there = [v for v in column.values() if v is not None]
+        top = (min if table.lower else max)(there) if len(there) > 1 else None
+        rows = enumerate(table.group.methods)
+        found |= {(i + skip, index) for i, m in rows if top is not None and column.get(m) == top}
+    return frozenset(found)
+
+
+def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
+    seeds = len(table.group.seeds)
+    notes = [
+        f"{MEANS[table.stage]}; pretrained: the frozen model",
+        f"mean over {len(table.sites)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}",
+    ]
+    notes[1] += f"; seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored"
+    if seeds < FEWEST_SEEDS:
+        notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
+    else:
+        notes.append("95 % seeds: percentile bootstrap over seeds; few seeds make it too narrow")
+    notes.append("95 % patients: from each site's bootstrap over its patients, sites independent, normal")
+    if blocks:
+        notes.append(f"rank: 1 is best; averaged over {blocks} sites")
+    if table.missing:
+        notes.append(f"{MARK} seeds are missing, see below")
+    if table.without:
+        notes.append(f"no such model: {', '.join(table.without)}")
+    return notes + (["published: the paper's own number, not measured here; difference: ours minus it"] if printed else [])
+
+
+def published_sheet(table: Table, published: Sequence[Published]) -> list[Sheet]:
+    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    group, rows = table.group, []
+    for one in published:
+        method = method_of(one, group)
+        if method is None or (one.metric == table.metric and not one.site):
+            continue
+        other = table_of(group, table.stage, one.metric)
+        ours = mean(other.at(method, one.site) if one.site else other.means(method))
+        gap = "-" if ours is None else f"{ours - one.value:+.3f}"
+        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
+    columns += [Column("measured here"), Column("published"), Column("difference")]
+    title = titled(group, f"Other published numbers beside ours, {table.stage} model")
+    return [Sheet(title, columns, rows, ["published: the paper's own number, not measured here"])] if rows else []
+
+
+def cost_sheet(group: Group) -> Sheet:
+    """Return a row per method: what trains, rounds, bytes, seconds and epsilon, as means over seeds."""
+    columns = [Column("method", right=False), Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
+    columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
+    finished = {method: [run for (name, _), run in group.runs.items() if name == method] for method in group.methods}
+    rows = [_cost_row(method, runs) for method, runs in finished.items() if runs]
+    notes = [
+        "parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all sites"
+    ]
+    notes[0] += "; seconds: the sites' training, summed; epsilon: none is not private"
+    if len({(row[1], row[2]) for row in rows}) > 1:
+        notes.append("the methods do not all train the same set of parameters")
+    return Sheet(titled(group, "What it costs"), columns, rows, notes)
+
+
+def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
+    first, sent = runs[0], [run.bytes / 2**20 for run in runs if run.bytes is not None]
+    counts = first.trained
+    epsilons = [run.epsilon for run in runs if run.epsilon is not None]
+    return [
+        method,
+        trained_set(first),
+        "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}",
+        "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}",
+        str(first.settings["training.rounds"]),
+        "the data" if not sent else f"{mean(sent):,.2f}",
+        f"{mean([run.seconds for run in runs]):,.1f}",
+        f"{max(epsilons):.4g} ({first.settings['privacy.unit']})" if epsilons else "none",
+    ]
+
+
+def trained_set(run: Run) -> str:
+    """Return what a method trains: the kind of adapter, where it sits, the decoder, and whether on pooled data."""
+    found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
+    parts = [str(found["kind"])]
+    parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
+    decoder = found.get("decoder")
+    parts += ["decoder"] if decoder is True else [f"decoder {decoder}"] if isinstance(decoder, str) else []
+    return ", ".join(parts + (["pooled data"] if run.pooled else []))
+
+
+def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:
+    """Return a row per pair of methods. Where pairs of scores are too few for a test, it says so."""
+    found = comparisons(table, test, against)
+    columns = [Column("method", right=False), Column("against", 0, False), Column("pairs", 1), Column("difference")]
+    columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
+    title = titled(table.group, f"Paired tests, {heading_of(table.group, table.metric)} ({table.stage})")
+    return Sheet(title, columns, [_test_row(one) for one in found[:MOST_TESTS]], _test_notes(found, test))
+
+
+def _test_row(one: Comparison) -> list[str]:
+    ps = ["too few" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001" for p in (one.p, one.holm)]
+    return [one.one, one.other, str(one.pairs), f"{one.difference:+.3f}", f"{one.wins}/{one.losses}", *ps]
+
+
+def _test_notes(found: Sequence[Comparison], test: Test) -> list[str]:
+    name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
+    tested = sum(one.p is not None for one in found)
+    notes = [f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests"]
+    notes[0] += "; pairs of one site or seed are alike, so p is rather too small"
+    notes = notes if tested else []
+    if tested < len(found):
+        notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
+    return notes + ([f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else [])
+
+
+def missing_sheet(tables: Sequence[Table]) -> list[Sheet]:
+    """Return what is missing, a row per method and seed; none where nothing is."""
+    lines: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for table in tables:
+        for (method, seed, site), why in table.missing.items():
+            models = lines.setdefault((method, seed, why), {}).setdefault(site, [])
+            models.append(str(table.stage))
+    if not lines:
+        return []
+    rows = [[method, seed, _few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
+    columns = [Column("method", right=False), Column("seed", 0), Column("sites", 1, False), Column("why", 0, False)]
+    rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
+    return [Sheet(titled(tables[0].group, "Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def rank_sheet(tables: Sequence[Table]) -> list[Sheet]:
+    """Return each method's rank by data set, and their mean; none where no method is in two."""
+    placed = [ranks(table)[0] for table in tables]
+    methods = list(dict.fromkeys(method for one in placed for method in one))
+    if not any(sum(method in one for one in placed) > 1 for method in methods):
+        return []
+    columns = [Column("method", right=False), *(Column(table.group.name, 2) for table in tables), Column("mean rank")]
+    rows = [[m, *(_rank(one.get(m)) for one in placed), _rank(_mean_rank(m, placed, len(methods)))] for m in methods]
+    notes = ["rank over sites in each group of runs that compare; mean rank: only for methods that all groups rank"]
+    return [Sheet("Average ranks over data sets", columns, rows, notes)]
+
+
+def _mean_rank(method: str, placed: Sequence[Mapping[str, float]], methods: int) -> float | None:
+    """Return the mean rank, None unless every group ranks every method: ranks among fewer are no ranks among all."""
+    if any(len(one) < methods for one in placed):
+        return None
+    return mean([one[method] for one in placed])

@@ -1,0 +1,160 @@
+"""Means over sites and seeds, how sure they are, and ranks. Nothing that is missing is averaged away.
+
+A cell is one method, seed and site. A seed counts in a method's mean only if no site is missing; which cells are, is listed.
+Intervals over seeds: the percentile bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", Chapman & Hall
+1993, chapter 13), over all resamples there are where these are few.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from consilium.messages import Stage
+from consilium.report.compare.groups import Group, known
+from consilium.report.compare.runs import LOWER, Run
+from consilium.tasks.registry import COUNT, HIGH, LOW
+
+FEWEST_SEEDS = 3
+"""An interval over fewer seeds would be their lowest and highest score."""
+WHOLE = 6
+"""Up to so many seeds every resample is counted; above, RESAMPLES are drawn."""
+RESAMPLES = 10_000
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The scores of one group by one metric of one model. `cells` by method, seed and site, without what is missing.
+
+    `missing`: the cells that others of the group have, and why each is not there. `without`: methods that have no such model.
+    """
+
+    group: Group
+    stage: Stage
+    metric: str
+    cells: Mapping[tuple[str, str, str], float]
+    missing: Mapping[tuple[str, str, str], str]
+    without: tuple[str, ...]
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """All that any method was scored at."""
+        return sorted({site for *_, site in [*self.cells, *self.missing]})
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Those that have such a model."""
+        return [method for method in self.group.methods if method not in self.without]
+
+    @property
+    def lower(self) -> bool:
+        """Whether less is better."""
+        return self.metric.partition("/")[0] in LOWER
+
+    def whole_seeds(self, method: str) -> list[str]:
+        """Return a method's seeds of which no site is missing."""
+        sites = self.sites
+        return [s for s in self.group.seeds if sites and all((method, s, site) in self.cells for site in sites)]
+
+    def at(self, method: str, site: str) -> list[float]:
+        """Return a method's scores at a site, by seed."""
+        return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
+
+    def means(self, method: str, weighted: bool = False) -> list[float]:
+        """Return the mean over sites of each whole seed; `weighted` by how many samples a site scored, [] where unknown."""
+        found = []
+        for seed in self.whole_seeds(method):
+            run = self.group.runs[method, seed]
+            weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.sites]
+            if all(weights):
+                values = [self.cells[method, seed, site] for site in self.sites]
+                found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
+        return found
+
+
+def table_of(group: Group, stage: Stage, metric: str) -> Table:
+    """Return the scores of a group, and what of them is missing: of every method, in every seed and site that any has."""
+    values = {
+        (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
+    }
+    cells = {key: value for key, one in values.items() if (value := known(one)) is not None}
+    sites = {site for *_, site in [*cells, *(key for key, value in values.items() if value is not None)]}
+    scored = {key[0] for key, value in values.items() if value is not None}
+    without = tuple(m for m in group.methods if m not in scored and any(name == m for name, _ in group.runs))
+    expected = [key for key in itertools.product(group.methods, group.seeds, sorted(sites)) if key[0] not in without]
+    missing = {key: _why(group, values, key) for key in expected if key not in cells}
+    return Table(group, stage, metric, cells, missing, without)
+
+
+def _why(group: Group, values: Mapping[tuple[str, str, str], float | None], key: tuple[str, str, str]) -> str:
+    if key[:2] not in group.runs:
+        return group.absent.get(key[:2], "no run with this seed")
+    return "not scored there" if values.get(key) is None else "NaN"
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return the 95 % percentile bootstrap interval of a mean over seeds; None for fewer than FEWEST_SEEDS."""
+    count, known = len(values), np.asarray(values, np.float64)
+    if count < FEWEST_SEEDS:
+        return None
+    if count <= WHOLE:
+        drawn = np.array(list(itertools.product(range(count), repeat=count)))
+    else:
+        drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    low, high = np.quantile(known[drawn].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def patients_interval(table: Table, method: str) -> Interval | None:
+    """Return the 95 % interval of a method's mean over sites as far as other patients would change it.
+
+    From each site's own bootstrap, which its run reports: half its width is 1.96 standard errors, and sites are independent.
+    The same patients are scored with every seed, so that seeds do not narrow it. None where a site of a seed has no interval.
+    """
+    halves = []
+    for site in table.sites:
+        widths = [_width(table.group.runs[method, seed], site, table) for seed in table.whole_seeds(method)]
+        if not widths or None in widths:
+            return None
+        halves.append(math.fsum(w for w in widths if w is not None) / len(widths) / 2)
+    means = table.means(method)
+    middle, half = math.fsum(means) / len(means), math.sqrt(math.fsum(h * h for h in halves)) / len(halves)
+    return middle - half, middle + half
+
+
+def _width(run: Run, site: str, table: Table) -> float | None:
+    low, high = (known(run.score(site, table.stage, f"{table.metric}{end}")) for end in (LOW, HIGH))
+    return None if low is None or high is None else high - low
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return the standard deviation over seeds (n - 1 in the denominator); None for fewer than two."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, None of nothing."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def ranks(table: Table) -> tuple[dict[str, float], int]:
+    """Return each method's rank, 1 the best, averaged over the sites at which all have one, and how many these are.
+
+    At a site methods are ranked by their mean over the seeds that all of them have there; equal ones share their mean rank.
+    """
+    methods = [m for m in table.methods if any(key[0] == m for key in table.cells)]
+    blocks = []
+    for site in table.sites:
+        shared = [s for s in table.group.seeds if all((m, s, site) in table.cells for m in methods)]
+        if shared:
+            blocks.append([math.fsum(table.cells[m, s, site] for s in shared) / len(shared) for m in methods])
+    if not blocks or len(methods) < 2:
+        return {}, 0
+    from scipy.stats import rankdata
+
+    placed = rankdata(np.asarray(blocks) * (1 if table.lower else -1), axis=1).mean(0)
+    return dict(zip(methods, map(float, placed), strict=True)), len(blocks)

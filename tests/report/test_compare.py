@@ -1,0 +1,463 @@
+"""`consilium compare`: what compares, means, intervals, tests and ranks worked by hand, and tables in every format."""
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from rich.console import Console
+
+from consilium.messages import Stage
+from consilium.report.compare import Test as Kind
+from consilium.report.compare import formats
+from consilium.report.compare.groups import Absent, Group, grouped
+from consilium.report.compare.images import draw_examples
+from consilium.report.compare.paired import comparisons, holm, p_value
+from consilium.report.compare.published import published_for, read_published
+from consilium.report.compare.runs import Run, read_run
+from consilium.report.compare.sheets import sheets
+from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
+from consilium.report.predictions import write_predictions
+from consilium.tasks.base import Segmented
+from tests.conftest import run, small_cells
+
+Scores = Mapping[str, float]
+
+
+def make(folder: Path, scores: Scores, strategy: Any = "fedit", seed: int = 0, n: int = 10, **more: Any) -> Path:
+    """Write a run folder as a run leaves it: accuracy by site, of `n` samples each, a pretrained model of 0.2."""
+    config = small_cells(strategy, seed=seed).model_dump() | more
+    if "data" not in more:
+        config["data"] = {"phantoms": None, "dataset": None}  # real data: the same with every seed
+    metrics = {
+        site: {
+            "test/global/accuracy": value,
+            "test/global/n": float(n),
+            "test/pretrained/accuracy": 0.2,
+            "test/pretrained/n": n,
+        }
+        for site, value in scores.items()
+    }
+    folder.mkdir(parents=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(config))
+    (folder / "results.json").write_text(json.dumps(metrics))
+    lines = [{"event": "joined", "site": site, "round": 0} for site in scores]
+    lines += [_result(site, round, 0.1 * round) for round in range(3) for site in scores]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _result(site: str, round: int, score: float) -> dict[str, Any]:
+    metrics = {"validation/global/accuracy": score, "comm/bytes_up": 100.0, "comm/bytes_down": 50.0, "train/seconds": 2.0}
+    return {"event": "result", "site": site, "round": round, "phase": 0, "metrics": metrics}
+
+
+def change(folder: Path, site: str, **values: float) -> None:
+    """Change closing metrics of a run, by names with _ for /."""
+    path = folder / "results.json"
+    results = json.loads(path.read_text())
+    results[site] |= {key.replace("__", "/"): value for key, value in values.items()}
+    path.write_text(json.dumps(results))
+
+
+def read(*folders: Path) -> list[Run]:
+    return [read_run(folder, folder.name) for folder in folders]
+
+
+def group_of(*folders: Path) -> Group:
+    groups, why = grouped(read(*folders))
+    assert why == []
+    return groups[0]
+
+
+def accuracy(*folders: Path) -> Table:
+    return table_of(group_of(*folders), Stage.GLOBAL, "accuracy")
+
+
+def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[Path]:
+    """Write runs of strategies: scores by seed and site."""
+    return [
+        make(folder / f"{name}-{seed}", {f"s{i}": v for i, v in enumerate(values)}, name, seed)
+        for name, seeds in scores.items()
+        for seed, values in enumerate(seeds)
+    ]
+
+
+def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
+    one = read_run(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7}))
+    assert (one.seed, one.split, one.metric, one.bytes, one.seconds, one.epsilon) == (0, "test", "accuracy", 900.0, 12.0, None)
+    assert one.curve(Stage.GLOBAL, "accuracy")[2, "s1"] == pytest.approx(0.2)
+    assert one.sites == {"s0", "s1"}
+
+
+def test_what_a_resumption_repeats_counts_once(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s0": 0.5})
+    with open(folder / "metrics.jsonl", "a") as file:
+        again = [{"event": "resumed", "round": 1, "phase": 0}, _result("s0", 1, 0.7)]
+        file.write("".join(json.dumps(line) + "\n" for line in again))
+    one = read_run(folder)
+    assert one.bytes == 300.0
+    assert one.curve(Stage.GLOBAL, "accuracy") == {(0, "s0"): 0.0, (1, "s0"): 0.7}
+
+
+def test_methods_are_named_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
+    a = make(tmp_path / "a", {"s": 0.5}, {"name": "fedprox", "mu": 0.1})
+    b = make(tmp_path / "b", {"s": 0.5}, {"name": "fedprox", "mu": 1})
+    c = make(tmp_path / "c", {"s": 0.5}, "fedit", adapter={"kind": "lora", "rank": 2, "alpha": 4})
+    assert group_of(a, b, c).methods == ["fedprox, rank 4, mu 0.1", "fedprox, rank 4, mu 1", "fedit, rank 2"] or group_of(
+        a, b, c
+    ).methods == ["fedprox, mu 0.1, rank 4", "fedprox, mu 1, rank 4", "fedit, rank 2"]
+
+
+def test_the_same_job_twice_counts_once_and_is_named(tmp_path: Path) -> None:
+    group = group_of(make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.9}))
+    assert table_of(group, Stage.GLOBAL, "accuracy").means("fedit") == [0.5]
+    assert group.left == ("b: repeats a (same settings and seed), so it is not counted",)
+
+
+@pytest.mark.parametrize(
+    ("scores", "more", "reason"),
+    [
+        ({"s": 0.5}, {"n": 11}, "samples scored 11, in a 10"),
+        ({"s": 0.5, "t": 0.5}, {}, "other sites than in a: t"),
+        ({"s": 0.5}, {"task": {"name": "classification", "classes": ["x", "y"]}}, 'task.classes is ["x", "y"]'),
+        ({"s": 0.5}, {"data": {"dataset": "other"}}, "data.dataset is other"),
+    ],
+)
+def test_runs_that_do_not_compare_are_named_with_the_reason(tmp_path: Path, scores: Scores, more: Any, reason: str) -> None:
+    a = make(tmp_path / "a", {"s": 0.5})
+    b = make(tmp_path / "b", scores, "ffa_lora", n=more.pop("n", 10))
+    config = yaml.safe_load((b / "job.yaml").read_text())
+    (b / "job.yaml").write_text(yaml.safe_dump(config | more))
+    groups, why = grouped(read(a, b))
+    assert [group.methods for group in groups] == [["fedit"], ["ffa_lora"]]
+    assert len(why) == 1
+    assert why[0].startswith("b: ")
+    assert reason in why[0]
+
+
+def test_other_test_images_show_in_what_the_frozen_model_scores(tmp_path: Path) -> None:
+    a, b = make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.5}, seed=1)
+    change(b, "s", test__pretrained__accuracy=0.3)
+    assert "another test split at s: the pretrained model's accuracy 0.3, in a 0.2" in grouped(read(a, b))[1][0]
+
+
+def test_means_spread_and_weights_by_hand(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]]})
+    for folder in folders:
+        change(folder, "s1", test__global__n=30.0)
+    table = accuracy(*folders)
+    assert table.means("fedit") == pytest.approx([0.4, 0.6])
+    assert table.means("fedit", weighted=True) == pytest.approx([0.5, 0.7])  # (10 x 0.2 + 30 x 0.6) / 40
+    row = sheets([table.group], Stage.GLOBAL)[0].rows[1]
+    assert row[:5] == ["fedit", "2/2", "0.300 ± 0.141", "0.700 ± 0.141", "0.500 ± 0.141"]
+
+
+def test_a_seed_without_all_sites_is_in_no_mean_and_what_is_missing_is_listed(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]], "fedprox": [[0.3, 0.3]]})
+    change(folders[1], "s1", test__global__accuracy=math.nan)
+    results = json.loads((folders[2] / "results.json").read_text())
+    (folders[2] / "results.json").write_text(json.dumps({"s0": results["s0"]}))
+    table = accuracy(*folders)
+    assert [table.means(m) for m in table.methods] == [pytest.approx([0.4]), pytest.approx([0.9]), pytest.approx([0.3])]
+    assert table.missing == {
+        ("fedit", "1", "s1"): "NaN",
+        ("ffa_lora", "0", "s1"): "not scored there",
+        ("fedprox", "1", "s0"): "no run with this seed",
+        ("fedprox", "1", "s1"): "no run with this seed",
+    }
+    page = formats.markdown(sheets([table.group], Stage.GLOBAL))
+    assert "| fedit | 1/2 | 0.300 ± 0.141 | 0.600 | 0.400\\* |" in page
+    assert "| fedit | 1 | s1 | NaN |" in page
+
+
+def test_the_bootstrap_over_few_seeds_is_over_all_resamples() -> None:
+    values = [0.1, 0.4, 0.6]
+    means = sorted(sum(chosen) / 3 for chosen in itertools.product(values, repeat=3))
+    at = [q * 26 for q in (0.025, 0.975)]  # linear between the 27 means
+    ends = [means[int(x)] + (x - int(x)) * (means[int(x) + 1] - means[int(x)]) for x in at]
+    assert interval(values) == pytest.approx(tuple(ends))
+    assert interval(values[:2]) is None
+    low, high = interval([0.5] * 20) or (0, 0)
+    assert (low, high) == pytest.approx((0.5, 0.5))
+
+
+def test_patients_interval_by_hand(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.4, 0.6]]})
+    change(folders[0], "s0", test__global__accuracy_low=0.34, test__global__accuracy_high=0.46)
+    change(folders[0], "s1", test__global__accuracy_low=0.52, test__global__accuracy_high=0.68)
+    # half widths 0.06 and 0.08 of two independent sites: sqrt(0.0036 + 0.0064) / 2 = 0.05
+    assert patients_interval(accuracy(*folders), "fedit") == pytest.approx((0.45, 0.55))
+
+
+def test_ranks_share_places_and_less_is_better_for_losses(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.9, 0.5]], "ffa_lora": [[0.9, 0.7]], "fedprox": [[0.1, 0.6]]})
+    assert ranks(accuracy(*folders)) == ({"fedit": 2.25, "ffa_lora": 1.25, "fedprox": 2.5}, 2)
+    for folder, loss in zip(folders, (1.0, 2.0, 3.0), strict=True):
+        for site in ("s0", "s1"):
+            change(folder, site, test__global__loss=loss)
+    assert ranks(table_of(group_of(*folders), Stage.GLOBAL, "loss"))[0] == {"fedit": 1.0, "ffa_lora": 2.0, "fedprox": 3.0}
+
+
+def signed_rank(differences: Sequence[float]) -> float:
+    """Return Wilcoxon's exact two-sided p by counting all signs; no ties, no zeros."""
+    order = sorted(map(abs, differences))
+    sums = [sum(s * (i + 1) for i, s in enumerate(signs)) for signs in itertools.product((0, 1), repeat=len(order))]
+    plus = sum(order.index(abs(d)) + 1 for d in differences if d > 0)
+    least = min(plus, sum(range(1, len(order) + 1)) - plus)
+    return min(1.0, 2 * sum(one <= least for one in sums) / len(sums))
+
+
+def permuted(differences: Sequence[float]) -> float:
+    """Return the paired permutation p by counting all signs."""
+    total = abs(sum(differences))
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in itertools.product((1, -1), repeat=8)]
+    return sum(one >= total - 1e-12 for one in sums) / len(sums)
+
+
+def test_paired_tests_are_those_of_all_signs(tmp_path: Path) -> None:
+    gaps = [0.11, 0.02, -0.03, 0.07, 0.05, 0.13, 0.01, 0.09]
+    folders = made(tmp_path, {"fedit": [[0.5 + g for g in gaps]], "ffa_lora": [[0.5] * 8]})
+    for kind, expected in ((Kind.WILCOXON, signed_rank(gaps)), (Kind.PERMUTATION, permuted(gaps))):
+        one = comparisons(accuracy(*folders), kind)[0]
+        assert (one.pairs, one.wins, one.losses) == (8, 7, 1)
+        assert one.difference == pytest.approx(sum(gaps) / 8)
+        assert one.p == one.holm == pytest.approx(expected)
+
+
+def test_only_common_pairs_are_tested_and_too_few_are_not(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5] * 6], "ffa_lora": [[0.6] * 6], "fedprox": [[0.7] * 6]})
+    change(folders[2], "s3", test__global__accuracy=math.nan)
+    found = {(c.one, c.other): c for c in comparisons(accuracy(*folders), Kind.WILCOXON)}
+    assert {key: (c.pairs, c.p is None) for key, c in found.items()} == {
+        ("fedit", "ffa_lora"): (6, False),
+        ("fedit", "fedprox"): (5, True),
+        ("ffa_lora", "fedprox"): (5, True),
+    }
+    only = comparisons(accuracy(*folders), Kind.WILCOXON, "fedprox")
+    assert [(c.one, c.other) for c in only] == [("fedit", "fedprox"), ("ffa_lora", "fedprox")]
+    assert "too few: under 6 pairs" in formats.markdown(sheets([group_of(*folders)], Stage.GLOBAL))
+
+
+def test_equal_scores_have_p_1() -> None:
+    import numpy as np
+
+    assert p_value(np.zeros(9), Kind.WILCOXON) == p_value(np.zeros(9), Kind.PERMUTATION) == 1.0
+
+
+def test_holms_correction_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])  # 4 x .01, then 3 x .03 holds for 2 x .04
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_one_run_of_one_site_is_a_table(tmp_path: Path) -> None:
+    found = sheets([group_of(make(tmp_path / "a", {"s": 0.5}))], Stage.GLOBAL)
+    assert [sheet.title for sheet in found] == ["Accuracy, global model, test split", "What it costs"]
+    assert list(found[0].rows[1]) == ["fedit", "1/1", "0.500", "0.500", "-", "-", "0.500", "-"]
+
+
+def test_ranks_over_data_sets(tmp_path: Path) -> None:
+    here = made(tmp_path / "x", {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.4, 0.7]]})
+    there = [make(tmp_path / name, {"t": s}, name, n=12) for name, s in (("fedit", 0.9), ("ffa_lora", 0.1))]
+    groups, why = grouped([read_run(folder) for folder in [*here, *there]])
+    assert len(why) == 1
+    last = sheets(groups, Stage.GLOBAL)[-1]
+    assert [list(row) for row in last.rows] == [["fedit", "1.50", "1.00", "1.25"], ["ffa_lora", "1.50", "2.00", "1.75"]]
+
+
+def study_runs(folder: Path) -> list[Run]:
+    """Return two methods of a study in two data sets."""
+    return [
+        read_run(make(folder / f"{m}-{d}", {"s": v}, m, n=n), f"{m}-{d}", {"method": m.upper(), "data": d, "rank": "4"})
+        for (m, v), (d, n) in itertools.product({"fedit": 0.5, "ffa_lora": 0.6}.items(), {"easy": 10, "hard": 20}.items())
+    ]
+
+
+def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:
+    gone = [Absent({"method": "FLORA", "data": "hard", "rank": "4"}, 0, "failed: no memory")]
+    groups, _ = grouped(study_runs(tmp_path), gone)
+    assert {group.name: group.methods for group in groups} == {
+        "easy": ["FEDIT", "FFA_LORA"],
+        "hard": ["FEDIT", "FFA_LORA", "FLORA"],
+    }
+    table = table_of(groups[1], Stage.GLOBAL, "accuracy")
+    assert table.missing == {("FLORA", "0", "s"): "failed: no memory"}
+    assert table.means("FLORA") == []
+    assert ranks(table)[0] == {"FEDIT": 2.0, "FFA_LORA": 1.0}
+
+
+def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
+    groups, _ = grouped(study_runs(tmp_path))
+    rows = [{"method": "FEDIT", "data": "easy", "accuracy": 0.75, "f1": 0.5}, {"method": "FEDIT", "site": "s", "accuracy": 0.4}]
+    numbers = read_published(rows, ["method", "data", "rank"])
+    assert published_for(numbers, groups[0], "FEDIT", "accuracy") == 0.75
+    assert published_for(numbers, groups[0], "FFA_LORA", "accuracy") is None
+    assert published_for(numbers, groups[1], "FEDIT", "accuracy") is None
+    found = sheets(groups, Stage.GLOBAL, published=numbers)
+    assert [c.heading for c in found[0].columns[-2:]] == ["published", "difference"]
+    assert list(found[0].rows[1])[-2:] == ["0.750", "-0.250"]
+    assert [list(row) for row in found[1].rows] == [
+        ["FEDIT", "mean", "f1", "-", "0.500", "-"],
+        ["FEDIT", "s", "accuracy", "0.500", "0.400", "+0.100"],
+    ]
+
+
+EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
+
+
+def test_names_are_text_in_every_format(tmp_path: Path) -> None:
+    runs = [read_run(make(tmp_path / m, {EVIL: 0.5}, m), m, {"method": f"{EVIL}{m}"}) for m in ("fedit", "ffa_lora")]
+    groups, _ = grouped(runs)
+    found = sheets(groups, Stage.GLOBAL)
+    tex = formats.latex(found)
+    assert r"=SUM(A1)\textbar{}50\%\_of \$x \& \{y\}\#\textasciitilde{}\textasciicircum{}\textbackslash{} nnn" in tex
+    for line in (line for line in tex.splitlines() if line.endswith(r" \\") and "fedit" in line):
+        assert line.replace(r"\&", "").count("&") in {8 - 1, 7, 8, 6}
+    page = formats.markdown(found)
+    assert "=SUM(A1)\\|50%_of" in page
+    rows = list(csv.DictReader(io.StringIO(formats.as_csv(groups))))
+    assert {row["site"][:6] for row in rows} == {"'=SUM("}
+    assert {row["value"] for row in rows} == {"0.5", "0.2"}
+    assert json.loads(formats.as_json(groups, found, []))["records"][0]["site"] == EVIL
+
+
+def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -> None:
+    scores = {f"site-{i}": 0.5 for i in range(6)}
+    runs = []
+    for i in range(40):
+        folder = make(tmp_path / str(i), scores, {"name": "fedprox", "mu": 0.01 * (i + 1)})
+        runs.append(read_run(folder, str(i), {"method": f"{'a rather long name of a method, ' * 2}{i}".rjust(60)[:66]}))
+    groups, _ = grouped(runs)
+    assert len(groups[0].methods) == 40
+    console = Console(file=io.StringIO(), width=80)
+    for sheet in sheets(groups, Stage.GLOBAL):
+        console.print(formats.terminal(sheet, 80))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.rstrip().endswith("…")], "nothing is cut off unseen"
+    assert any("750 more with larger p" in " ".join(lines[i : i + 2]) for i in range(len(lines)))
+
+
+def test_the_command_writes_every_format_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
+    for end in ("md", "tex", "csv", "json", "txt"):
+        assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
+        assert "ffa" in (tmp_path / f"out.{end}").read_text()
+    assert run(monkeypatch, "compare", *folders, "--pictures", tmp_path / "pictures") == 0
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"curves.png", "sites.png", "bytes.png"}
+
+
+def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = made(tmp_path, {"fedit": [[0.5]], "ffa_lora": [[0.5]]})
+    (b / "results.json").unlink()
+    for words, said in (
+        ((b,), "the run has not ended (no results.json); resume it"),
+        ((tmp_path,), "holds no run (no job.yaml)"),
+        ((a, "--metric", "dice"), "--metric: 'dice': no run has it; take one of accuracy"),
+        ((a, "--against", "x"), "--against: 'x': no such method; take one of fedit"),
+        ((a, "-o", tmp_path / "x.doc"), "no format of this ending"),
+    ):
+        assert run(monkeypatch, "compare", *words) == 2
+        assert said in capsys.readouterr().err.replace("\n", "")
+    assert run(monkeypatch, "compare", a, b) == 0
+    assert "has not ended" in " ".join(capsys.readouterr().out.split())
+    (b / "results.json").write_text('{"s0": 3}')
+    assert run(monkeypatch, "compare", b) == 2
+    assert "is damaged" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_no_two_of_96_methods_look_alike() -> None:
+    from consilium.report.compare.pictures import style
+
+    assert len({(one["color"], one["marker"]) for one in map(style, range(96))}) == 96
+
+
+def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
+    from consilium.report.compare.pictures import against_bytes
+
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6]], "ffa_lora": [[0.1, 0.1]]})
+    change(folders[1], "s1", test__global__accuracy=math.nan)
+    figure, _ = against_bytes(accuracy(*folders))
+    assert figure
+    texts = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
+
+
+def masks(shift: int) -> Segmented:
+    """Return two pictures of 32 pixels with a square each; `shift` moves the predicted ones."""
+    images = torch.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).to(torch.uint8)
+    references = torch.zeros(2, 1, 32, 32, dtype=torch.bool)
+    references[:, :, 8:20, 8:20] = True
+    return Segmented(images, references, references.roll(shift, 3), torch.tensor([0.5, 0.6]), ("disc",))
+
+
+def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
+    (tmp_path / "out").mkdir()
+    for shift, folder in enumerate(folders):
+        said = {Stage.PRETRAINED: masks(9), Stage.GLOBAL: masks(shift)}
+        write_predictions(folder / "sites" / "s0" / "predictions.png", said)
+    files, notes = draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")
+    assert ([path.name for path in files], notes) == (["examples-s0.png"], [])
+    with Image.open(files[0]) as joined, Image.open(folders[1] / "sites/s0/predictions.png") as own:
+        theirs = own.convert("RGB").crop(
+            (16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)
+        )  # fourth column: picture, reference, pretrained
+        assert joined.crop((16 + 3 * 312, 96, 16 + 3 * 312 + 300, 436)).tobytes() == theirs.tobytes()
+    write_predictions(
+        folders[1] / "sites/s0/predictions.png", {Stage.GLOBAL: replace(masks(0), images=masks(0).images.flip(3))}
+    )
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[0] == []
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.PERSONALIZED, "")[1] == [
+        "no examples of s0: fewer than two methods have pictures of this model there"
+    ]
+
+
+STUDY = """
+about: two methods on two data sets, three seeds
+base: BASE
+axes:
+  method: {FedIT: {strategy: fedit}, FFA: {strategy: ffa_lora}}
+  data: {mild: {data.dataset: one}, strong: {data.dataset: two}}
+  seed: {training.seed: [0, 1, 2]}
+exclude: [{when: {method: FFA, data: strong}, reason: the paper has none}]
+published: [{method: FedIT, data: mild, accuracy: 0.75}, {method: FFA, data: strong, accuracy: 0.5}]
+smoke: {set: {training.rounds: 1}}
+"""
+
+
+def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from consilium.study.study import load
+
+    base = make(tmp_path / "base", {"s": 0.5})
+    path = tmp_path / "two.yaml"
+    path.write_text(STUDY.replace("BASE", str(base)))
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs") == 2
+    assert "no cell is done; run it: consilium study run" in capsys.readouterr().err.replace("\n", " ")
+    for cell in load(path, workspace=tmp_path / "runs").cells():
+        if (cell.labels["method"], cell.labels["seed"]) != ("FFA", "2"):
+            config = cell.load()
+            score = 0.25 + 0.25 * config.training.seed
+            make(cell.folder, {"s": score}, config.strategy.name, config.training.seed, data=config.data.model_dump())
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    rows = {table["title"]: table["rows"] for table in said["tables"]}
+    assert rows["mild: Accuracy, global model, test split"][1:] == [
+        ["FedIT", "3/3", "0.500 ± 0.250", "0.500 ± 0.250", "0.304–0.696", "-", "0.500 ± 0.250", "1.50", "0.750", "-0.250"],
+        ["FFA", "2/3", "0.375 ± 0.177", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
+    ]
+    assert rows["mild: Missing, and in no mean"] == [["FFA", "2", "s", "not done (waiting)"]]
+    assert said["notes"][0] == "left out by the study: FFA strong: the paper has none"
+    assert "1 published numbers are of methods without a finished run" in said["notes"]
