@@ -21,7 +21,8 @@ from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
-from consilium.strategies.strategy import Blend, Role
+from consilium.strategies.local import Blend
+from consilium.strategies.strategy import Role
 from consilium.training.blending import blended
 from tests.conftest import small_config, small_text
 from tests.strategies.site_halves import (

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, RefusedError
+from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job, server_start
+from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.diagnostics import deviation
 from consilium.federation.server_step import step
@@ -28,7 +29,7 @@ from consilium.privacy.release import geometries, upload_shapes
 from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
 from consilium.seeding import seed_for
-from consilium.storage import load_state, save_state, sweep
+from consilium.storage import sweep
 from consilium.strategies.strategy import Gathered, Role, ServerState
 
 
@@ -61,16 +62,16 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
-        self.run, self.checkpoint, self.state = self._load() if resume else self._fresh(own)
+        self.run, self.checkpoint, self.state = checkpoint.read(self._file(), job) if resume else self._fresh(own)
         if resume:
             self.log.resumed(self.state)
         else:
             self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
 
-    def _fresh(self, own: SiteConfig) -> tuple[str, str | None, ServerState]:
-        """Return name, base checkpoint if it is known already, and state of a new run."""
-        start, checkpoint = server_start(self.job, own)
-        return secrets.token_hex(6), checkpoint, self.job.strategy.init_state(start)
+    def _fresh(self, own: SiteConfig) -> Saved:
+        """Return what is known of a new run."""
+        start, base = server_start(self.job, own)
+        return Saved(secrets.token_hex(6), base, self.job.strategy.init_state(start))
 
     @property
     def done(self) -> bool:
@@ -274,24 +275,7 @@ class Coordinator:
         return self.folder / "server" / "state.safetensors"
 
     def _save(self) -> None:
-        groups = {"shared": self.state.shared, "initial": self.state.initial, "matrices": self.state.matrices}
-        groups["optimizer"] = self.state.optimizer
-        groups |= {f"sites/{site}": values for site, values in self.state.sites.items()}
-        tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
-        place: dict[str, Any] = {"round": self.state.round, "phase": self.state.phase}
-        place |= {"reported": self.state.reported, "weights": self.state.weights}
-        whose = {"run": self.run, "checkpoint": self.checkpoint, "job": _fingerprint(self.job)}
-        save_state(self._file(), tensors, place | whose)
-
-    def _load(self) -> tuple[str, str | None, ServerState]:
-        tensors, meta = load_state(self._file())
-        if meta["job"] != _fingerprint(self.job):
-            raise CheckpointError(f"{self._file()}: is of another job; resume with the job.yaml it was made by")
-        groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
-        sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
-        known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
-        state = ServerState(meta["round"], meta["phase"], **known)
-        return meta["run"], meta["checkpoint"], state
+        checkpoint.write(self._file(), self.job, Saved(self.run, self.checkpoint, self.state))
 
 
 def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
@@ -306,12 +290,3 @@ def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
         raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
     return merged
-
-
-def _group(tensors: Tensors, group: str) -> Tensors:
-    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
-
-
-def _fingerprint(job: Job) -> str:
-    """Return what a checkpoint must share with the job that resumes it: all settings but the number of rounds."""
-    return job.config.digest

@@ -15,7 +15,8 @@ from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import Pass, Strategy
+from consilium.strategies.local import Pass
+from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
 from consilium.training.blending import blended
 from consilium.training.device import peak_memory

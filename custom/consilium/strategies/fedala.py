@@ -28,7 +28,7 @@ from torch import Tensor
 from consilium.messages import Payload, Tensors
 from consilium.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import Look
+from consilium.strategies.local import Look
 
 WINDOW = 10
 """So many last losses say whether the weights have settled."""

@@ -37,7 +37,8 @@ from consilium.adapters.names import MEAN, SHIFT
 from consilium.adapters.parts import FEATURE_SHIFT
 from consilium.messages import Tensors
 from consilium.schema import Factor
-from consilium.strategies.strategy import Pass, Role, Strategy
+from consilium.strategies.local import Pass
+from consilium.strategies.strategy import Role, Strategy
 
 RUNNING = "running mean"
 

@@ -37,7 +37,8 @@ from pydantic import Field
 from consilium.adapters.names import is_local
 from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.schema import Share
-from consilium.strategies.strategy import Blend, Pass, Role, Strategy
+from consilium.strategies.local import Blend, Pass
+from consilium.strategies.strategy import Role, Strategy
 
 
 @dataclass(frozen=True)

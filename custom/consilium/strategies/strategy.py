@@ -5,10 +5,10 @@ site's own tensors. The defaults here are plain federated averaging of whatever 
 which tensors those are and overrides a hook only where its paper differs.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict
 from torch import Tensor
@@ -17,6 +17,7 @@ from consilium.adapters.names import is_base
 from consilium.errors import ConfigError
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import STRICT
+from consilium.strategies.local import Blend, Look, Pass
 
 
 class Role(StrEnum):
@@ -59,35 +60,6 @@ class LocalStep:
     anchors: Mapping[str, Tensor]
     scalars: Mapping[str, float]
     memory: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass of local training: the tensors it trains, and the share of a local adapter in its forward pass."""
-
-    trained: frozenset[str]
-    share: float = 0.0
-
-
-@dataclass(frozen=True)
-class Blend:
-    """The share of a local adapter in a site's personalized model: `most`, times each sample's similarity to the site's data.
-
-    `examples`: of how many training records; with 0 the share is `most` for every sample.
-    """
-
-    most: float
-    examples: int
-
-
-class Look(Protocol):
-    """Looks at a site's training data before local training, batch after batch; `batches` of them are one pass."""
-
-    batches: int
-
-    def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
-        """Return the loss on the next batch of the model with `values`, and its gradients of `names`."""
-        ...
 
 
 @dataclass(frozen=True)

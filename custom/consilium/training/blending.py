@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from consilium.models.registry import Cut
 from consilium.seeding import seed_for
-from consilium.strategies.strategy import Blend
+from consilium.strategies.local import Blend
 from consilium.tasks.base import Task, evaluating
 
 Mix = Callable[[float | Tensor], None]

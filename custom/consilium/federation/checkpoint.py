@@ -1,0 +1,49 @@
+"""The server's checkpoint of a run: one atomic file, which only the job that wrote it goes on from."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from consilium.errors import CheckpointError
+from consilium.federation.build import Job
+from consilium.messages import Tensors
+from consilium.storage import load_state, save_state
+from consilium.strategies.strategy import ServerState
+
+
+class Saved(NamedTuple):
+    """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's."""
+
+    run: str
+    checkpoint: str | None
+    state: ServerState
+
+
+def write(path: Path, job: Job, saved: Saved) -> None:
+    """Write the checkpoint."""
+    state = saved.state
+    groups = {"shared": state.shared, "initial": state.initial, "matrices": state.matrices, "optimizer": state.optimizer}
+    groups |= {f"sites/{site}": values for site, values in state.sites.items()}
+    tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
+    place: dict[str, Any] = {"round": state.round, "phase": state.phase}
+    place |= {"reported": state.reported, "weights": state.weights}
+    save_state(path, tensors, place | {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)})
+
+
+def read(path: Path, job: Job) -> Saved:
+    """Return the checkpoint. Raises CheckpointError for a damaged one, or one of another job."""
+    tensors, meta = load_state(path)
+    if meta["job"] != _fingerprint(job):
+        raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
+    groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
+    sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
+    known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
+    return Saved(meta["run"], meta["checkpoint"], ServerState(meta["round"], meta["phase"], **known))
+
+
+def _group(tensors: Tensors, group: str) -> Tensors:
+    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+
+
+def _fingerprint(job: Job) -> str:
+    """Return what a checkpoint must share with the job that resumes it: all settings but the number of rounds."""
+    return job.config.digest
