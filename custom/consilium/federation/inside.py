@@ -47,7 +47,7 @@ class Inside:
             raise ConfigError(f"diagnostics.leakage: {what}; remove it, or use a strategy such as fediat")
 
         for name, site in sites.items() if self.config.leakage else ():
-            site.before_training = partial(self._before, name)
+            site.on_train = partial(self._before, name)
 
     def _before(self, name: str, run: str, payload: Payload) -> None:
         """Keep what a site starts from: the first time, for its answer may be asked for again after an interruption."""
@@ -125,5 +125,5 @@ def _unseen(site: Site) -> Site:
     unseen = copy.copy(site)
     training = site.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
     unseen.config = site.config.model_copy(update={"training": training})
-    unseen.observer, unseen.before_training = lambda event: None, lambda run, payload: None
+    unseen.observer, unseen.on_train = lambda event: None, lambda run, payload: None
     return unseen

@@ -86,7 +86,7 @@ class Site(LocalTraining):
         self.data = data
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
-        self.before_training: Callable[[str, Payload], None] = _nothing
+        self.on_train: Callable[[str, Payload], None] = _nothing
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
@@ -128,7 +128,7 @@ class Site(LocalTraining):
 
         Raises RefusedError for a stale payload, CheckpointError for lost state.
         """
-        self.before_training(run, payload)
+        self.on_train(run, payload)
         held = self._restore(run)
         last, reply = held.place, held.reply
         if last == (payload.round, payload.phase):
@@ -275,7 +275,7 @@ class Site(LocalTraining):
 
 
 def _nothing(run: str, payload: Payload) -> None:
-    """Do nothing: only a diagnosis in the same process looks at a site before it trains."""
+    """Do nothing: only `Inside`, in the same process, looks at a site before it trains."""
 
 
 @cache
