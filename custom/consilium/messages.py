@@ -28,7 +28,7 @@ class Kind(StrEnum):
 class Hello:
     """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
     `ledger`: the last seal of its privacy ledger, which the guard fills in; `plugins`: other packages that the job's kinds
-    come from at this site, with their versions.
+    come from at this site, with their versions; `test_only`: it never trains, and so has no training samples.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Hello:
     capacity: dict[str, float] = field(default_factory=dict)
     ledger: str = ""
     plugins: dict[str, str] = field(default_factory=dict)
+    test_only: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -47,7 +48,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors; `capacity`: see ranks.py."""
+    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors; `capacity`: see ranks.py.
+
+    `num_samples` is 0 of a site that is there to test only.
+    """
 
     name: str
     num_samples: int

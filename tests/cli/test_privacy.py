@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from opacus.accountants.utils import get_noise_multiplier
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
@@ -44,6 +45,20 @@ def test_a_plan_per_accountant_with_other_deltas_and_the_noise_it_means() -> Non
     assert found["exact"]["epsilon"]["1e-05"] == pytest.approx(8.04, abs=0.01)
     assert found["exact"]["noise_to_signal"]["central"] == pytest.approx(5.98 * (36 * 768 * 8) ** 0.5 / 12, rel=1e-3)
     assert found["exact"]["noise_to_signal"]["local"] > found["exact"]["noise_to_signal"]["central"]
+
+
+def test_a_plan_by_the_paper_s_calibration_shows_its_noise_and_what_that_keeps() -> None:
+    """Opacus' sigma of 250 batches of 12 x 11 of 6400 images, over sqrt(36 tensors x 12 sites)."""
+    sigma = get_noise_multiplier(target_epsilon=1, target_delta=1 / 12, sample_rate=132 / 6400, steps=250, accountant="rdp")
+    words = "privacy plan --epsilon 1 --rounds 50 --phases 2 --sites 12 --accountant exact --calibration paper --samples 6400"
+    words += " --batch-size 11 --local-steps 5"
+    found = json.loads(call(*words.split(), "--format", "json"))
+    assert found["asked"]["paper"] == {"samples": 6400, "batch_size": 11, "local_steps": 5, "tensors": 36}
+    assert found["plans"]["exact"]["noise_multiplier"] == pytest.approx(sigma / (36 * 12) ** 0.5)
+    assert found["plans"]["exact"]["epsilon"]["1e-05"] > 1000
+    assert "calibration paper: the noise of a printed epsilon 1" in call(*words.split())
+    with pytest.raises(ConfigError, match="give --samples"):
+        call(*words.replace(" --samples 6400", "").split())
 
 
 @pytest.mark.parametrize("words", ["--accountant moments", "--delta 2"])

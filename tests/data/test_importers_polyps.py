@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from consilium.config.site import Given, find_site
 from consilium.data.images import read_mask
 from consilium.data.importers.registry import import_set
 from consilium.errors import DataError
@@ -78,14 +79,17 @@ def pranet(tmp_path: Path) -> Path:
     return source
 
 
-def test_pranets_split_stays_and_test_sets_alone_are_no_sites(pranet: Path, tmp_path: Path) -> None:
+def test_pranets_split_stays_and_test_sets_alone_only_test(pranet: Path, tmp_path: Path) -> None:
     dest = tmp_path / "out"
     found = run_import("polyp-pranet", pranet, dest)
     assert found["sites"]["kvasir-seg"] == {"training": 6, "validation": 1, "test": 3}
     assert sum(found["sites"]["cvc-clinicdb"].values()) == 20
     assert found["sites"]["cvc-clinicdb"]["test"] == 5
-    assert "cvc-300" not in found["sites"]
-    assert "cvc-300: test pictures only; --resplit makes a site of them" in found["notes"]
+    assert found["sites"]["cvc-300"] == {"training": 0, "validation": 0, "test": 10}
+    assert found["notes"][-1] == "test samples only, so their site.yaml says test_only: cvc-300"
+    assert find_site("cvc-300", Given(dest)).test_only
+    assert find_site("cvc-300", Given(dest)).datalist == dest / "cvc-300/datalist.json"
+    assert not find_site("kvasir-seg", Given(dest)).test_only
     tested = splits_of(dest, "cvc-clinicdb")["test"]
     assert sorted(int(item.image.stem) for item in tested) == [4, 8, 12, 16, 20]
     for item in items_of(dest, "kvasir-seg"):

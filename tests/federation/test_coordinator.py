@@ -143,6 +143,19 @@ def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
         server.welcome(Hello("old", 5, False, "0.0.0"))
     with pytest.raises(RefusedError, match="no training samples"):
         server.welcome(Hello("empty", 0, False, __version__))
+    with pytest.raises(RefusedError, match="says that it has training samples too"):
+        server.welcome(Hello("both", 5, False, __version__, test_only=True))
+
+
+def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: MakeJob, tmp_path: Path) -> None:
+    server = coordinator(small_job("fedit"), tmp_path, sites=1)
+    server.welcome(Hello("aside", 0, False, __version__, test_only=True))
+    with pytest.raises(ConsiliumError, match=r"1 sites are here, federation\.min_sites is 2"):
+        server.start()
+    server.welcome(Hello("late", 5, False, __version__))
+    assert server.start().keys() == {"site-0", "late"}
+    assert server.held_out() == {}
+    assert server.final().keys() == {"site-0", "late", "aside"}
 
 
 def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:

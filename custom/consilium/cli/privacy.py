@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from consilium.privacy.plan import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
-PAPER_PARAMETERS = 36 * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
+PAPER_TENSORS = 36
+PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
 
 
 def claim_of(folder: Path) -> str | None:
@@ -45,17 +46,28 @@ def plan(
     parameters: Annotated[
         int, typer.Option(min=1, max=10**12, help="numbers in a release; default: q, k, v of ViT-B, rank 8")
     ] = PAPER_PARAMETERS,
+    calibration: Annotated[
+        Literal["honest", "paper"], typer.Option(help="paper: the noise of DEeR's code, see below")
+    ] = "honest",
+    samples: Annotated[int, typer.Option(min=0, help="paper: training images of all sites together")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="paper: a site's batch")] = 8,
+    local_steps: Annotated[int, typer.Option(min=1, help="paper: a site's steps a phase")] = 3,
+    tensors: Annotated[int, typer.Option(min=1, help="paper: tensors in a release; default: q, k, v of ViT-B")] = PAPER_TENSORS,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
 
-    Site level, zero-out adjacency: a site's update against none at all.
+    Site level, zero-out adjacency: a site's update against none at all. With --calibration paper the noise is what DEeR's code
+    takes for that epsilon, counting batches of images at delta 1 / sites; the epsilons shown are what it really keeps.
     """
     check_finite(epsilon=epsilon, delta=delta, clip=clip)
     wanted = ("exact", "prv", "rdp") if accountant == "all" else (accountant,)
     if unknown := set(wanted) - {"exact", "prv", "rdp"}:
         raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")
-    asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters)
+    if calibration == "paper" and not samples:
+        raise ConfigError("--calibration paper: makes its noise from the number of training images; give --samples")
+    paper = Paper(samples, batch_size, local_steps, tensors) if calibration == "paper" else None
+    asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters, paper)
     found = {one: asked.answer(one) for one in wanted}
     if format is Format.JSON:
         meaning = {"unit": "site", "adjacency": "zero-out"}
@@ -65,8 +77,18 @@ def plan(
 
 
 @dataclass(frozen=True)
+class Paper:
+    """What DEeR's calibration follows from, beside the rest."""
+
+    samples: int
+    batch_size: int
+    local_steps: int
+    tensors: int
+
+
+@dataclass(frozen=True)
 class Asked:
-    """What a plan is asked for."""
+    """What a plan is asked for; with `paper` by its calibration."""
 
     epsilon: float
     delta: float
@@ -75,6 +97,7 @@ class Asked:
     sites: int
     clip: float
     parameters: int
+    paper: Paper | None = None
 
     def answer(self, accountant: str) -> dict[str, Any]:
         """Return one accountant's plan."""
@@ -91,18 +114,32 @@ class Asked:
 
     def _plan(self, accountant: str, trust: str) -> "Plan":
         from consilium.config.privacy import SiteLevelDpConfig
-        from consilium.privacy.plan import site_plan
+        from consilium.privacy.plan import printed_plan, site_plan
         from consilium.schema import validate
 
         named = {"unit": "site", "accountant": accountant, "trust": trust}
-        numbers = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
-        return site_plan(validate(SiteLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases)
+        numbers: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
+        if self.paper:
+            numbers |= {"calibration": "paper", "sites": self.sites, "samples": self.paper.samples}
+        config, releases = validate(SiteLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases
+        if not self.paper:
+            return site_plan(config, releases)
+        steps = self.rounds * self.paper.local_steps
+        return printed_plan(config, self.paper.batch_size, steps, releases, self.paper.tensors)
+
+
+def _labelled(asked: Asked) -> str:
+    return f"; calibration paper: the noise of a printed epsilon {asked.epsilon:g}, trust local" if asked.paper else ""
 
 
 def _print_plans(asked: Asked, found: dict[str, Any]) -> None:
     console, first = Console(soft_wrap=True, highlight=False), next(iter(found.values()))
     releases = asked.rounds * asked.phases
-    table = Table(title=f"{releases} releases, {asked.sites} sites, site level, zero-out", title_justify="left", box=SIMPLE)
+    table = Table(
+        title=f"{releases} releases, {asked.sites} sites, site level, zero-out{_labelled(asked)}",
+        title_justify="left",
+        box=SIMPLE,
+    )
     for heading in ("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"])):
         table.add_column(heading, justify="left" if heading == "accountant" else "right")
     for name, one in found.items():

@@ -128,6 +128,7 @@ MEANINGS: dict[str, str] = {
     "SiteConfig.datalist": f"the data list, a folder per class or a folder of JSONL lists; {_RELATIVE}",
     "SiteConfig.checkpoints": "the folder that `${SITE}` in `model.checkpoint` stands for",
     "SiteConfig.state": "the folder for private state, ledger and records; back it up",
+    "SiteConfig.test_only": "the site never trains; the run's last global model is scored on its test split",
     "SiteConfig.device": "auto, cpu, cuda, cuda:1 or mps",
     "SiteConfig.threads": "of the processor, for training",
     "SiteConfig.privacy": "what this hospital lets jobs do",

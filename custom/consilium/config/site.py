@@ -47,7 +47,9 @@ class SiteConfig(Section):
     default as many as torch uses, at most 8. `bad_samples`: what a sample that cannot be read does: `refuse` ends the job here,
     `skip` leaves the sample out and counts it in the result.
 
-    `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`).
+    `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
+    trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
+    site's word, which neither data nor jobs change.
     """
 
     datalist: Path | None = None
@@ -59,6 +61,7 @@ class SiteConfig(Section):
     cache: CacheConfig = CacheConfig()
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
     bad_samples: Literal["refuse", "skip"] = "refuse"
+    test_only: bool = False
     share_metrics: bool | None = None
     share_statistics: bool | None = None
     statistics_minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10

@@ -14,6 +14,7 @@ LEAKS = ("duplicate between splits", "volume in two splits", "study in two split
 WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
 """Problems that let training run, while its scores say nothing. All others stop it."""
 NO_TRAINING = "no training samples"
+TEST_ALONE = "no training samples: with test_only: true in its site.yaml such a site tests, else it is refused"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Findings:
     def of(cls, path: Path, data: DataList) -> Self:
         """Return what is found before any sample is opened: how many there are, and splits without any.
 
-        No training samples is a problem, an empty split otherwise a warning.
+        No training samples is a problem where there are none to test on either, an empty split otherwise a warning.
         """
         found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
         found.check_splits()
@@ -63,7 +64,9 @@ class Findings:
 
     def check_splits(self) -> None:
         """Report splits without any sample."""
-        if not self.samples["training"]:
+        if not self.samples["training"] and self.samples["test"]:
+            self.warn(TEST_ALONE, self.path)
+        elif not self.samples["training"]:
             self.problem(NO_TRAINING, self.path)
         for split in SPLITS:
             if split != "training" and not self.samples[split]:

@@ -249,6 +249,7 @@ def build_guard(
         str(data.path) if site.datasets else "",
         Terms(site.share_statistics, site.statistics_minimum),
         tuple(job.initial),
+        site.test_only,
     )
 
 

@@ -54,10 +54,13 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         )
     if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
         raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
-    if hello.num_samples < 1:
-        raise RefusedError(f"{name}: no training samples; add entries under `training` to its data list")
+    if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
+        remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
+        raise RefusedError(f"{name}: no training samples; {remedy}")
     if type(hello.joined) is not bool or not _is_hash(hello.checkpoint) or not _is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+    if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
+        raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):

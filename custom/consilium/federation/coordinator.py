@@ -88,6 +88,11 @@ class Coordinator:
         """True once this phase has enough accepted results."""
         return len(self.accepted) >= self.quorum
 
+    @property
+    def trainers(self) -> dict[str, SiteInfo]:
+        """The sites that rounds may ask and that count for the quorum: not those that only test."""
+        return {name: site for name, site in self.sites.items() if site.num_samples}
+
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
         check_hello(hello, self.job.config.packages)
@@ -113,8 +118,8 @@ class Coordinator:
     def start(self) -> dict[str, Payload]:
         """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
         with self._lock:
-            if len(self.sites) < self.quorum:
-                have = f"{len(self.sites)} sites are here, federation.min_sites is {self.quorum}"
+            if len(self.trainers) < self.quorum:
+                have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in self._sample()}
             self.accepted, self._results, self._trained = set(), {}, []
@@ -133,7 +138,7 @@ class Coordinator:
         """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
         if self.state.phase:
             return {}
-        names = sorted(self.sites.keys() - self.asked.keys())
+        names = sorted(self.trainers.keys() - self.asked.keys())
         count = math.ceil(self.job.config.federation.fraction_evaluate * len(names))
         drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
@@ -154,12 +159,12 @@ class Coordinator:
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
             shapes = upload_shapes(self.job.strategy, self._payload())
-            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.sites))
+            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.trainers))
             self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""
-        names, config = sorted(self.sites), self.job.config
+        names, config = sorted(self.trainers), self.job.config
         count = min(len(names), max(self.quorum, math.ceil(config.federation.fraction_train * len(names))))
         return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
 

@@ -14,6 +14,7 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 
 DRIFT = "drift.json"
 """The file in a run's private folder at a site: how far each adapter moved, by round and phase."""
+NOISE_TITLE = "norm of what noise adds to the product B A/"
 Results = Mapping[str, tuple[int, Payload, Payload]]
 """A phase's results by site: weight, what it was sent, its update."""
 
@@ -90,10 +91,11 @@ def draw(run: Path, folder: Path) -> None:
     if (run / noise.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
         for place, values in _read(run / noise.FILE).items():
-            rounds.setdefault(place[0], {}).update(values)
-        plot_curves(folder / "noise.png", [{"noise/xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)])
+            named = {name.replace("noise/", NOISE_TITLE): value for name, value in values.items()}
+            rounds.setdefault(place[0], {}).update(named)
+        plot_curves(folder / "noise.png", [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)])
     if (run / DRIFT).is_file():
-        plot_drift(folder / "drift.png", [(place[0], values) for place, values in sorted(_read(run / DRIFT).items())])
+        plot_drift(folder / "drift.png", sorted(_read(run / DRIFT).items()))
 
 
 def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:

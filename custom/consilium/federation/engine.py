@@ -9,7 +9,7 @@ from torch import nn
 
 from consilium.config.site import SiteConfig, check_packages
 from consilium.data.store.folder import discard
-from consilium.errors import ConsiliumError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.inside import Inside
@@ -60,7 +60,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     trainers = members
     if job.strategy.pools_data:
         pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
-        trainers = {POOLED: Member(pooled, next(iter(members.values())).guard)}
+        trainers = {POOLED: Member(pooled, _guard_of_all(members))}
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
@@ -84,6 +84,14 @@ def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Obser
     check_packages(job.config, site, name)
     guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
     return Member(build_site(job, name, site, folder, observer, model), guard)
+
+
+def _guard_of_all(members: dict[str, Member]) -> Guard:
+    """Return the guard of the first site that trains, for the pooled one. Raises ConfigError where none does."""
+    guards = [one.guard for one in members.values() if not one.guard.test_only]
+    if not guards:
+        raise ConfigError("test_only: all sites are, so there is nothing to train on; let one train")
+    return guards[0]
 
 
 def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, Item
+from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
@@ -24,7 +24,8 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
     """
     task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
-    data = replace(_read(config, name, site, folder, bad if loading.skip else None), loading=loading, skipped=len(bad))
+    data = _read(config, name, site, folder, bad if loading.skip else None)
+    data = replace(_test_alone(config, name, data) if site.test_only else data, loading=loading, skipped=len(bad))
     if not loading.skip:
         return _check_windows(config, task.prepare(config.task, data))
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
@@ -54,6 +55,16 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
 
     store = open_store(data.loading.folder, data.loading.most)
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
+
+
+def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
+    """Return a list's test split alone, of a site that only tests. Raises ConfigError without one, or for record-level DP."""
+    if config.privacy is not None and config.privacy.unit == "record":  # whose plan follows from a site's training samples
+        what = "a job of privacy.unit record has no plan for a site that trains nothing; leave it out"
+        raise ConfigError(f"{name}: test_only: {what}")
+    if not data.splits["test"]:
+        raise ConfigError(f"{name}: test_only: {data.path} has no test split; add entries under `test`")
+    return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
 def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: list[DataError] | None) -> DataList:

@@ -102,7 +102,7 @@ class Site(LocalTraining):
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
-        if not (self.limits.given and self.strategy.ranks_differ and self.adapter.unequal_ranks):
+        if not (self.limits.given and self.task.num_samples and self.strategy.ranks_differ and self.adapter.unequal_ranks):
             return {}
         path = self.folder / run / "capacity.json"
         if not path.exists():
@@ -171,7 +171,7 @@ class Site(LocalTraining):
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
-        passes = self.strategy.closing_passes(layers.tensors(self.model))
+        passes = self.strategy.closing_passes(layers.tensors(self.model)) if self.task.num_samples else None
         if last is not None and passes is None:
             self._load(own)
             self._scale(1.0)

@@ -89,7 +89,7 @@ class RoundController(Controller):
         if (c := self.coordinator) is None:
             return
         try:
-            self._wait(c, self._invite(c, fl_ctx), lambda: len(c.sites) >= c.quorum, abort_signal)
+            self._wait(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
             if c.survey.wanted and not abort_signal.triggered:
                 self._survey(c, abort_signal, fl_ctx)
             while not c.done and not abort_signal.triggered:

@@ -35,8 +35,8 @@ class Guard:
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
-    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a
-    name; `terms`: what the site says of statistics; `tensors`: the names of the adapter's.
+    `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name; `terms`: what the
+    site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is ever trained here.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Guard:
     listed: str = ""
     terms: statistics.Terms = statistics.TERMS
     tensors: Collection[str] = ()
+    test_only: bool = False
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
@@ -66,8 +67,9 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """The sample count the server may know: 1 under site-level DP, whose guarantee it would break, or if nothing trains."""
-        return 1 if self._unit == "site" or not self.config.trains else self.num_samples
+        """What the server may know: 1 under site-level DP, which it would break, or if nothing trains; 0 by the site's word."""
+        hidden = self._unit == "site" or not self.config.trains
+        return 0 if self.test_only else 1 if hidden else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Guard:
         fits = {
             Kind.HELLO: task.place == (-1, -1),
             Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
-            Kind.TRAIN: known and 0 <= phase < self.strategy.phases(round),
+            Kind.TRAIN: known and not self.test_only and 0 <= phase < self.strategy.phases(round),
             Kind.EVALUATE: (trains and task.place == (rounds, 0)) or (known and phase == HELD_OUT),
         }
         if not fits[task.kind]:
@@ -143,6 +145,7 @@ class Guard:
             "capacity": capacity,
             "ledger": self.ledger.seal(),
             "plugins": self.config.packages,
+            "test_only": self.test_only,
         }
         self._note("hello", values=shown)
         return shown
@@ -263,12 +266,8 @@ class Guard:
 
     def _note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **said: Any) -> None:
         """Put a message into the site's record before it leaves, see audit.py."""
-        line: dict[str, Any] = {
-            "site": self.name,
-            "job": self.config.name,
-            "experiment": self.config.experiment,
-            "run": self._run,
-        }
+        job = {"job": self.config.name, "experiment": self.config.experiment}
+        line: dict[str, Any] = {"site": self.name, **job, "run": self._run}
         line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
         if payload is not None:
             line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}

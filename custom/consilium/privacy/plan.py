@@ -153,7 +153,13 @@ def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy
     if not tensors:
         raise ConfigError("privacy.calibration: 'paper' clips each tensor, and none is shared; use honest")
     steps = config.training.rounds * config.training.steps_per_round(math.ceil(privacy.samples / privacy.sites))
-    sigma = paper_sigma(privacy, config.training.batch_size * privacy.sites, steps)
+    return printed_plan(privacy, config.training.batch_size, steps, releases, tensors)
+
+
+def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releases: int, tensors: int) -> Plan:
+    """Return the paper's noise for `steps` of a site's batches, and what so many releases of `tensors` really cost with it."""
+    assert privacy.sites is not None
+    sigma = paper_sigma(privacy, batch_size * privacy.sites, steps)
     kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
     return Plan(privacy, kept, GaussianEvent(kept), releases, tensors)
 

@@ -49,15 +49,18 @@ def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plot_drift(path: Path, rounds: list[tuple[int, dict[str, float]]]) -> None:
-    """Draw how far each adapter moved in local training, from the input on; a line per round, counted from 0, at most SHOWN."""
+def plot_drift(path: Path, rounds: list[tuple[tuple[int, int], dict[str, float]]]) -> None:
+    """Draw how far each adapter moved in local training, from the input on; a line per round and phase, at most SHOWN."""
+    phased = any(phase for (_, phase), _ in rounds)
     picked = [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axis = figure.subplots()
-    for place, (number, values) in enumerate(picked):
+    for place, ((number, phase), values) in enumerate(picked):
         colour = colormaps["viridis"](place / max(len(picked) - 1, 1))
-        axis.plot(range(1, len(values) + 1), list(values.values()), marker=".", color=colour, label=f"round {number + 1}")
+        label = f"round {number + 1}" + (f", phase {phase + 1}" if phased else "")
+        axis.plot(range(1, len(values) + 1), list(values.values()), marker=".", color=colour, label=label)
     axis.set_xlabel("adapter, from the input on", fontsize=8)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylabel("change / its size before", fontsize=8)
     axis.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=110)

@@ -58,7 +58,8 @@ def read_pranet(source: Path, options: Options) -> Reading:
     """Read the polyp benchmark of PraNet (Fan et al.): a site per set, in its published split.
 
     TrainDataset mixes two sets: pictures named by a number alone are CVC-ClinicDB's frames, the others Kvasir-SEG's. The
-    other three sets have test pictures only, so they become sites with --resplit alone. Frames are kept together in ten runs.
+    other three sets have test pictures only, so they become sites that only test; --resplit makes them train too. Frames are
+    kept together in ten runs.
     Raises DataError for another layout.
     """
     train, test = _below(source, "TrainDataset"), _below(source, "TestDataset")
@@ -79,7 +80,7 @@ def _pranet_notes(test_only: set[str], options: Options) -> list[str]:
     if options.resplit:
         return [f"kvasir-seg: {NO_PATIENTS}", "the other sets name no videos, so runs of consecutive frames are kept together"]
     notes = ["the published split is by picture: frames of one video may be in training and in test; --resplit cuts anew"]
-    return notes + [f"{site}: test pictures only; --resplit makes a site of them" for site in sorted(test_only)]
+    return notes + [f"{site}: test pictures only, so it only tests; --resplit makes it train too" for site in sorted(test_only)]
 
 
 def _pranet_site(site: str, pairs: list[Split]) -> list[Found]:

@@ -32,7 +32,7 @@ def write_sites(reading: Reading, name: str, source: Path, dest: Path, options: 
     """
     earlier = earlier_imports(dest, add)
     found, dropped = arrange(reading.samples, name, options)
-    if not found:
+    if not found or not (earlier or any(splits["training"] for splits in found.values())):
         few = f"no site is left with {options.minimum} samples and one for training"
         raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
     sites = renamed(found, options.rename)
@@ -94,8 +94,9 @@ def _check_fits(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, 
 
 
 def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
-    """Return the samples by site and split, and the sites left out for having too few or none to train on.
+    """Return the samples by site and split, and the sites left out for having too few, or texts and none to train on.
 
+    A site whose publisher has test pictures only stays: it tests.
     Raises DataError for a site to take that is not there, or more sites than patients.
     """
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
@@ -109,7 +110,7 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     for site, mine in sorted(by_site.items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
-        if enough and splits["training"]:
+        if enough and (splits["training"] or all(isinstance(one, Found) and one.split == "test" for one in mine)):
             found[site] = splits
         else:
             dropped.append(site)
@@ -185,6 +186,8 @@ def _cut(count: int, shares: dict[str, float]) -> Iterable[str]:
 def _summary(reading: Reading, sites: Sites, dropped: list[str], name: str, source: Path, options: Options) -> dict[str, Any]:
     counts = {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()}
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
+    alone = [site for site, splits in sites.items() if not splits["training"]]
+    left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
     found = {
         "name": name,
         "source": str(source.resolve()),
@@ -204,6 +207,8 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
     entries = {s: [_entry(folder, one, done) for one in samples if isinstance(one, Found)] for s, samples in splits.items()}
     text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
     write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
+    if not entries["training"]:
+        write_atomic(folder / "site.yaml", b"datalist: datalist.json\ntest_only: true\n", PUBLIC)
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
