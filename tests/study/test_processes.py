@@ -14,6 +14,7 @@ import torch
 
 from consilium.storage import load_state
 from consilium.study.study import Cell, load
+from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy
 
 pytestmark = pytest.mark.slow
@@ -135,9 +136,9 @@ def test_a_worker_that_dies_costs_its_cell_only(study_file: MakeStudy, tmp_path:
     assert (again.returncode, (first.folder / "results.json").is_file()) == (0, True)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "iat_table1"])
-def test_smoke(name: str, tmp_path: Path) -> None:
-    run = start(tmp_path, Path("jobs/studies") / f"{name}.yaml", "--smoke", "--workers", 2, "--workspace", tmp_path / "w")
+@pytest.mark.parametrize("path", sorted((JOBS / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_smoke(path: Path, tmp_path: Path) -> None:
+    run = start(tmp_path, path, "--smoke", "--workers", 2, "--workspace", tmp_path / "w")
     said, error = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, error.decode()
     assert "cells done; the runs are in" in said.decode()
