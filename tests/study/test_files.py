@@ -5,6 +5,9 @@ from typing import get_args
 
 import pytest
 
+from consilium.config.site import Given
+from consilium.study.cell import run_cell
+from consilium.study.plan import Planner
 from consilium.study.study import Size, load
 from tests.conftest import JOBS
 
@@ -20,6 +23,16 @@ def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
         assert len(study.cells()) == len(study.grid()) - len(study.excluded()) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_the_smoke_of_a_study_runs(path: Path, tmp_path: Path) -> None:
+    """In this process: a command of its own, which test_processes.py tries, would load the same libraries every time."""
+    planned = Planner(Given(None, None), tmp_path).plan(load(path, "smoke", tmp_path).cells())
+    ended = {one.cell.name: run_cell(one, lambda event: None) for one in planned}
+    assert {name: record.reason for name, record in ended.items() if record.state != "done"} == {}
+    assert all((one.cell.folder / "results.json").is_file() for one in planned)
+
+
 def test_every_study_is_in_the_list() -> None:
     listed = (JOBS / "README.md").read_text(encoding="utf-8").split("## Studies")[1].split("## Algorithms")[0]
-    assert [path.stem for path in STUDIES if f"| `{path.stem}` |" not in listed] == []
+    assert [path.stem for path in STUDIES if f"`{path.stem}`" not in listed] == []
