@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from consilium.config.job import JobConfig
@@ -14,6 +15,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
+from consilium.seeding import seed_for
 from consilium.tasks.registry import TASKS
 
 
@@ -24,7 +26,8 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
     """
     task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
-    data = replace(_read(config, name, site, folder, bad if loading.skip else None), loading=loading, skipped=len(bad))
+    read = _read(config, name, site, folder, bad if loading.skip else None)
+    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading, skipped=len(bad))
     if not loading.skip:
         return _check_windows(config, task.prepare(config.task, data))
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
@@ -38,6 +41,15 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
 
 _looked_at: dict[tuple[object, ...], DataList] = {}
 """This process' lists without bad samples, by job, site and list."""
+
+
+def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
+    """Return a list with at most `most` training samples (None: all), as listed: the first of an order fixed by seed and site."""
+    samples = data.splits["training"]
+    if most is None or len(samples) <= most:
+        return data
+    order = np.random.default_rng(seed_for(seed, "most_training", name)).permutation(len(samples))
+    return replace(data, splits=data.splits | {"training": tuple(samples[i] for i in sorted(order[:most]))})
 
 
 def _loading(site: SiteConfig, root: Path) -> Loading:
