@@ -44,7 +44,10 @@ _looked_at: dict[tuple[object, ...], DataList] = {}
 
 
 def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
-    """Return a list with at most `most` training samples (None: all), as listed: the first of an order fixed by seed and site."""
+    """Return a list with at most `most` training samples (None: all), in the list's order.
+
+    They are the first of an order that seed and site fix, so a smaller number takes a part of what a larger one takes.
+    """
     samples = data.splits["training"]
     if most is None or len(samples) <= most:
         return data
