@@ -19,6 +19,7 @@ from rich.console import Console
 from consilium.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare import formats
+from consilium.report.compare.along import along, axis_of, lines, places
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
@@ -461,3 +462,30 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert rows["mild: Missing, and in no mean"] == [["FFA", "2", "s", "not done (waiting)"]]
     assert said["notes"][0] == "left out by the study: FFA strong: the paper has none"
     assert "1 published numbers are of methods without a finished run" in said["notes"]
+
+
+def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: Path) -> None:
+    """Runs on some images and on all compare, and so do losses that are balanced and not."""
+    scores = {("all", "A"): 0.8, ("3", "A"): 0.2, ("10", "A"): 0.4, ("3", "B"): 0.3, ("10", "B"): 0.6}
+    runs = []
+    for (images, method), score in scores.items():
+        data = {"phantoms": None, "dataset": None, "most_training": None if images == "all" else int(images)}
+        task = small_cells().model_dump()["task"] | {"balance": "prior" if method == "B" else "none"}
+        folder = make(tmp_path / f"{images}-{method}", {"a": score, "b": score + 0.1}, data=data, task=task)
+        runs.append(read_run(folder, folder.name, {"images": images, "method": method}))
+    groups, why = grouped(runs)
+    assert (len(groups), why) == (1, [])
+    table = table_of(groups[0], Stage.GLOBAL, "accuracy")
+    assert axis_of(table) == "images"
+    assert places({"all", "3", "10"}) == ["3", "10", "all"]
+    found = lines(table, "images")
+    assert {name: sorted(line) for name, line in found.items()} == {"A": ["10", "3", "all"], "B": ["10", "3"]}
+    assert found["B"]["10"] == [pytest.approx(0.65)]
+    figure, _ = along(table)
+    assert figure is not None
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["3", "10", "all"]
+
+
+def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:
+    one = group_of(make(tmp_path / "a", {"a": 0.5}), make(tmp_path / "b", {"a": 0.6}, "ffa_lora"))
+    assert along(table_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")

@@ -22,7 +22,9 @@ class PhantomConfig(Section):
     """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
 
     `annotation` is the shift of labels: how raters draw masks, and for `cells` and `sentences` how unevenly a site sees the
-    classes. An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of all its slices.
+    classes. `classes`: a site learns from so many of the five kinds of cells instead, and sites 1, 2, ... go round all of them;
+    the test split has all at every site. An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of
+    all its slices.
     """
 
     kind: Literal["fundus", "nuclei", "organ", "cells", "sentences"]
@@ -31,14 +33,26 @@ class PhantomConfig(Section):
     test: Annotated[int, Field(ge=0, le=100_000)] = 16
     appearance: Share = 0.7
     annotation: Share = 0.7
+    classes: Annotated[int, Field(ge=1, le=5)] | None = None
     files: Annotated[Literal["nifti", "dicom", "png"], Field(description="what an organ's volumes are written as")] = "nifti"
+
+    @model_validator(mode="after")
+    def _has_classes(self) -> Self:
+        if self.classes is not None and self.kind != "cells":
+            raise ValueError(f"classes: {self.kind} have no mix of classes; leave it out, or take kind cells")
+        return self
 
 
 class DataConfig(Section):
-    """Data the job brings along, where a site's own data list always wins, or the name of a data set that every site has."""
+    """Data the job brings along, where a site's own data list always wins, or the name of a data set that every site has.
+
+    `most_training`: a site trains on at most so many samples of its list (a volume or a slide is one), drawn by the job's seed,
+    whatever their classes. A smaller number takes a part of what a larger one takes: learning curves.
+    """
 
     phantoms: PhantomConfig | None = None
     dataset: DatasetName | None = None
+    most_training: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

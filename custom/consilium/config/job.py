@@ -176,6 +176,9 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
         self._keep_diagnostics()
+        if self.statistics is not None and self.data.most_training is not None:
+            what = "and the same with one sample more would tell a patient's values by statistics; remove one of them"
+            raise ValueError(f"data.most_training: {self.data.most_training} {what}")
         if self.privacy is None:
             return self
         if self.diagnostics.looks_inside:

@@ -72,10 +72,12 @@ MEANINGS: dict[str, str] = {
     "RecordLevelDpConfig.accountant": "how steps add up",
     "DataConfig.dataset": "the data set that a job gets of sites with several; every site has one of this name",
     "DataConfig.phantoms": "generated data for sites that have none of their own",
+    "DataConfig.most_training": "of a site's list, drawn by the seed",
     "PhantomConfig.kind": "what is drawn or written",
     "PhantomConfig.training": "samples to train on",
     "PhantomConfig.validation": "samples to validate on",
     "PhantomConfig.test": "samples to test on",
+    "PhantomConfig.classes": "of cells: how many a site has to learn from",
     "PhantomConfig.appearance": "strength of the shift of pictures between sites",
     # strategies
     "FedIAT.sharing": "which factor encoder and decoder share: M1 A, A; M2 B, B; M3 A, B; M4 B, A",

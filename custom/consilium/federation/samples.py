@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from consilium.config.job import JobConfig
@@ -14,6 +15,7 @@ from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
+from consilium.seeding import seed_for
 from consilium.tasks.registry import TASKS
 
 
@@ -24,8 +26,9 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
     """
     task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
-    data = _read(config, name, site, folder, bad if loading.skip else None)
-    data = replace(_test_alone(config, name, data) if site.test_only else data, loading=loading, skipped=len(bad))
+    read = _read(config, name, site, folder, bad if loading.skip else None)
+    read = _test_alone(config, name, read) if site.test_only else read
+    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading, skipped=len(bad))
     if not loading.skip:
         return _check_windows(config, task.prepare(config.task, data))
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
@@ -39,6 +42,18 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
 
 _looked_at: dict[tuple[object, ...], DataList] = {}
 """This process' lists without bad samples, by job, site and list."""
+
+
+def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
+    """Return a list with at most `most` training samples (None: all), in the list's order.
+
+    They are the first of an order that seed and site fix, so a smaller number takes a part of what a larger one takes.
+    """
+    samples = data.splits["training"]
+    if most is None or len(samples) <= most:
+        return data
+    order = np.random.default_rng(seed_for(seed, "most_training", name)).permutation(len(samples))
+    return replace(data, splits=data.splits | {"training": tuple(samples[i] for i in sorted(order[:most]))})
 
 
 def _loading(site: SiteConfig, root: Path) -> Loading:

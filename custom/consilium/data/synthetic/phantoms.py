@@ -46,12 +46,16 @@ class Habits:
 
 def habits(site: str, seed: int, appearance: float, annotation: float) -> Habits:
     """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name."""
-    digits = site[len(site.rstrip("0123456789")) :]
-    number = int(digits) if digits else crc32(site.encode())
+    number = _number(site)
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
     offset = np.random.default_rng(seed_for(seed, "habits")).random(12)
     spread = 2 * ((number * ratios + offset) % 1) - 1
     return Habits(appearance * spread[:8], annotation * spread[8:])
+
+
+def _number(site: str) -> int:
+    digits = site[len(site.rstrip("0123456789")) :]
+    return int(digits) if digits else crc32(site.encode())
 
 
 def make_phantoms(
@@ -66,15 +70,17 @@ def make_phantoms(
     appearance: float,
     annotation: float,
     files: Files = "nifti",
+    classes: int | None = None,
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    `files`: what an organ's volumes are written as. For sentences it writes JSONL lists and returns the folder. Does nothing
-    if the folder holds exactly this already.
+    `files`: what an organ's volumes are written as. `classes`: of how many a site has cells to learn from, None: of all. For
+    sentences it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
     """
     if kind == "sentences":
         return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
+    spec |= {} if classes is None else {"classes": classes}
     counts = {"training": training, "validation": validation, "test": test}
     who = habits(site, seed, appearance, annotation)
     if kind == "organ":
@@ -102,7 +108,7 @@ def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dic
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
     name = f"{split}-{index:03d}.png"
     if spec["kind"] == "cells":
-        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=class_shares(who)))
+        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=_mix(spec, who)))
         image = _camera(rng, draw_cell(rng, label, spec["size"]), who.look)
     else:
         image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
@@ -110,6 +116,21 @@ def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dic
         Image.fromarray(mask).save(folder / label)
     Image.fromarray(image).save(folder / "images" / name)
     return {"image": f"images/{name}", "label": label}
+
+
+def _mix(spec: dict, who: Habits) -> np.ndarray:
+    return few_classes(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
+
+
+def few_classes(site: str, count: int) -> np.ndarray:
+    """Return the shares of CELLS at a site that sees `count` of them, equally often. Sites 1, 2, ... go round all classes.
+
+    As McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, share out
+    digits: two classes a client. There they are dealt at random, here in turn, so that a few sites see all classes.
+    """
+    shares = np.zeros(len(CELLS))
+    shares[[((_number(site) - 1) * count + i) % len(CELLS) for i in range(count)]] = 1 / count
+    return shares
 
 
 def class_shares(who: Habits) -> np.ndarray:

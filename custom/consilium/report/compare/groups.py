@@ -12,7 +12,8 @@ from consilium.tasks.registry import COUNT
 
 KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
 """Fields that say which others their section has."""
-LEARNING = ("task.augment", "task.learn", "data.phantoms.training", "data.phantoms.validation")
+LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", "data.phantoms.training",
+            "data.phantoms.validation", "data.phantoms.classes")  # fmt: skip
 """Fields of task and data that change the training and not what is scored."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate", "model.checkpoint", "statistics", "federation.min_sites",
            "federation.round_timeout", "federation.straggler_grace_seconds")  # fmt: skip

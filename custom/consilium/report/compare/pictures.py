@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from consilium.messages import Stage
 from consilium.report.clean import shown
+from consilium.report.compare.along import along
 from consilium.report.compare.groups import Group, known
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheets import heading_of, titled
@@ -251,6 +252,12 @@ def _point(axis: Any, method: str, x: float, values: Sequence[float], look: dict
     return Line2D([], [], color=look["color"], marker=look["marker"], linestyle="", label=plain(method))
 
 
+def finish(figure: Figure, axis: Any, table: Table, text: str, of_seeds: str) -> None:
+    """Write the title, and the score on its axis."""
+    _axes(axis, table)
+    _title(figure, table, text, of_seeds)
+
+
 def _axes(axis: Any, table: Table) -> None:
     axis.set_ylabel(plain(heading_of(table.group, table.metric)), fontsize=8)
     axis.tick_params(labelsize=8)
@@ -264,5 +271,5 @@ def _title(figure: Figure, table: Table, text: str, of_seeds: str) -> None:
     figure.suptitle(plain(whole, 96), fontsize=9)
 
 
-PLOTS = {"curves": curves, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
+PLOTS = {"curves": curves, "along": along, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
 """Pictures by file name; each is None with a reason where it cannot be."""

@@ -1,0 +1,73 @@
+"""A picture of scores along a study's axis of numbers, such as labelled images a site or ranks: a line for each method."""
+
+import math
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from consilium.report.compare.table import Table
+
+FEWEST = 2
+"""Numbers that make a line."""
+
+
+def axis_of(table: Table) -> str:
+    """Return the first axis but the seed whose values are numbers, one at most excepted (`all`); "" where there is none."""
+    labels = [run.labels for run in table.group.runs.values()]
+    axes = dict.fromkeys(axis for one in labels for axis in one)
+    return next((axis for axis in axes if axis != "seed" and _numbers({one.get(axis, "") for one in labels})), "")
+
+
+def _numbers(values: set[str]) -> bool:
+    words = [value for value in values if not _is_number(value)]
+    return len(words) <= 1 and len(values) - len(words) >= FEWEST
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def places(values: set[str]) -> list[str]:
+    """Return the values in the order of their numbers, a word last."""
+    return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
+
+
+def lines(table: Table, axis: str) -> dict[str, dict[str, list[float]]]:
+    """Return the means over sites by what else a method is called, and by value on the axis, each by seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for method in table.methods:
+        labels = next((run.labels for (name, _), run in table.group.runs.items() if name == method), {})
+        if axis in labels and (means := table.means(method)):
+            rest = ", ".join(value for other, value in labels.items() if other not in (axis, "seed"))
+            found.setdefault(rest or axis, {})[labels[axis]] = means
+    return found
+
+
+def along(table: Table) -> tuple[Figure | None, str]:
+    """Return means over sites and seeds along the axis, bars from the lowest to the highest seed; steps are drawn equal."""
+    from consilium.report.compare.pictures import finish, plain, style
+
+    axis = axis_of(table)
+    found = lines(table, axis) if axis else {}
+    if not found:
+        return None, "no axis of a study has numbers"
+    order = places({value for line in found.values() for value in line})
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    plot = figure.subplots()
+    for index, (name, line) in enumerate(found.items()):
+        _draw(plot, [(order.index(value), line[value]) for value in order if value in line], plain(name), style(index))
+    plot.set_xticks(range(len(order)), [plain(value) for value in order])
+    plot.set_xlabel(plain(axis), fontsize=8)
+    plot.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    finish(figure, plot, table, f"along {axis}, mean over sites", "bars: lowest to highest seed")
+    return figure, ""
+
+
+def _draw(plot: Any, points: list[tuple[int, list[float]]], name: str, look: dict[str, Any]) -> None:
+    means = [math.fsum(values) / len(values) for _, values in points]
+    below = [mean - min(values) for mean, (_, values) in zip(means, points, strict=True)]
+    above = [max(values) - mean for mean, (_, values) in zip(means, points, strict=True)]
+    plot.errorbar([x for x, _ in points], means, yerr=[below, above], capsize=2, linewidth=1.6, label=name, **look)
