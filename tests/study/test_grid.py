@@ -134,3 +134,9 @@ def test_every_study_is_valid_in_every_size_and_its_smaller_ones_need_no_data(pa
     for size in ("small", "smoke"):
         study = load(path, size)  # type: ignore[arg-type]
         assert len(Planner(Given(), tmp_path).plan(study.cells())) == len(study.cells()) <= 24
+
+
+def test_a_grid_is_counted_before_it_is_made(study_file: MakeStudy) -> None:
+    axes = {f"axis_{i}": {"training.seed": list(range(1000))} for i in range(8)}
+    with pytest.raises(ConfigError, match=f"axes: {1000**8} cells, over 10000"):
+        load(study_file(axes=axes))

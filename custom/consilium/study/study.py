@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,10 +75,14 @@ class Study:
         """What makes it smaller."""
         return getattr(self.config, self.size) if self.size else SizeConfig()
 
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The values of every axis at this size."""
+        return {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
+
     def grid(self) -> list[dict[str, str]]:
         """Return the labels of every cell of this size, the excluded ones too."""
-        axes = {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
         """Return (labels, reason) of what is left out."""
@@ -152,7 +157,7 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
         raise ConfigError(f"{path}: {size}: the study has no such section; add it, or run the study without --{size}")
     folder = workspace or Path("runs/studies") / "-".join(filter(None, (path.stem, size)))
     study = Study(path, config, folder, size)
-    if (count := len(study.grid())) > MOST_CELLS:
+    if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # counted before anything is that large
         raise ConfigError(f"{path}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
     return study
 
