@@ -111,7 +111,7 @@ class Study:
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
         sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
-        texts = [f"{field}={json.dumps(value)}" for field, value in values.items()]
+        texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base = job_file(self.path.parent / self.config.base)
         name = _digest(_load(base, texts), sites, data)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
@@ -121,6 +121,13 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
     return str(value)
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:  # YAML has dates
+        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is no job's value; put it in quotes") from None
 
 
 def _load(base: Path, overrides: list[str]) -> JobConfig:
