@@ -20,7 +20,8 @@ def _labelled(raw: Any) -> Any:
         pairs = [(_label(value), {next(iter(raw)): value}) for value in values]
     else:
         pairs = [(_label(name), {} if value is None else value) for name, value in raw.items()]
-    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:  # 1 and "1" are two keys and one name
+    counts = Counter(name for name, _ in pairs)  # 1 and "1" are two keys and one name
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
     return dict(pairs)
 
