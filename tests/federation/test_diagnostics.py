@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.diagnostics import deviation, drift
 from consilium.federation.engine import simulate
@@ -100,3 +101,15 @@ def test_a_diagnostic_that_no_noise_covers_is_refused(trust: str | None) -> None
         else:
             with pytest.raises(ValidationError, match=f"diagnostics.{name}"):
                 JobConfig.model_validate(raw)
+
+
+@pytest.mark.parametrize("strategy", ["flora", "fedhera", "fedra"])
+def test_factors_of_unequal_shapes_have_no_mean_to_deviate_from(strategy: str) -> None:
+    raw = small_config(strategy).model_dump() | {"diagnostics": {"deviation": True}}
+    with pytest.raises(ConfigError, match="deviation: true: strategy"):
+        assemble_job(JobConfig.model_validate(raw))
+
+
+def test_an_algorithm_of_unequal_ranks_at_one_rank_has_a_deviation() -> None:
+    raw = small_config("fedit").model_dump() | {"strategy": {"name": "flora"}, "diagnostics": {"deviation": True}}
+    assert assemble_job(JobConfig.model_validate(raw)).config.diagnostics.deviation

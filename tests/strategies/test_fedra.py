@@ -13,7 +13,7 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError
+from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job, build_model, build_site
 from consilium.federation.engine import simulate
@@ -122,3 +122,18 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None
     one, other = (load_state(run / "server/state.safetensors")[0] for run in (whole, tmp_path / "run"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_decoder_that_trains_whole_is_in_no_block_and_every_site_has_it() -> None:
+    strategy, decoder = FedRA(share=0.1), "base.mask_decoder.transformer.layers.1.mlp.lin1.weight"
+    state = strategy.init_state(initial() | {decoder: torch.ones(2, 2)})
+    sent = [strategy.broadcast(replace(state, round=round), SiteInfo("a", 1)).tensors for round in range(8)]
+    assert strategy.block(decoder) is None
+    assert all(one[decoder].numel() for one in sent)
+    assert all(sum(one[f"{block}.attn.qkv.lora_A"].numel() > 0 for block in BLOCKS) == 1 for one in sent)
+
+
+def test_a_base_that_trains_whole_has_parts_that_are_no_blocks() -> None:
+    raw = small_config("fedra").model_dump() | {"adapter": {"kind": "full"}}
+    with pytest.raises(ConfigError, match="use adapter kind lora"):
+        assemble_job(JobConfig.model_validate(raw))

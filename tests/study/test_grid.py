@@ -1,5 +1,6 @@
 """Which cells a study has, what each job is, and what is refused before anything runs."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,20 @@ def test_every_study_is_valid_in_every_size_and_its_smaller_ones_need_no_data(pa
     for size in ("small", "smoke"):
         study = load(path, size)  # type: ignore[arg-type]
         assert len(Planner(Given(), tmp_path).plan(study.cells())) == len(study.cells()) <= 24
+
+
+def test_a_grid_is_counted_before_it_is_made(study_file: MakeStudy) -> None:
+    axes = {f"axis_{i}": {"training.seed": list(range(1000))} for i in range(8)}
+    with pytest.raises(ConfigError, match=f"axes: {1000**8} cells, over 10000"):
+        load(study_file(axes=axes))
+
+
+@pytest.mark.parametrize("axis", [{1: {"training.seed": 1}, "1": {"training.seed": 3}}, {"training.seed": [1, "1"]}])
+def test_two_values_of_one_name_are_refused_and_none_is_lost(study_file: MakeStudy, axis: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="'1' is there twice"):
+        load(study_file(axes={"seed": axis}))
+
+
+def test_a_date_is_no_value_of_a_job(study_file: MakeStudy) -> None:
+    with pytest.raises(ConfigError, match="name: 2024-01-01: a date is no job's value"):
+        cells_of(study_file(axes={"seed": {"x": {"name": date(2024, 1, 1)}}}))

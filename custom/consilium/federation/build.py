@@ -15,6 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
+from consilium.federation.diagnostics import check_deviation
 from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site, checkpoint_hash
 from consilium.federation.trained import base_shapes, check_base
@@ -71,6 +72,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     _check_blend(job, base, source)
     _check_privacy(job, source)
     _check_optimizers(job, source)
+    check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
 

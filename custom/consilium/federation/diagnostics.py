@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from consilium.adapters.names import bottleneck_position, factor, is_head
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
 from consilium.linalg.lowrank import Product, norm
 from consilium.messages import Payload, Tensors
 from consilium.privacy import noise
@@ -17,6 +19,16 @@ DRIFT = "drift.json"
 NOISE_TITLE = "norm of what noise adds to the product B A/"
 Results = Mapping[str, tuple[int, Payload, Payload]]
 """A phase's results by site: weight, what it was sent, its update."""
+
+
+def check_deviation(config: JobConfig, source: Path | str) -> None:
+    """Raise ConfigError for a deviation from mean factors where sites have factors of other shapes, which have no mean."""
+    strategy = config.strategy
+    if not config.diagnostics.deviation:
+        return
+    if config.adapter_kind.unequal_ranks or type(strategy).block is not Strategy.block:
+        what = f"strategy {strategy.name!r} sends sites factors of unequal shapes, which have no mean"
+        raise ConfigError(f"{source}: diagnostics.deviation: true: {what}; remove it")
 
 
 def deviation(strategy: Strategy, state: ServerState, results: Results, scale: float) -> dict[str, float]:

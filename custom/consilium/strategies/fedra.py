@@ -27,12 +27,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from consilium.adapters.names import WHOLE_BASE, is_base
+from consilium.errors import ConfigError
 from consilium.linalg.lowrank import summed
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.schema import Seed
 from consilium.seeding import seed_for
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import ServerState, SiteResult, next_phase
+from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase
 
 _BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
 """A tensor's block, "<stack>.<number>", by the first number in its name."""
@@ -54,15 +56,21 @@ class FedRA(FedIT):
     by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000)] = field(default_factory=dict)
     seed: Seed = 0
 
+    def role(self, name: str, round: int, phase: int) -> Role:
+        """Return SHARED. Raises ConfigError for a base that trains whole, which has parts that no site can do without."""
+        if name.startswith(f"{WHOLE_BASE}."):
+            raise ConfigError(f"strategy {self.name} leaves blocks out, with no rule for {name!r}; use adapter kind lora")
+        return super().role(name, round, phase)
+
     def block(self, name: str) -> str | None:
-        """See Strategy."""
-        found = _BLOCK.fullmatch(name)
+        """See Strategy; a part of the base that trains beside the adapter is in none."""
+        found = None if is_base(name) else _BLOCK.fullmatch(name)
         return found[1] if found else None
 
     def held(self, names: Iterable[str], round: int, site: str) -> set[str]:
         """Return the blocks that a site has in a round: its row of the allocation matrix."""
         stacks: dict[str, dict[str, None]] = {}
-        for found in filter(None, map(_BLOCK.fullmatch, names)):
+        for found in filter(None, map(_BLOCK.fullmatch, (name for name in names if not is_base(name)))):
             stacks.setdefault(found[2], {})[found[1]] = None
         chosen: set[str] = set()
         for stack, blocks in stacks.items():

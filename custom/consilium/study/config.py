@@ -1,5 +1,6 @@
 """A study's file: a base job, axes of named overrides, what is left out and why, and the published numbers."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,8 +17,13 @@ def _labelled(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     if len(raw) == 1 and isinstance(values := next(iter(raw.values())), list):
-        return {_label(value): {next(iter(raw)): value} for value in values}
-    return {_label(name): {} if value is None else value for name, value in raw.items()}
+        pairs = [(_label(value), {next(iter(raw)): value}) for value in values]
+    else:
+        pairs = [(_label(name), {} if value is None else value) for name, value in raw.items()]
+    counts = Counter(name for name, _ in pairs)  # 1 and "1" are two keys and one name
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{twice[0]!r} is there twice; keep one, or give it another name")
+    return dict(pairs)
 
 
 def _label(name: Any) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,10 +75,14 @@ class Study:
         """What makes it smaller."""
         return getattr(self.config, self.size) if self.size else SizeConfig()
 
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The values of every axis at this size."""
+        return {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
+
     def grid(self) -> list[dict[str, str]]:
         """Return the labels of every cell of this size, the excluded ones too."""
-        axes = {axis: self.shrunk.only.get(axis, list(values)) for axis, values in self.config.axes.items()}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
         """Return (labels, reason) of what is left out."""
@@ -106,7 +111,7 @@ class Study:
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
         sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
-        texts = [f"{field}={json.dumps(value)}" for field, value in values.items()]
+        texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base = job_file(self.path.parent / self.config.base)
         name = _digest(_load(base, texts), sites, data)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
@@ -116,6 +121,13 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
     return str(value)
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:  # YAML has dates
+        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is no job's value; put it in quotes") from None
 
 
 def _load(base: Path, overrides: list[str]) -> JobConfig:
@@ -152,7 +164,7 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
         raise ConfigError(f"{path}: {size}: the study has no such section; add it, or run the study without --{size}")
     folder = workspace or Path("runs/studies") / "-".join(filter(None, (path.stem, size)))
     study = Study(path, config, folder, size)
-    if (count := len(study.grid())) > MOST_CELLS:
+    if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # counted before anything is that large
         raise ConfigError(f"{path}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
     return study
 

@@ -53,6 +53,8 @@ class Looking:
 
 def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
     """Return the loss's gradients by name, on the CPU; 0 for what it does not depend on."""
+    if not loss.requires_grad:  # on none of them: the last layer of SAM's decoder, which no mask comes from
+        return {name: torch.zeros_like(p, device="cpu") for name, p in of.items()}
     found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
     given = zip(of.items(), found, strict=True)
     return {name: (torch.zeros_like(p) if g is None else g).detach().cpu() for (name, p), g in given}
