@@ -22,7 +22,8 @@ class PhantomConfig(Section):
     """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
 
     `annotation` is the shift of labels: how raters draw masks, and for `cells` and `sentences` how unevenly a site sees the
-    classes. An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of all its slices.
+    classes. An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of all its slices. `groups`: sites
+    1, 2, ... take turns to belong to one of so many groups, whose sites have the same shifts; without it no two sites have.
     """
 
     kind: Literal["fundus", "nuclei", "organ", "cells", "sentences"]
@@ -32,6 +33,13 @@ class PhantomConfig(Section):
     appearance: Share = 0.7
     annotation: Share = 0.7
     files: Annotated[Literal["nifti", "dicom", "png"], Field(description="what an organ's volumes are written as")] = "nifti"
+    groups: Annotated[int, Field(ge=1, le=10_000, description="of sites with the same shifts")] | None = None
+
+    @model_validator(mode="after")
+    def _groups_are_drawn(self) -> Self:
+        if self.groups and self.kind == "sentences":
+            raise ValueError("groups: sites that write sentences have none; leave it out")
+        return self
 
 
 class DataConfig(Section):

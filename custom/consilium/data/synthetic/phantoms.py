@@ -44,10 +44,14 @@ class Habits:
     hand: np.ndarray
 
 
-def habits(site: str, seed: int, appearance: float, annotation: float) -> Habits:
-    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name."""
+def habits(site: str, seed: int, appearance: float, annotation: float, groups: int | None = None) -> Habits:
+    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name.
+
+    With `groups` every so many sites the habits come again.
+    """
     digits = site[len(site.rstrip("0123456789")) :]
     number = int(digits) if digits else crc32(site.encode())
+    number = number % groups if groups else number
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
     offset = np.random.default_rng(seed_for(seed, "habits")).random(12)
     spread = 2 * ((number * ratios + offset) % 1) - 1
@@ -66,6 +70,7 @@ def make_phantoms(
     appearance: float,
     annotation: float,
     files: Files = "nifti",
+    groups: int | None = None,
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
@@ -75,8 +80,9 @@ def make_phantoms(
     if kind == "sentences":
         return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
+    spec |= {"groups": groups} if groups else {}
     counts = {"training": training, "validation": validation, "test": test}
-    who = habits(site, seed, appearance, annotation)
+    who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
     path = folder / "datalist.json"
