@@ -3,7 +3,9 @@
     python -m tests.benchmarks.claims claim_iat test/global/dice split=M4 split=M1 --where shift=both
 
 `consilium compare` has the means, the tests and p; it knows neither differences of differences nor diagnostics.
-A measure is one of results.json (mean over the sites) or one of the last round's diagnostics.
+A measure is one of results.json (mean over the sites), one of the last round's diagnostics, or of the server's last state:
+`first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (the weight that a row of
+FedSCA's matrix gives the site's own group, mean over sites that take turns in two groups; 0.5 tells none).
 """
 
 import argparse
@@ -12,14 +14,38 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from scipy import stats
 
+from consilium.storage import load_state
+from consilium.strategies.fedsca import MATRIX
 from consilium.study.cell import record_of
 from consilium.study.study import Cell, load
 
 
+def first_two_ranks(cell: Cell) -> float:
+    """Return which share of the energy of FedHera's W_g its first two ranks hold, mean over layers."""
+    state, _ = load_state(cell.folder / "server" / "state.safetensors")
+    updates = [tensor for name, tensor in state.items() if name.endswith(".dense")]
+    values = [torch.linalg.svdvals(one.double()).square() for one in updates]
+    return float(np.mean([float(one[:2].sum() / one.sum()) for one in values]))
+
+
+def own_group(cell: Cell) -> float:
+    """Return the weight that a site's row of FedSCA's matrix gives its own of two groups, mean over sites."""
+    state, _ = load_state(cell.folder / "server" / "state.safetensors")
+    matrix = state[f"matrices/{MATRIX}"]
+    same = torch.arange(len(matrix)) % 2 == torch.arange(len(matrix))[:, None] % 2
+    return float((matrix * same).sum(1).mean())
+
+
+OF_THE_STATE = {"first 2 ranks": first_two_ranks, "own group": own_group}
+
+
 def measured(cell: Cell, measure: str) -> float:
     """Return a finished cell's measure. Raises KeyError for one it has not."""
+    if measure in OF_THE_STATE:
+        return OF_THE_STATE[measure](cell)
     results = json.loads((cell.folder / "results.json").read_text())
     if all(measure in site for site in results.values()):
         return float(np.mean([site[measure] for site in results.values()]))
