@@ -4,8 +4,8 @@
 
 `consilium compare` has the means, the tests and p; it knows neither differences of differences nor diagnostics.
 A measure is one of results.json (mean over the sites), one of the last round's diagnostics, or of the server's last state:
-`first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (the weight that a row of
-FedSCA's matrix gives the site's own group, mean over sites that take turns in two groups; 0.5 tells none).
+`first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (of the weight that FedSCA's
+matrix gives other sites, the share of the site's own group, where sites take turns in two groups).
 """
 
 import argparse
@@ -32,11 +32,11 @@ def first_two_ranks(cell: Cell) -> float:
 
 
 def own_group(cell: Cell) -> float:
-    """Return the weight that a site's row of FedSCA's matrix gives its own of two groups, mean over sites."""
+    """Return which share of the weight that FedSCA's matrix gives other sites goes to the site's own of two groups."""
     state, _ = load_state(cell.folder / "server" / "state.safetensors")
-    matrix = state[f"matrices/{MATRIX}"]
-    same = torch.arange(len(matrix)) % 2 == torch.arange(len(matrix))[:, None] % 2
-    return float((matrix * same).sum(1).mean())
+    others = state[f"matrices/{MATRIX}"].clone().fill_diagonal_(0)
+    same = torch.arange(len(others)) % 2 == torch.arange(len(others))[:, None] % 2
+    return float((others * same).sum() / others.sum())
 
 
 OF_THE_STATE = {"first 2 ranks": first_two_ranks, "own group": own_group}
