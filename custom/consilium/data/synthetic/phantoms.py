@@ -44,9 +44,12 @@ class Habits:
     hand: np.ndarray
 
 
-def habits(site: str, seed: int, appearance: float, annotation: float) -> Habits:
-    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name."""
-    number = _number(site)
+def habits(site: str, seed: int, appearance: float, annotation: float, groups: int | None = None) -> Habits:
+    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name.
+
+    With `groups` every so many sites the habits come again.
+    """
+    number = _number(site) % groups if groups else _number(site)
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
     offset = np.random.default_rng(seed_for(seed, "habits")).random(12)
     spread = 2 * ((number * ratios + offset) % 1) - 1
@@ -71,6 +74,7 @@ def make_phantoms(
     annotation: float,
     files: Files = "nifti",
     classes: int | None = None,
+    groups: int | None = None,
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
@@ -80,9 +84,9 @@ def make_phantoms(
     if kind == "sentences":
         return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
-    spec |= {} if classes is None else {"classes": classes}
+    spec |= {name: value for name, value in (("classes", classes), ("groups", groups)) if value is not None}
     counts = {"training": training, "validation": validation, "test": test}
-    who = habits(site, seed, appearance, annotation)
+    who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
     path = folder / "datalist.json"
