@@ -222,3 +222,14 @@ def test_a_site_that_starts_anew_every_round_goes_on_with_its_mixing_weights(sma
     assert len([name for name in one if name.startswith("kept/")]) == 4
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["image_encoder.nothing", None])
+def test_a_correction_that_fits_no_tensor_is_refused(name: str | None, small_job: MakeJob, tmp_path: Path) -> None:
+    """Of a name that the model lacks, or of another shape than its tensor."""
+    job = small_job("scaffold", local_steps=1, validate={"stages": []})
+    sent = payload(job)
+    first = next(iter(job.initial))
+    hostile = replace(sent, tensors=sent.tensors | {f"control/{name or first}": torch.zeros(3, 5, 7)})
+    with pytest.raises(CheckpointError, match=r"the correction of .* fits no tensor here"):
+        make_site(job, tmp_path).train("run", hostile)

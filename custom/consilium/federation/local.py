@@ -11,6 +11,7 @@ from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
+from consilium.errors import CheckpointError
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
@@ -90,10 +91,17 @@ class LocalTraining:
 
         config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
         private, goes_on = dpsgd(self.plan, self._noise_seed(payload, number)), config.optimizer_state == "kept"
-        kept, drift = optimizer if goes_on else None, self.strategy.drift(payload)
+        kept, drift = optimizer if goes_on else None, self._drift(payload, params)
         with peak_memory(next(self.model.parameters()).device) as peak:
             found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
         return found | peak
+
+    def _drift(self, payload: Payload, params: Tensors) -> Tensors:
+        """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""
+        drift = self.strategy.drift(payload)
+        if wrong := sorted(n for n, one in drift.items() if n not in params or one.shape != params[n].shape):
+            raise CheckpointError(f"{self.name}: the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?")
+        return drift
 
     def _seed(self, what: str, payload: Payload, number: int = 0) -> int:
         """Return the seed of a part of a phase; of its first pass as if there were no other."""
