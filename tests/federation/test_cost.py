@@ -93,7 +93,7 @@ def test_fedscas_table_3_counts_adapters_and_decoder_and_the_whole_model() -> No
     assert found["adapters"]["fedprox"].up == 36 * 295_872 + DECODER
     assert found["adapters"]["fedprox"].bytes_up / 2**20 == pytest.approx(56.2, rel=2e-3)
     assert (found["adapters"]["fedsa_lora"].up, found["adapters"]["fedsa_lora"].trainable) == (36 * 147_648, 14_709_732)
-    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "fedheal", "fedra", "scaffold", "local_only"}
+    assert found["full"].keys() == {"fedprox", "fedit", "fedala", "fedheal", "scaffold", "local_only"}
     assert found["full"]["fedprox"].bytes_up / 2**20 == pytest.approx(357.4, rel=1e-3)
 
 

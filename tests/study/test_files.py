@@ -26,7 +26,12 @@ def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_the_smoke_of_a_study_runs(path: Path, tmp_path: Path) -> None:
-    """In this process: a command of its own, which test_processes.py tries, would load the same libraries every time."""
+    """In this process: a command of its own, which test_processes.py tries, would load the same libraries every time.
+
+    The small size is few cells, all valid jobs, and needs no data either.
+    """
+    small = load(path, "small", tmp_path).cells()
+    assert len(Planner(Given(None, None), tmp_path).plan(small)) == len(small) <= 24
     planned = Planner(Given(None, None), tmp_path).plan(load(path, "smoke", tmp_path).cells())
     ended = {one.cell.name: run_cell(one, lambda event: None) for one in planned}
     assert {name: record.reason for name, record in ended.items() if record.state != "done"} == {}

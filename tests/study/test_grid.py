@@ -10,7 +10,6 @@ from consilium.config.site import Given
 from consilium.errors import ConfigError
 from consilium.study.plan import Planner
 from consilium.study.study import Cell, load, pick
-from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy
 
 METHODS = {"FedIT": None, "FFA": {"strategy": "ffa_lora"}}
@@ -127,14 +126,6 @@ def test_a_size_that_a_study_lacks_and_a_study_that_is_not_there(study_file: Mak
         load(study_file(axes={"method": METHODS}), "smoke")
     with pytest.raises(ConfigError, match=r"nowhere: no such study; give a file, or a name in jobs/studies \(there: "):
         load(Path("nowhere"))
-
-
-@pytest.mark.parametrize("path", sorted((JOBS / "studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_study_is_valid_in_every_size_and_its_smaller_ones_need_no_data(path: Path, tmp_path: Path) -> None:
-    assert load(path).cells()
-    for size in ("small", "smoke"):
-        study = load(path, size)  # type: ignore[arg-type]
-        assert len(Planner(Given(), tmp_path).plan(study.cells())) == len(study.cells()) <= 24
 
 
 def test_a_grid_is_counted_before_it_is_made(study_file: MakeStudy) -> None:
