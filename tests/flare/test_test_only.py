@@ -38,7 +38,7 @@ def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:
     return JobConfig.model_validate(raw)
 
 
-@pytest.mark.parametrize("privacy", [None, PRIVACY])
+@pytest.mark.parametrize("privacy", [pytest.param(None, marks=pytest.mark.slow), PRIVACY])
 def test_it_is_scored_and_moves_nothing(privacy: dict | None, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     one = config(privacy=privacy, strategy={"name": "fedit"})
     workspace, found = flare(one, untouched, SITES, hospitals), {}
@@ -58,7 +58,10 @@ def test_it_is_scored_and_moves_nothing(privacy: dict | None, flare: Runner, hos
     assert over["source"] == scores
 
 
-@pytest.mark.parametrize("strategy", ["centralized", "feddpa", "fedsca", "local_only"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feddpa", "fedsca", "local_only")]
+
+
+@pytest.mark.parametrize("strategy", ["centralized", *SLOW])
 def test_it_is_scored_whatever_the_algorithm(strategy: str, hospitals: Path, tmp_path: Path) -> None:
     sites = {n: find_site(n, Given(hospitals)) for n in reversed(SITES)}
     one = config(strategy) if strategy != "fedsca" else config(strategy, adapter={"kind": "bottleneck"})

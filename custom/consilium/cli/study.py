@@ -51,9 +51,11 @@ def study_list(format: FormatOption = Format.TXT) -> None:
 def _summary(study: "Study") -> dict[str, Any]:
     from consilium.study.cell import record_of
 
-    states = Counter(record_of(cell.folder).state for cell in study.cells())
+    count = len(study.grid()) - len(study.excluded())
+    begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
+    states = Counter(record_of(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    return told | {"cells": states.total(), "done": states["done"], "failed": states["failed"]}
+    return told | {"cells": count, "done": states["done"], "failed": states["failed"]}
 
 
 @app.command("show")
