@@ -15,7 +15,7 @@ from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
 from consilium.report.runlog import read_lines
-from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS, Scores
 
 Settings = Mapping[str, Any]
@@ -106,7 +106,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         frozenset({*results, *joined} - {POOLED}),
         rounds,
         _epsilon(config, folder),
-        _trained(config.strategy, folder / "server" / "state.safetensors"),
+        _trained(config, folder / "server" / "state.safetensors"),
         config.strategy.pools_data,
         labels or {},
     )
@@ -165,9 +165,14 @@ def _epsilon(config: JobConfig, folder: Path) -> float | None:
     return None if found is None else float(found)
 
 
-def _trained(strategy: Strategy, path: Path) -> dict[Role, int] | None:
-    """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it."""
-    sizes = _sizes(path)
+def _trained(config: JobConfig, path: Path) -> dict[Role, int] | None:
+    """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it.
+
+    None where that does not hold all that trains: a decoder that its site keeps.
+    """
+    if getattr(config.adapter, "decoder", "freeze") == "keep":
+        return None
+    strategy, sizes = config.strategy, _sizes(path)
     places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
     try:
         roles = {name: {strategy.role(name, *place) for place in places} for name in sizes}
