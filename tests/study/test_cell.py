@@ -105,3 +105,18 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
     shutil.rmtree(tmp_path / "moved" / "skewed")
     with pytest.raises(ConfigError, match=r"split=skewed: --data: .*: no such folder"):
         planned(path, tmp_path / "v", tmp_path / "moved")
+
+
+@pytest.mark.parametrize("text", ['{"state": "weird"}', '{"state": "done", "seconds": "x"}', '["a"]', '{"other": 1}', "{"])
+def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "cell.json").write_text(text)
+    assert record_of(tmp_path) == Record()
+
+
+def test_cells_that_draw_other_samples_have_other_data(study_file: MakeStudy, tmp_path: Path) -> None:
+    """Each seed draws one picture of eight a site: a change of those that seed 1 draws must not pass for seed 0's."""
+    for name in ("site-1", "site-2"):
+        make_phantoms(tmp_path / "data" / name, "fundus", name, 0, 8, 0, 1, 64, 0.5, 0.5)
+    path = study_file(axes={"seed": {"training.seed": [0, 1]}}, set={"sites": 2, "data": {"most_training": 1}})
+    one, other = planned(path, tmp_path / "w", tmp_path / "data")
+    assert one.data != other.data

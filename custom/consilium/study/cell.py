@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from consilium.errors import ConsiliumError
 from consilium.federation.build import assemble_job
@@ -55,8 +56,10 @@ def record_of(folder: Path) -> Record:
 
 def _stored(folder: Path) -> Record:
     try:
-        return Record(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none yet
+        raw = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        TypeAdapter(Record).validate_python(raw)
+        return Record(**raw)
+    except (OSError, ValueError, TypeError):  # none yet, or damaged: it runs again
         return Record()
 
 

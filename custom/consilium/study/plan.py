@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.federation.build import assemble_job
 from consilium.federation.participants import site_names
@@ -46,22 +47,23 @@ class Planner:
         return found
 
     def _planned(self, cell: Cell) -> Planned:
-        self._assemble(cell)
+        config = cell.load()
+        self._assemble(cell, config)
         data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
         planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
-        return Planned(cell, planned.given, planned.names, self._digest(cell, planned.sites()))
+        return Planned(cell, planned.given, planned.names, self._digest(config, planned.sites()))
 
-    def _assemble(self, cell: Cell) -> None:
+    def _assemble(self, cell: Cell, config: JobConfig) -> None:
         """Raise ConfigError where parts of a job do not fit together; a seed makes no difference to that."""
-        config = cell.load()
         unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})})
         if unseeded.digest not in self._assembled:
             assemble_job(config, cell.base)
             self._assembled.add(unseeded.digest)
 
-    def _digest(self, cell: Cell, sites: Mapping[str, SiteConfig]) -> str:
-        config = cell.load()
+    def _digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
+        drawn = config.training.seed if config.data.most_training else ""  # which samples are read depends on it
         parts = [
+            str(drawn),
             config.task.model_dump_json(),
             config.model.model_dump_json(),
             config.data.model_dump_json(),
