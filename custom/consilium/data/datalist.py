@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from consilium.data.crop import Crop
 from consilium.data.folders import SLIDES, read_folders
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.opening import MOST_BYTES as MOST_FILE
@@ -47,7 +48,7 @@ class Item:
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
     what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
     `label_map`: classes by the site's own label values, where they differ from the job's. `others`: what values of no
-    class are.
+    class are. `crop`: what a job sees of the picture.
     """
 
     image: Path
@@ -60,6 +61,7 @@ class Item:
     tile: Tile | None = None
     label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
     others: Literal["refused", "background"] = "refused"
+    crop: Crop | None = None
 
     @property
     def name(self) -> str:

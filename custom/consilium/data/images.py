@@ -43,14 +43,18 @@ def read_bytes(
     image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
     check_pair(item, image.shape[:2], labels)
     check_values(item, labels, classes)
+    image, labels = seen(item, image), labels.map(lambda values: seen(item, values))
     small = labels.map(lambda values: shrink_labels(values, size, settings))
     masks = np.stack([small.where(wanted) for wanted in classes.values()])
     return {"image": _tensor(shrink(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
 
 
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
-    """Return a label (C, H, W) bool on the picture's own grid. Raises DataError; what read_sample checks is taken as right."""
-    labels = read_labels(item, settings)
+    """Return a label (C, H, W) bool on the picture's own grid, of its crop if it has one.
+
+    Raises DataError; what read_sample checks is taken as right.
+    """
+    labels = read_labels(item, settings).map(lambda values: seen(item, values))
     return np.stack([labels.where(wanted) for wanted in classes_of(item, classes).values()])
 
 
@@ -61,7 +65,12 @@ def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, pa
 
 def read_picture_bytes(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
     """Return what `read_picture` does, as 8 bits. Raises DataError."""
-    return _tensor(shrink(read_image(item, settings), size, settings, padding))
+    return _tensor(shrink(seen(item, read_image(item, settings)), size, settings, padding))
+
+
+def seen(item: Item, array: np.ndarray) -> np.ndarray:
+    """Return what a job sees of an item's picture or mask (H, W, ...): its crop, or all of it."""
+    return array if item.crop is None else item.crop.cut(array)
 
 
 def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.ndarray:

@@ -51,6 +51,12 @@ def look_at_picture(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[i
     return pictures.size(item.image)
 
 
+def seen_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+    """Return the (rows, columns) of what a job sees of an item: its crop, or all of it. Raises DataError."""
+    shape = look_at_picture(item, settings)
+    return shape if item.crop is None else item.crop.shape(*shape)
+
+
 def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> None:
     """Raise DataError for what images.read_sample would, but for voxels: the image is not decoded, its labels are."""
     check_annotated(item, classes)

@@ -1,9 +1,9 @@
 """What a job says about reading pictures: which planes of a volume, which window of values, which shape."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from consilium.schema import Section, Share
 
@@ -54,6 +54,8 @@ class PictureSettings(Section):
     percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
     `slices`: what becomes of a volume whose entry names no plane. `tiles`: pictures larger than a tile are cut into tiles;
     without it each is one sample.
+    `crop`: of every picture one square part, of so many pixels, is all that is seen, in training and in scores. A shorter side
+    stays whole. Where it lies follows from the file's name, and for training from `training.seed` too.
     `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
     """
 
@@ -61,7 +63,14 @@ class PictureSettings(Section):
     tiles: TilesConfig | None = None
     window: WindowConfig | None = None
     resize: Literal["stretch", "pad"] = "stretch"
+    crop: Annotated[int, Field(ge=16, le=8192)] | None = None
     resample_masks: bool = False
+
+    @model_validator(mode="after")
+    def _cut_once(self) -> Self:
+        if self.crop is not None and self.tiles is not None:
+            raise ValueError("crop: takes one part of a picture, and tiles takes all of them; write one of the two")
+        return self
 
 
 DEFAULTS = PictureSettings()

@@ -1,6 +1,7 @@
 """The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.data.crop import drawn
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
 from consilium.seeding import seed_for
 from consilium.tasks.registry import TASKS
+
+SCORED = -1
+"""In the place of a seed, for what every seed is scored on."""
 
 
 def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None) -> DataList:
@@ -25,18 +30,18 @@ def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root
     `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
     are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
     """
-    task, loading, bad = TASKS[config.task.name], _loading(site, root or folder), list[DataError]()
+    loading, bad = _loading(site, root or folder), list[DataError]()
     read = _read(config, name, site, folder, bad if loading.skip else None)
     read = _test_alone(config, name, read) if site.test_only else read
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading, skipped=len(bad))
     if not loading.skip:
-        return _check_windows(config, task.prepare(config.task, data))
+        return _samples(config, data)
     key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
     if key not in _looked_at:
         from consilium.data.inspect import tell
 
         tell(data.path, bad)
-        _looked_at[key] = _without_bad(config, _check_windows(config, task.prepare(config.task, data)))
+        _looked_at[key] = _samples(config, data, partial(_without_bad, config))
     return _looked_at[key]
 
 
@@ -54,6 +59,28 @@ def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
         return data
     order = np.random.default_rng(seed_for(seed, "most_training", name)).permutation(len(samples))
     return replace(data, splits=data.splits | {"training": tuple(samples[i] for i in sorted(order[:most]))})
+
+
+def cropped(data: DataList, side: int | None, seed: int) -> DataList:
+    """Return a list whose pictures are cut to parts of `side` pixels (None: to none).
+
+    Only training parts follow from the seed, so that all seeds are scored on the same ones. Planes of a volume are cut alike.
+    """
+    if side is None:
+        return data
+    seeds = {split: seed if split == "training" else SCORED for split in SPLITS}
+    splits = {split: tuple(_part(item, side, seeds[split]) for item in items) for split, items in data.splits.items()}
+    return replace(data, splits=splits)
+
+
+def _part(item: Item, side: int, seed: int) -> Item:
+    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
+
+
+def _samples(config: JobConfig, data: DataList, without: Callable[[DataList], DataList] = lambda data: data) -> DataList:
+    """Return the samples that a task makes of a list, `without` what a site leaves out, as the job sees them."""
+    found = without(_check_windows(config, TASKS[config.task.name].prepare(config.task, data)))
+    return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
 def _loading(site: SiteConfig, root: Path) -> Loading:

@@ -30,7 +30,7 @@ from consilium.schema import Section
 from consilium.storage import locked, write_atomic
 
 FOLDER = "statistics"
-SettingNames = tuple(name for name in PictureSettings.model_fields if name != "resize")
+SettingNames = tuple(name for name in PictureSettings.model_fields if name not in ("resize", "crop"))
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Part = Annotated[float, Field(ge=0, le=1)]

@@ -15,7 +15,7 @@ from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, inner, read_bytes, read_masks
-from consilium.data.inspect import look_at_picture, look_at_sample
+from consilium.data.inspect import look_at_sample, seen_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.seeding import seed_for
@@ -171,7 +171,7 @@ class SegmentationTask:
     def _inner(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
             return self.size, self.size
-        return inner(look_at_picture(item, self.settings), self.size, self.settings)
+        return inner(seen_shape(item, self.settings), self.size, self.settings)
 
     def _known(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
