@@ -18,6 +18,7 @@ from consilium.federation.coordinator import Coordinator
 from consilium.messages import Hello, Payload
 from consilium.privacy.mechanism import system_normal
 from consilium.report.runlog import read_lines
+from consilium.report.runlog import test_only as run_only
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
@@ -276,3 +277,17 @@ def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, mo
     monkeypatch.setattr(FedIT, "merge", lambda self, state, results: torch.zeros(2) + torch.zeros(3))
     with pytest.raises(ConsiliumError, match=r"cannot be merged \(RuntimeError: The size of tensor a \(2\) must match"):
         server.conclude()
+
+
+def test_the_record_says_how_many_parameters_travel_and_stay_and_who_only_tests(tmp_path: Path) -> None:
+    """FedSA shares A and keeps B: the numbers are the tensors' own."""
+    job = assemble_job(small_config("fedsa_lora"))
+    server = coordinator(job, tmp_path, sites=2)
+    server.welcome(Hello("etis", 0, False, __version__, test_only=True))
+    server.close()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    told = next(line for line in lines if line["event"] == "parameters")
+    sizes = {end: sum(t.numel() for n, t in job.initial.items() if n.endswith(end)) for end in ("lora_A", "lora_B")}
+    assert (told["shared"], told["local"], told["frozen"]) == (sizes["lora_A"], sizes["lora_B"], 0)
+    assert [line["site"] for line in lines if line["event"] == "joined" and line.get("test_only")] == ["etis"]
+    assert run_only(tmp_path) == {"etis"}

@@ -6,16 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
-from consilium.federation.diagnostics import deviation, drift
+from consilium.federation.diagnostics import deviation, draw, drift
 from consilium.federation.engine import simulate
 from consilium.messages import Payload, SiteInfo
 from consilium.privacy.noise import linear_terms
+from consilium.report.figures import plot_curves
 from consilium.strategies.deer import DEeR
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA
@@ -113,3 +115,21 @@ def test_factors_of_unequal_shapes_have_no_mean_to_deviate_from(strategy: str) -
 def test_an_algorithm_of_unequal_ranks_at_one_rank_has_a_deviation() -> None:
     raw = small_config("fedit").model_dump() | {"strategy": {"name": "flora"}, "diagnostics": {"deviation": True}}
     assert assemble_job(JobConfig.model_validate(raw)).config.diagnostics.deviation
+
+
+def test_the_norm_of_noise_is_drawn_from_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append([axis.get_ylim()[0] for axis in self.axes]))
+    rounds = [{"norm/a": 5.0, "other/b": 9.0}, {"norm/a": 5.1, "other/b": 8.9}]
+    plot_curves(tmp_path / "a.png", rounds, from_zero=True)
+    plot_curves(tmp_path / "b.png", rounds)
+    assert drawn[0] == [0, 0]
+    assert min(drawn[1]) > 4
+
+
+def test_noise_is_drawn_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("consilium.report.figures.plot_curves", lambda path, rounds, from_zero=False: asked.append(from_zero))
+    (tmp_path / "noise.json").write_text('{"0-0": {"noise/xi_B A": 1.5}}')
+    draw(tmp_path, tmp_path)
+    assert asked == [True]

@@ -249,3 +249,13 @@ def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(
     context.publish(FLContext(), tmp_path / "run")
     left = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert left == ["collaboration.png", "results.json", "tb_events/server/events"]
+
+
+@pytest.mark.parametrize("name", ["frlora", "fedra", "flora", "deer", "dp_dylora", "scaffold", "fedheal"])
+def test_flare_s_own_workflows_refuse_strategies_whose_server_does_more_than_add_a_mean(name: str) -> None:
+    aggregator = StrategyAggregator()
+    aggregator.use(assemble_job(small_config(name)))
+    with pytest.raises(
+        ConfigError, match=rf"strategy\.name: '{name}': FLARE's own workflows add the mean.*use RoundController"
+    ):
+        aggregator.aggregate_model()

@@ -25,9 +25,10 @@ from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, read_published
 from consilium.report.compare.runs import Run, read_run
-from consilium.report.compare.sheets import sheets
+from consilium.report.compare.sheets import score_sheet, sheets
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions
+from consilium.strategies.strategy import Role
 from consilium.tasks.base import Segmented
 from tests.conftest import run, small_cells
 
@@ -489,3 +490,38 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
 def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:
     one = group_of(make(tmp_path / "a", {"a": 0.5}), make(tmp_path / "b", {"a": 0.6}, "ffa_lora"))
     assert along(table_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")
+
+
+def note_in(folder: Path, *events: dict[str, Any]) -> Path:
+    """Put lines at the start of a run's record."""
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events) + path.read_text())
+    return folder
+
+
+def test_sites_that_only_test_are_in_no_mean_rank_or_test(tmp_path: Path) -> None:
+    """Means over a and b: .5 and .6. At the site that only tests, the first is far better."""
+    scores = {"fedit": (0.4, 0.6, 0.9), "ffa_lora": (0.5, 0.7, 0.1)}
+    runs = [make(tmp_path / name, dict(zip("abs", values, strict=True)), name) for name, values in scores.items()]
+    table = accuracy(*(note_in(run, {"event": "joined", "site": "s", "round": 0, "test_only": True}) for run in runs))
+    assert table.sites == ["a", "b", "s"]
+    assert table.inside == ["a", "b"]
+    first, second = table.methods
+    assert table.means(first) == pytest.approx([0.5])
+    assert table.means(second) == pytest.approx([0.6])
+    assert ranks(table) == ({first: 2.0, second: 1.0}, 2)
+    sheet = score_sheet(table, table_of(table.group, Stage.PRETRAINED, "accuracy"))
+    assert "test only, in no mean, rank or test: s" in sheet.notes
+    assert {"0.900", "0.100"} <= {cell for row in sheet.rows for cell in row}
+
+
+def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_path: Path) -> None:
+    adapter = {"adapter": {"kind": "bottleneck", "decoder": "keep"}}
+    model = {
+        "model": {"name": "sam", "variant": "tiny", "image_size": 64},
+        "task": {"name": "segmentation", "classes": ["disc"]},
+    }
+    run = make(tmp_path / "a", {"s": 0.5}, "fedsca", **adapter, **model)
+    assert read_run(run).trained is None  # a run of before
+    note_in(run, {"event": "parameters", "shared": 10, "local": 5, "frozen": 0})
+    assert read_run(run).trained == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}

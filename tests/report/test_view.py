@@ -160,3 +160,23 @@ def test_a_narrow_terminal_says_which_columns_it_lacks() -> None:
     assert "0.400–0.600" in wide
     assert "ASSD mm" in wide
     assert "results.json" not in wide
+
+
+@pytest.mark.parametrize("width", [120, 30])
+def test_sites_that_only_test_stand_below_the_means_and_are_in_none(width: int) -> None:
+    results = {
+        name: {"test/global/accuracy": score, "test/global/n": n, "test/global/f1": score}
+        for name, score, n in [("a", 0.5, 10.0), ("b", 0.7, 30.0), ("etis", 0.1, 60.0)]
+    }
+    console = Console(file=io.StringIO(), width=width)
+    console.print(result_table(results, "job", ACCURACY, width, apart=frozenset({"etis"})))
+    text = console.file.getvalue()
+    lines = [line.strip() for line in text.splitlines()]
+    at = {
+        name: next(i for i, line in enumerate(lines) if line.startswith(name))
+        for name in ("a", "b", "mean", "mean by n", "etis")
+    }
+    assert at["a"] < at["b"] < at["mean"] < at["mean by n"] < at["etis"]
+    assert "0.600" in text
+    assert "0.650" in text  # by n: (5 + 21) / 40
+    assert "test only, in no mean: etis" in " ".join(text.split())

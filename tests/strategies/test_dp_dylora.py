@@ -1,18 +1,21 @@
 """DP-DyLoRA: one rank for all sites, sent and trained alone, at scale alpha / b."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from consilium.adapters import layers, lora
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.aggregate import ExactMean
-from consilium.federation.build import assemble_job, build_model
-from consilium.messages import SiteInfo, Tensors
+from consilium.federation.build import assemble_job, build_model, build_site
+from consilium.federation.site import Site
+from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.dp_dylora import DPDyLoRA
-from tests.conftest import small_config, strategy_of
+from tests.conftest import small_cells, small_config, small_text, strategy_of
 
 A, B = "layer.lora_A", "layer.lora_B"
 SITE = SiteInfo("a", 1)
@@ -88,3 +91,79 @@ def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
 def test_a_rank_below_one_is_named() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.rank_min: 0"):
         strategy_of({"name": "dp_dylora", "rank_min": 0})
+
+
+def test_every_choice_is_the_cut_model_at_its_own_scale() -> None:
+    """At rank b the product is alpha / b of the cut factors, while the site's model has alpha / r."""
+    strategy, alpha = DPDyLoRA(rank_min=2, tested_rank="best"), 8.0
+    payload = strategy.final(strategy.init_state(start()), SITE)
+    found = strategy.choices(payload)
+    assert list(found) == ["rank 4", "rank 3", "rank 2"]
+    for rank, one in zip((4, 3, 2), found.values(), strict=True):
+        assert {n: t.shape for n, t in one.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
+        cut = alpha / rank * payload.tensors[B][:, :rank] @ payload.tensors[A][:rank]
+        assert strategy.scaling(one) == 1
+        assert torch.allclose(alpha / 4 * one.tensors[B] @ one.tensors[A], cut, atol=1e-5)
+    assert torch.equal(found["rank 4"].tensors[B], payload.tensors[B])
+    assert list(DPDyLoRA().choices(payload).values()) == [payload]
+
+
+class Marked:
+    """A task that scores each rank as told, by how many ranks of the model are not 0."""
+
+    def __init__(self, site: Site, scores: dict[int, float], metric: str, validation: bool = True) -> None:
+        self.site, self.scores, self.metric, self.validation, self.seen = site, scores, metric, validation, list[int]()
+
+    def has(self, split: str) -> bool:
+        return self.validation or split != "validation"
+
+    def evaluate(self, model: object, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
+        assert split == "validation"
+        values = layers.tensors(self.site.model)
+        a = next(t for n, t in values.items() if n.endswith("lora_A"))
+        self.seen.append(int((a.abs().sum(1) > 0).sum()))
+        return {self.metric: self.scores[self.seen[-1]]}
+
+
+@pytest.mark.parametrize(
+    ("scores", "metric", "best"),
+    [
+        ({1: 0.2, 2: 0.7, 3: 0.5, 4: 0.6}, "accuracy", 2),
+        ({1: 0.7, 2: 0.7, 3: 0.1, 4: 0.7}, "accuracy", 4),
+        ({1: float("nan"), 2: 0.1, 3: 0.0, 4: float("nan")}, "accuracy", 2),
+        ({1: 3.0, 2: 2.0, 3: 1.0, 4: 2.0}, "perplexity", 3),
+    ],
+)
+def test_a_site_takes_the_rank_that_its_validation_split_likes_best(
+    scores: dict[int, float], metric: str, best: int, tmp_path: Path
+) -> None:
+    site, payload, events = at_a_site(tmp_path)
+    site.task = Marked(site, scores, metric)
+    if metric == "perplexity":
+        raw = small_text(TESTED).model_dump()
+        site.config = JobConfig.model_validate(raw | {"task": {"name": "language", "evaluate": "loss"}})
+    chosen = site.chosen(payload, lambda one: site._receive({}, one))
+    assert site.task.seen == [4, 3, 2, 1]
+    assert all(torch.equal(t, chosen.tensors[n]) for n, t in site.strategy.choices(payload)[f"rank {best}"].tensors.items())
+    assert events == [{"event": "chosen", "site": "site-1", "text": f"tests rank {best}, the best of its validation split"}]
+
+
+def test_without_a_validation_split_a_site_tests_the_full_rank_and_says_so(tmp_path: Path) -> None:
+    site, payload, events = at_a_site(tmp_path)
+    site.task = Marked(site, {}, "accuracy", validation=False)
+    assert site.chosen(payload, lambda one: site._receive({}, one)) is not None
+    assert not site.task.seen
+    assert [event["text"] for event in events] == ["tests rank 4, having no validation split"]
+
+
+TESTED = {"name": "dp_dylora", "tested_rank": "best"}
+
+
+def at_a_site(folder: Path) -> tuple[Site, Payload, list[dict[str, object]]]:
+    """Return a site, what it receives to evaluate, and the list of what it says."""
+    raw = small_cells(TESTED).model_dump()
+    job, events = assemble_job(JobConfig.model_validate(raw | {"adapter": {"kind": "lora", "rank": 4}})), []
+    site = build_site(job, "site-1", SiteConfig(), folder, lambda event: events.append(dict(event)))
+    drawn = {n: torch.ones_like(t) for n, t in job.initial.items()}
+    state = job.strategy.init_state(drawn)
+    return site, job.strategy.final(state, SITE), events

@@ -182,6 +182,7 @@ def _print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
 ) -> None:
     from consilium.report.predictions import PREDICTIONS
+    from consilium.report.runlog import test_only
     from consilium.report.view import result_table
     from consilium.tasks.registry import TASKS
 
@@ -199,7 +200,7 @@ def _print_results(
         return
     console = page()
     scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.title, scores, console.width, losses))
+    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []

@@ -92,11 +92,9 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
         what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
     if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
-        what = "with frozen ranks has" if strategy.tails else "has"
-        remedy = "another strategy" if strategy.tails else "lora"
-        raise ConfigError(
-            f"{source}: adapter.kind: {kind!r}: {what} no per-sample gradients for privacy.unit record; use {remedy}"
-        )
+        has = "with frozen ranks in its products has" if strategy.tails or adapter.unequal_ranks else "has"
+        what = f"{has} no per-sample gradients, which privacy.unit record takes of linear layers only"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use {'fedit on lora' if strategy.tails else 'lora'}")
 
 
 def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:

@@ -66,6 +66,7 @@ class Coordinator:
         if resume:
             self.log.resumed(self.state)
         else:
+            self.log.trains(job.strategy, job.initial)
             self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
 
     def _fresh(self, own: SiteConfig) -> Saved:
@@ -101,7 +102,7 @@ class Coordinator:
             self.checkpoint = hello.checkpoint
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
-        self.log.joined(self.state.round, hello.name, hello.ledger)
+        self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:

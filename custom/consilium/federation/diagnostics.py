@@ -103,9 +103,9 @@ def draw(run: Path, folder: Path) -> None:
     if (run / noise.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
         for place, values in _read(run / noise.FILE).items():
-            named = {name.replace("noise/", NOISE_TITLE): value for name, value in values.items()}
-            rounds.setdefault(place[0], {}).update(named)
-        plot_curves(folder / "noise.png", [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)])
+            rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
+        named = [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)]
+        plot_curves(folder / "noise.png", named, from_zero=True)
     if (run / DRIFT).is_file():
         plot_drift(folder / "drift.png", sorted(_read(run / DRIFT).items()))
 

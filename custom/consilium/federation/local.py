@@ -1,10 +1,12 @@
 """The training of one phase at a site: looks before it, its passes, and the model that the site then calls its own."""
 
+import math
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
@@ -19,8 +21,9 @@ from consilium.seeding import seed_for
 from consilium.strategies.local import Pass
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
+from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.blending import blended
-from consilium.training.device import peak_memory
+from consilium.training.device import autocast, peak_memory
 from consilium.training.features import WithFeatures
 from consilium.training.looking import Looking
 from consilium.training.loop import Progress, train
@@ -116,6 +119,32 @@ class LocalTraining:
         """Give a local adapter its share of the forward pass, where there is one."""
         if LOCAL_ADAPTER in self.strategy.parts and self.adapter.mix:
             self.adapter.mix(self.model, self.config.adapter, share)
+
+    @torch.no_grad()
+    def chosen(self, payload: Payload, load: Callable[[Payload], object]) -> Payload:
+        """Return that of the strategy's choices after the last round which the validation split scores best; the first without.
+
+        `load` puts one into the model.
+        """
+        offered = self.strategy.choices(payload)
+        names, best = list(offered), next(iter(offered))
+        if len(names) > 1 and self.task.has("validation"):
+            scores = {name: self._validated(load, offered[name]) for name in names}
+            best = max(names, key=lambda name: scores[name])
+        if len(names) > 1:
+            how = "the best of its validation split" if self.task.has("validation") else "having no validation split"
+            self.observer({"event": "chosen", "site": self.name, "text": f"tests {best}, {how}"})
+        return offered[best]
+
+    def _validated(self, load: Callable[[Payload], object], payload: Payload) -> float:
+        """Return the leading score of the validation split, negative where less is better; a score that is none is last."""
+        load(payload)
+        config, task = self.config.training, self.config.task
+        with autocast(next(self.model.parameters()).device, config.precision):
+            found = self.task.evaluate(self.model, "validation", config.batch_size)
+        lead = TASKS[task.name].scores(task).lead(found)
+        value = found.get(lead, math.nan)
+        return -math.inf if math.isnan(value) else -value if lead in LOWER else value
 
     def personalized(self, closing: bool, payload: Payload) -> AbstractContextManager[None]:
         """Return the block in which the model is the site's personalized one."""

@@ -176,6 +176,7 @@ class Site(LocalTraining):
             self._load(own)
             self._scale(1.0)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
+        payload = self.chosen(payload, lambda one: self._receive(own, one))
         final = self._receive(own, payload)
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         if passes or (passes is not None and last is not None):

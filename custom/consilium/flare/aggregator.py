@@ -16,6 +16,7 @@ from consilium.flare import context, wire
 from consilium.messages import Payload, SiteInfo
 from consilium.privacy.plan import Plan, make_plan
 from consilium.report.clean import shown
+from consilium.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class StrategyAggregator(ModelAggregator):
     """Aggregates updates by the strategy of the job.yaml in the app's config folder.
 
     Under FLARE's own workflows, which broadcast one payload, it fits strategies that share all they train (fedit, ffa_lora
-    after its start, centralized). Results that the server's check refuses are left out with a warning.
+    after its start, centralized). Those with a server half of their own are refused there. Results that the server's check
+    refuses are left out with a warning.
     """
 
     def __init__(self) -> None:
@@ -82,6 +84,7 @@ class StrategyAggregator(ModelAggregator):
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type. Raises ConfigError where the server has more to do."""
         ready = self._at_work()
+        _check_mean(ready.job.strategy)
         if ready.plan is not None and ready.plan.config.trust == "central":
             raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
         if ready.job.config.server is not None and ready.job.config.server.optimizer is not None:
@@ -93,6 +96,14 @@ class StrategyAggregator(ModelAggregator):
         """Forget the round's results."""
         if self._ready is not None:
             self._ready.aggregate.reset()
+
+
+def _check_mean(strategy: Strategy) -> None:
+    """Raise ConfigError for a strategy whose server does more than to add a mean and to send it to all alike."""
+    own, base = type(strategy), Strategy
+    if strategy.needs == "sites" or own.merge is not base.merge or own.broadcast is not base.broadcast:
+        what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
+        raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
 
 
 def _sent(job: Job, update: Payload) -> Payload:

@@ -34,8 +34,11 @@ def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
-    """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range."""
+def plot_curves(path: Path, rounds: list[dict[str, float]], from_zero: bool = False) -> None:
+    """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range.
+
+    `from_zero`: of values that are sizes, so that twice as high is twice as much.
+    """
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         groups.setdefault(name.rpartition("/")[0], []).append(name)
@@ -43,6 +46,8 @@ def plot_curves(path: Path, rounds: list[dict[str, float]]) -> None:
     for axis, (group, names) in zip(np.ravel(figure.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
         values = np.array([[one.get(name, np.nan) for name in names] for one in rounds])
         _curves(axis, values, [name.rpartition("/")[2] for name in names])
+        if from_zero:
+            axis.set_ylim(bottom=0)
         axis.set_title(group, fontsize=9)
         axis.set_xlabel("round", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

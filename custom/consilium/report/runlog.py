@@ -3,6 +3,7 @@
 import json
 import platform
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,7 +17,7 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
-from consilium.strategies.strategy import ServerState
+from consilium.strategies.strategy import Role, ServerState, Strategy
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
@@ -57,9 +58,16 @@ class RunLog:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
-    def joined(self, round: int, site: str, ledger: str) -> None:
+    def trains(self, strategy: Strategy, initial: Tensors) -> None:
+        """Record how many parameters travel, stay at a site and do not train."""
+        counts = by_role(strategy, {name: tensor.numel() for name, tensor in initial.items()})
+        self._line({"event": "parameters", **{role.value: count for role, count in counts.items()}})
+
+    def joined(self, round: int, site: str, ledger: str, test_only: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
-        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger})
+        self._line(
+            {"event": "joined", "site": site, "round": round, "ledger": ledger} | ({"test_only": True} if test_only else {})
+        )
 
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
@@ -191,6 +199,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
+
+
+def by_role(strategy: Strategy, sizes: Mapping[str, int]) -> dict[Role, int]:
+    """Return how many of the parameters have each role in round 1 and those of a period; what travels at times travels."""
+    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    found = dict.fromkeys(Role, 0)
+    for name, size in sizes.items():
+        roles = {strategy.role(name, *place) for place in places}
+        found[next(role for role in (Role.SHARED, Role.LOCAL, Role.FROZEN) if role in roles)] += size
+    return found
+
+
+def test_only(folder: Path) -> frozenset[str]:
+    """Return the sites of a run that were there to be scored only."""
+    path = folder / "metrics.jsonl"
+    lines = read_lines(path) if path.is_file() else []
+    return frozenset(line["site"] for line in lines if line["event"] == "joined" and line.get("test_only"))
 
 
 def payload_bytes(tensors: Tensors) -> int:

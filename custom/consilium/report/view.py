@@ -22,6 +22,8 @@ from consilium.tasks.registry import COUNT, LOW, Scores
 
 Headings = Callable[[str], dict[str, str]]
 """Return headings by metric, their words joined as told."""
+Parts = tuple[Results, Results]
+"""Sites that trained, and those that only test."""
 LINE = 2000
 """Characters of a line at most; names and reasons in it have their own bound."""
 
@@ -98,6 +100,9 @@ class LiveView:
     def _on_undrawn(self, event: Mapping[str, Any]) -> None:
         self._say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
 
+    def _on_chosen(self, event: Mapping[str, Any]) -> None:
+        self._say(f"{shown(event['site'])}: {shown(event['text'])}")
+
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
         if found := reported(metrics):  # a round may go without validation
@@ -154,9 +159,16 @@ class LiveView:
 
 
 def result_table(
-    results: Results, title: str, scores: Scores, width: int = 120, losses: Mapping[str, float] = MappingProxyType({})
+    results: Results,
+    title: str,
+    scores: Scores,
+    width: int = 120,
+    losses: Mapping[str, float] = MappingProxyType({}),
+    apart: frozenset[str] = frozenset(),
 ) -> Table:
     """Return the closing per-site table: the leading score of all three models, then the global one's other scores.
+
+    Sites `apart`, which only test, stand below the means and are in none.
 
     In fewer than the needed `width` cells headings become narrower, then names shorter, then every score gets a line of its
     own. Where nothing was scored it says so and shows the last training `losses` by site.
@@ -169,11 +181,14 @@ def result_table(
         return found
     split = "test" if any(key.split == "test" for key in keys) else "validation"
     columns = partial(_columns, split, scores, {key.metric for key in keys})
-    table = partial(_wide, results, f"{shown(title)}: {split} split{scores.remark}", columns)
+    inside, below = ({s: results[s] for s in sorted(results) if (s in apart) is only} for only in (False, True))
+    parts = inside, below
+    table = partial(_wide, parts, f"{shown(title)}: {split} split{scores.remark}", columns)
     layouts = [partial(table, " "), partial(table, "\n"), partial(table, "\n", lean=True), partial(_tall, *table.args)]
     found = fit(layouts, map(shown, [*results, *_means(columns(" "))]), width)
     notes = [str(one) for one in (_caption(split, results), found.caption) if one]
     notes += [NOTE] if BY_N in _means(columns(" ")) else []
+    notes += [f"test only, in no mean: {', '.join(map(shown, below))}"] if below else []
     found.caption = Text("\n".join(notes)) if notes else None
     return found
 
@@ -204,35 +219,38 @@ def _means(columns: Mapping[str, str]) -> list[str]:
     return [MEAN, BY_N] if COUNT in columns.values() else [MEAN]
 
 
-def _wide(results: Results, title: str, headings: Headings, joint: str, names: Mapping[str, str], lean: bool = False) -> Table:
+def _wide(parts: Parts, title: str, headings: Headings, joint: str, names: Mapping[str, str], lean: bool = False) -> Table:
     """Return a row per site; a `lean` one leaves some columns out, and says so."""
     table, columns = _table(title), headings(joint)
     if lean and (wanted := {c: heading for c, heading in columns.items() if not optional(c)}) != columns:
         table.caption, columns = LEFT_OUT, wanted
     for heading in ("site", *columns.values()):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
-    for site in sorted(results):
-        table.add_row(Text(names[shown(site)]), *(cell(results[site], c) for c in columns))
-    table.add_section()
-    for which in _means(columns):
-        table.add_row(which, *(mean_cell(results, c, which == BY_N) for c in columns), style="bold")
+    for results in parts:
+        for site, metrics in results.items():
+            table.add_row(Text(names[shown(site)]), *(cell(metrics, c) for c in columns))
+        table.add_section()
+        for which in _means(columns) if results is parts[0] else []:
+            table.add_row(which, *(mean_cell(results, c, which == BY_N) for c in columns), style="bold")
+        table.add_section()
     return table
 
 
-def _tall(results: Results, title: str, headings: Headings, names: Mapping[str, str]) -> Table:
+def _tall(parts: Parts, title: str, headings: Headings, names: Mapping[str, str]) -> Table:
     """Return a row per site and score."""
     table, columns = _table(title), headings(" ")
     for heading in ("site", "score", ""):
         table.add_column(heading, justify="left" if heading else "right", no_wrap=True)
-    for site in sorted(results):
-        for place, (column, heading) in enumerate(columns.items()):
-            table.add_row(Text("" if place else names[shown(site)]), heading, cell(results[site], column))
-        table.add_section()
-    for which in _means(columns):
-        told = {heading: mean_cell(results, column, which == BY_N) for column, heading in columns.items()}
-        for place, (heading, value) in enumerate(one for one in told.items() if one[1]):
-            table.add_row("" if place else which, heading, value, style="bold")
-        table.add_section()
+    for results in parts:
+        for site, metrics in results.items():
+            for place, (column, heading) in enumerate(columns.items()):
+                table.add_row(Text("" if place else names[shown(site)]), heading, cell(metrics, column))
+            table.add_section()
+        for which in _means(columns) if results is parts[0] else []:
+            told = {heading: mean_cell(results, column, which == BY_N) for column, heading in columns.items()}
+            for place, (heading, value) in enumerate(one for one in told.items() if one[1]):
+                table.add_row("" if place else which, heading, value, style="bold")
+            table.add_section()
     return table
 
 

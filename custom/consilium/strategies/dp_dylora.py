@@ -4,12 +4,16 @@ Each round the server draws a rank b between rank_min and the adapter's rank r, 
 would make the update's sensitivity depend on the draw. Sites train A[:b] and B[:, :b] at scale alpha / b and upload just those,
 so noise falls on active ranks only. (Ports that draw a rank a step at the site, or scale both factors, are another algorithm.)
 
+Every rank of the result is a model: A[:b], B[:, :b] at scale alpha / b. `tested_rank: best` has each site test, and keep, the
+rank that its validation split scores best; DEeR's tables print the best of all ranks on test data, which is selection on the
+test. No epsilon is charged for the choice: the adapter that it picks stays at the site, and scores leave if the site lets them.
+
 Source: J. Xu, K. Saravanan, R. van Dalen, H. Mehmood, D. Tuckey, M. Ozay, "DP-DyLoRA: Fine-Tuning Transformer-Based Models
 On-Device under Differentially Private Federated Learning using Dynamic Low-Rank Adaptation", arXiv 2405.06368, 2024.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 
@@ -22,12 +26,16 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 
 @dataclass(frozen=True)
 class DPDyLoRA(Strategy):
-    """Share both factors, cut to the round's rank. `seed` fixes the draws; they are public and independent of any data."""
+    """Share both factors, cut to the round's rank. `seed` fixes the draws; they are public and independent of any data.
+
+    `tested_rank`: what a site tests and keeps, the full rank or the best of all by its own validation split.
+    """
 
     name: ClassVar[str] = "dp_dylora"
 
     rank_min: Rank = 1
     seed: Seed = 0
+    tested_rank: Literal["full", "best"] = "full"
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""
@@ -53,6 +61,14 @@ class DPDyLoRA(Strategy):
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the factors at full rank: what is evaluated."""
         return Payload(state.round, state.phase, dict(state.shared), {"rank": float(_full_rank(state.shared))})
+
+    def choices(self, payload: Payload) -> dict[str, Payload]:
+        """Return the result at every rank, in the shapes of the full one: alpha / b is alpha / r of B times r / b."""
+        full = _full_rank(payload.tensors)
+        if self.tested_rank == "full":
+            return {f"rank {full}": payload}
+        ranks = range(full, min(self.rank_min, full) - 1, -1)  # of equally good ones the highest
+        return {f"rank {b}": replace(payload, tensors={n: _at(t, n, b) for n, t in payload.tensors.items()}) for b in ranks}
 
     def receive(self, params: Tensors, payload: Payload) -> Tensors:
         """Return the factors padded by zeros: a direction with A = 0 and B = 0 has no gradient, so it stays out of training."""
@@ -82,6 +98,14 @@ def _full_rank(tensors: Tensors) -> int:
 
 def _cut(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor[tuple(slice(size) for size in shape)]
+
+
+def _at(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    if factor(name) == "A":
+        return _pad(tensor[:rank], name, tensor.shape[0])
+    if factor(name) == "B":
+        return _pad(tensor[:, :rank], name, tensor.shape[1]) * (tensor.shape[1] / rank)
+    return tensor
 
 
 def _pad(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class FedALA(FedIT):
 
     def refuses_records(self) -> str:
         """See Strategy."""
-        return "strategy.name: 'fedala' looks at gradients without noise before training, for no privacy.unit record; use fedit"
+        return "strategy.name: 'fedala' mixes by gradients without noise, and sends that: no privacy.unit record; use fedit"
 
     def before_training(self, own: Tensors, start: Tensors, kept: Tensors, look: Look) -> tuple[Tensors, Tensors]:
         """Return the mixture that training starts from, and the weights by tensor."""

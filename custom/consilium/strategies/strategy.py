@@ -213,6 +213,10 @@ class Strategy:
         """Return what `site` receives after the last round, to evaluate and keep."""
         return self.broadcast(state, site)
 
+    def choices(self, payload: Payload) -> dict[str, Payload]:
+        """Return what a site may keep of `final`, by what it is called; it takes what its validation split scores best."""
+        return {"": payload}
+
     def figures(self, state: ServerState) -> dict[str, Tensor]:
         """Return matrices (sites x sites, sorted names) worth a picture every round, by title."""
         return {}

@@ -48,7 +48,7 @@ def comparisons(table: Table, test: Test, against: str | None = None) -> list[Co
 
 
 def _compare(table: Table, one: str, other: str, test: Test) -> Comparison | None:
-    places = [(s, site) for s in table.group.seeds for site in table.sites]
+    places = [(s, site) for s in table.group.seeds for site in table.inside]
     shared = [p for p in places if (one, *p) in table.cells and (other, *p) in table.cells]
     if not shared:
         return None

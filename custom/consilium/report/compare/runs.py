@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
-from consilium.report.runlog import read_lines
+from consilium.report.runlog import by_role, read_lines, test_only
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS, Scores
 
@@ -24,8 +24,6 @@ Curve = Mapping[tuple[int, str], float]
 """A validation score by rounds done and site."""
 POOLED = "centralized"
 """What joins a run of pooled data in place of its sites."""
-LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
-"""Metrics of which less is better."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Run:
     `rounds`: metrics by round, phase and site. `epsilon` at the job's delta, None where the run is not private. `trained`: how
     many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
+    `test_only`: sites that did not train.
     """
 
     name: str
@@ -48,6 +47,7 @@ class Run:
     trained: Mapping[Role, int] | None = None
     pooled: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
+    test_only: frozenset[str] = frozenset()
 
     @property
     def seed(self) -> int:
@@ -106,9 +106,10 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         frozenset({*results, *joined} - {POOLED}),
         rounds,
         _epsilon(config, folder),
-        _trained(config, folder / "server" / "state.safetensors"),
+        _trained(config, folder),
         config.strategy.pools_data,
         labels or {},
+        test_only(folder),
     )
 
 
@@ -165,21 +166,21 @@ def _epsilon(config: JobConfig, folder: Path) -> float | None:
     return None if found is None else float(found)
 
 
-def _trained(config: JobConfig, path: Path) -> dict[Role, int] | None:
-    """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it.
+def _trained(config: JobConfig, folder: Path) -> dict[Role, int] | None:
+    """Return the parameters of each role as the run has recorded them, or of the adapter as the server's checkpoint has it.
 
-    None where that does not hold all that trains: a decoder that its site keeps.
+    None where that does not hold all that trains: a decoder that its site keeps, in a run of before there was such a record.
     """
+    recorded = next((event for event in _events(folder / "metrics.jsonl") if event["event"] == "parameters"), None)
+    if recorded is not None:
+        return {role: int(recorded[role.value]) for role in Role}
     if getattr(config.adapter, "decoder", "freeze") == "keep":
         return None
-    strategy, sizes = config.strategy, _sizes(path)
-    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    sizes = _sizes(folder / "server" / "state.safetensors")
     try:
-        roles = {name: {strategy.role(name, *place) for place in places} for name in sizes}
+        return by_role(config.strategy, sizes) if sizes else None
     except ConfigError:  # a tensor that the server alone has
         return None
-    best = {name: next(role for role in (Role.SHARED, Role.LOCAL, Role.FROZEN) if role in all) for name, all in roles.items()}
-    return {role: sum(sizes[name] for name, one in best.items() if one is role) for role in Role} if best else None
 
 
 def _sizes(path: Path) -> dict[str, int]:

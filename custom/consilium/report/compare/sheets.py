@@ -161,9 +161,10 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     seeds = len(table.group.seeds)
     notes = [
         f"{MEANS[table.stage]}; pretrained: the frozen model",
-        f"mean over {len(table.sites)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}",
+        f"mean over {len(table.inside)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}",
     ]
     notes[1] += f"; seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored"
+    notes += [f"test only, in no mean, rank or test: {', '.join(sorted(table.apart))}"] if table.apart else []
     if seeds < FEWEST_SEEDS:
         notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
     else:

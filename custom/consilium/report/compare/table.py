@@ -15,8 +15,8 @@ import numpy as np
 
 from consilium.messages import Stage
 from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import LOWER, Run
-from consilium.tasks.registry import COUNT, HIGH, LOW
+from consilium.report.compare.runs import Run
+from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
 
 FEWEST_SEEDS = 3
 """An interval over fewer seeds would be their lowest and highest score."""
@@ -42,8 +42,20 @@ class Table:
 
     @cached_property
     def sites(self) -> list[str]:
-        """All that any method was scored at."""
-        return sorted({site for *_, site in [*self.cells, *self.missing]})
+        """All that any method was scored at: those that train, and behind them those that only test."""
+        found = {site for *_, site in [*self.cells, *self.missing]}
+        return sorted(found, key=lambda site: (site in self.apart, site))
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """Sites that only test, as far as others train: they are in no mean, rank or test."""
+        found = frozenset[str]().union(*(run.test_only for run in self.group.runs.values()))
+        return found if {site for *_, site in self.cells} - found else frozenset()
+
+    @property
+    def inside(self) -> list[str]:
+        """The sites that means, ranks and tests are over."""
+        return [site for site in self.sites if site not in self.apart]
 
     @cached_property
     def methods(self) -> list[str]:
@@ -57,7 +69,7 @@ class Table:
 
     def whole_seeds(self, method: str) -> list[str]:
         """Return a method's seeds of which no site is missing."""
-        sites = self.sites
+        sites = self.inside
         return [s for s in self.group.seeds if sites and all((method, s, site) in self.cells for site in sites)]
 
     def at(self, method: str, site: str) -> list[float]:
@@ -69,9 +81,9 @@ class Table:
         found = []
         for seed in self.whole_seeds(method):
             run = self.group.runs[method, seed]
-            weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.sites]
+            weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
             if all(weights):
-                values = [self.cells[method, seed, site] for site in self.sites]
+                values = [self.cells[method, seed, site] for site in self.inside]
                 found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
         return found
 
@@ -116,7 +128,7 @@ def patients_interval(table: Table, method: str) -> Interval | None:
     The same patients are scored with every seed, so that seeds do not narrow it. None where a site of a seed has no interval.
     """
     halves = []
-    for site in table.sites:
+    for site in table.inside:
         widths = [_width(table.group.runs[method, seed], site, table) for seed in table.whole_seeds(method)]
         if not widths or None in widths:
             return None
@@ -148,7 +160,7 @@ def ranks(table: Table) -> tuple[dict[str, float], int]:
     """
     methods = [m for m in table.methods if any(key[0] == m for key in table.cells)]
     blocks = []
-    for site in table.sites:
+    for site in table.inside:
         shared = [s for s in table.group.seeds if all((m, s, site) in table.cells for m in methods)]
         if shared:
             blocks.append([math.fsum(table.cells[m, s, site] for s in shared) / len(shared) for m in methods])
