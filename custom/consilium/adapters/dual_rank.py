@@ -88,7 +88,8 @@ class DualRank(layers.AdapterModule):
         if not self.enabled or not len(self.down):
             return y
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        lower = device != "meta" and torch.is_autocast_enabled(device)  # what is laid out only has no precision
+        dtype = torch.get_autocast_dtype(device) if lower else x.dtype
         weights = torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
         parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
         if not (self.dropout.p and self.training and self._tail):

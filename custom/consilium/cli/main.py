@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.box import SIMPLE
@@ -17,13 +17,27 @@ from consilium import __version__
 from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
-from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.options import (
+    ASSUMED,
+    LONGEST_LINE,
+    TFLOPS,
+    Format,
+    FormatOption,
+    JobArgument,
+    SetOption,
+    TflopsOption,
+    gpu_hours,
+    load,
+)
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.report.clean import line
+
+if TYPE_CHECKING:
+    from consilium.federation.build import Job
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 app.command()(simulate)
@@ -82,14 +96,42 @@ def _usage(error: TyperException) -> str:
     return f"{context.command_path}: {said}; see {context.command_path} --help" if context else said
 
 
+def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
+    """Return FLOPs of a step, of a scored sample, and of the run as far as it is known how many samples there are."""
+    from consilium.federation.flops import Samples, own_samples, run_flops, step_flops, work_of
+
+    work = work_of(job)
+    given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
+    if given is None and job.config.training.local_steps:
+        given = Samples(sites, sites, 0, tested * sites)
+    found = {"step": float(step_flops(job, work)), "scored": float(work.scoring)}
+    return found | ({} if given is None else {"run": run_flops(job, work, given)})
+
+
+def _tell_hours(computes: dict[str, float], sites: int, tflops: float) -> None:
+    step, scored = (f"{computes[name] / 1e9:,.4g}" for name in ("step", "scored"))
+    typer.echo(f"* a step computes {step} GFLOP, a scored sample {scored}")
+    if "run" not in computes:
+        typer.echo("  GPU hours of the run need --samples, the training samples of a site")
+        return
+    hours = gpu_hours(computes["run"], tflops)
+    typer.echo(
+        f"  the run at {sites}: {computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours:,.2g} GPU hours at {tflops:g} TFLOP/s"
+    )
+    typer.echo(f"  ({ASSUMED})")
+
+
 @app.command()
 def cost(
     job: JobArgument,
     override: SetOption = None,
     sites: Annotated[int, typer.Option(min=1, max=10_000, help="how many take part, for the whole run's bytes")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, max=10**9, help="training samples of a site, for GPU hours")] = None,
+    tested: Annotated[int, typer.Option(min=0, max=10**9, help="test samples of a site, for GPU hours")] = 0,
+    tflops: TflopsOption = TFLOPS,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Show trainable parameters and what a site sends and receives in a round, beside every other strategy."""
+    """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
     from consilium.federation.build import assemble_job
     from consilium.federation.cost import adapters, whole_run
     from consilium.federation.cost import compare as costs_of
@@ -98,9 +140,10 @@ def cost(
     config, source = load(job, override or [])
     ready = assemble_job(config, source)
     costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
-    whole = whole_run(ready, costs[0], sites)
+    whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
     if format is Format.JSON:
-        own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole}
+        hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
+        own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole, "flops": computes, **hours}
         print(json.dumps([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
     typer.echo(f"trains: {trained}")
@@ -120,6 +163,7 @@ def cost(
         f"* trains {mib['trained']}; {config.training.rounds} rounds move {mib['run_site']} up and down at a site, "
         f"{mib['run']} at {sites}"
     )
+    _tell_hours(computes, sites, tflops)
     if bottlenecks:
         typer.echo(
             f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "

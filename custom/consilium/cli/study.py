@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, page
+from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
 from consilium.cli.simulate import INTERRUPTED, stoppable
 from consilium.config.site import Given
 from consilium.errors import ConfigError
@@ -32,30 +32,44 @@ CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE
 
 
 @app.command("list")
-def study_list(format: FormatOption = Format.TXT) -> None:
-    """List the studies in jobs/studies: what each makes, how many cells it has and how many are done."""
+def study_list(
+    count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
+    tflops: TflopsOption = TFLOPS,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     from consilium.study.study import STUDIES, load
 
-    found = [_summary(load(path)) for path in sorted(STUDIES.glob("*.yaml"))]
+    found = [_summary(load(path), count, tflops) for path in sorted(STUDIES.glob("*.yaml"))]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
     table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("study", "makes", "cells", "done", "needs"):
-        table.add_column(heading, justify="right" if heading in ("cells", "done") else "left", overflow="fold")
+    for heading in ("study", "makes", "cells", "done", "GPU h", "needs"):
+        table.add_column(heading, justify="right" if heading in ("cells", "done", "GPU h") else "left", overflow="fold")
     for one in found:
-        table.add_row(*(line("-" if one[key] == "" else one[key]) for key in ("study", "table", "cells", "done", "needs")))
+        told = one | {"hours": "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"}
+        keys = ("study", "table", "cells", "done", "hours", "needs")
+        table.add_row(*(line("-" if told[key] == "" else str(told[key])) for key in keys))
     page().print(table)
+    _say(f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count")
 
 
-def _summary(study: "Study") -> dict[str, Any]:
+def _summary(study: "Study", count: bool, tflops: float) -> dict[str, Any]:
     from consilium.study.cell import record_of
+    from consilium.study.counted import counted, known_flops
 
-    count = len(study.grid()) - len(study.excluded())
+    cells = len(study.grid()) - len(study.excluded())
     begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
     states = Counter(record_of(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    return told | {"cells": count, "done": states["done"], "failed": states["failed"]}
+    flops = known_flops(study, counted())
+    if flops is None and count:
+        from consilium.study.estimate import keep  # heavy: it lays out models
+
+        flops = keep(study)
+    hours = None if flops is None else gpu_hours(flops, tflops)
+    return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}
 
 
 @app.command("show")

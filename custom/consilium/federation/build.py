@@ -58,7 +58,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     """
     base, _, adapter = kinds_of(config)
     with torch.device("meta"):
-        model = _bare_model(config, checkpoint=None, weights=False)
+        model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.parts, own, model, base)
@@ -160,7 +160,7 @@ def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
         return job.initial, None
     base, _, adapter = kinds_of(config)
     path = checkpoint_of(config.model, own, "the server's")
-    model = _bare_model(config, path, weights=True)
+    model = bare_model(config, path, weights=True)
     adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
     names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
     weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
@@ -173,7 +173,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     from consilium.training.device import pick_device
 
     base, _, adapter = kinds_of(config)
-    model = _bare_model(config, checkpoint_of(config.model, site), weights=True)
+    model = bare_model(config, checkpoint_of(config.model, site), weights=True)
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.parts, model, adapter, config.adapter, base)
     return model.to(pick_device(site.device)).eval()
@@ -280,7 +280,8 @@ def _site(
     return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 
 
-def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+    """Return the base as the job's model, without an adapter; without `weights` laid out only."""
     return MODELS[config.model.name].build(
         config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
     )

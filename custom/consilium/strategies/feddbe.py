@@ -63,7 +63,7 @@ class FedDBE(Strategy):
 
     def refuses_records(self) -> str:
         """See Strategy."""
-        return "strategy.name: 'feddbe' sends a mean of features, its loss ties a batch together: no privacy.unit record; use fedit"
+        return "strategy.name: 'feddbe' sends a mean of features and ties a batch together: no privacy.unit record; use fedit"
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED, but for the vector, LOCAL from round 1 on, and the common mean, which is found in round 0."""

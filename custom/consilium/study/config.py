@@ -54,15 +54,26 @@ class SizeConfig(Section):
     only: Choice = Field(default_factory=dict)
 
 
+class CountsConfig(Section):
+    """How large the data are that a study needs: how many sites, and samples of all sites together."""
+
+    sites: Annotated[int, Field(ge=1, le=10_000)]
+    training: Annotated[int, Field(ge=1)]
+    validation: Annotated[int, Field(ge=0)] = 0
+    test: Annotated[int, Field(ge=0)] = 0
+
+
 class StudyConfig(Section):
     """A whole study. Overrides are job fields with dots, as `--set` takes them, and two names more.
 
     `sites`: who takes part, as `simulate --sites` takes it; `folder`: a folder in `--data` instead of all of it.
+    `counts`: for an estimate of what it takes.
     """
 
     about: str
     table: str = ""
     needs: str = ""
+    counts: CountsConfig | None = None
     base: Path
     set: Overrides = Field(default_factory=dict)
     axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]

@@ -1,12 +1,58 @@
-"""What a cell will send and receive, by what `consilium cost` counts."""
+"""What a cell will send, receive and compute, by what `consilium cost` counts."""
 
+import json
 import math
 
 from consilium.federation.build import assemble_job
 from consilium.federation.cost import compare_unequal, cost_of
+from consilium.federation.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.participants import site_names
 from consilium.strategies.unequal.ranks import UnequalRanks
-from consilium.study.study import Cell
+from consilium.study.counted import record
+from consilium.study.study import Cell, Study
+
+COUNTING = ("model", "adapter", "task", "strategy")
+"""Sections of a job that decide what a sample costs."""
+
+
+class Computing:
+    """Counts FLOPs of cells; jobs that differ in rounds, seeds or noise alone are laid out once."""
+
+    def __init__(self, study: Study) -> None:
+        counts = study.config.counts if not study.size else None
+        self._given = None if counts is None else Samples(**counts.model_dump())
+        self._known: dict[str, Work] = {}
+
+    def flops(self, cell: Cell) -> float | None:
+        """Return what a cell computes in all; None where neither the study nor its job says how large the data are."""
+        config = cell.load()
+        names = site_names(cell.sites, None) if cell.sites or config.data.phantoms is not None else []
+        samples = own_samples(config, len(names)) or self._given
+        if samples is None:
+            return None
+        job = assemble_job(config, cell.base)
+        said = config.model_dump(mode="json", include=set(COUNTING))
+        key = json.dumps([said, config.training.gradient_checkpointing])
+        if key not in self._known:
+            self._known[key] = work_of(job)
+        return run_flops(job, self._known[key], samples)
+
+
+def count(study: Study) -> float | None:
+    """Return the FLOPs of a whole study; None where they cannot be told of each cell. Raises ConfigError."""
+    computing, found = Computing(study), 0.0
+    for cell in study.cells():
+        if (one := computing.flops(cell)) is None:
+            return None
+        found += one
+    return found
+
+
+def keep(study: Study) -> float | None:
+    """Count a study and put it on record; return its FLOPs."""
+    flops = count(study)
+    record(study, flops)
+    return flops
 
 
 def bytes_of(cell: Cell) -> int | None:
