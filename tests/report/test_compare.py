@@ -20,6 +20,7 @@ from consilium.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare import formats
 from consilium.report.compare.along import along, axis_of, lines, places
+from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
@@ -525,3 +526,34 @@ def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_
     assert read_run(run).trained is None  # a run of before
     note_in(run, {"event": "parameters", "shared": 10, "local": 5, "frozen": 0})
     assert read_run(run).trained == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
+
+
+def noted(run: Path, values: Sequence[float]) -> Path:
+    """Let a run have measured a drift in each round."""
+    lines = [{"event": "diagnostics", "round": r, "phase": 0, "values": {"drift/cross": v}} for r, v in enumerate(values)]
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_drift_stands_beside_the_scores_with_its_rank_correlation(tmp_path: Path) -> None:
+    """Validation is 0, .1 and .2 before rounds 0 to 2, so .1 and .2 after rounds 0 and 1: two pairs a seed, four in all.
+
+    Ranks of drift (4, 2, 3, 1) against those of the score (1.5, 3.5, 1.5, 3.5): rho = -0.89.
+    """
+    runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
+    table = accuracy(*(noted(run, values) for run, values in zip(runs, ([0.9, 0.4, 7.0], [0.6, 0.2, 9.0]), strict=True)))
+    (sheet,) = diagnosed_sheet(table)
+    assert [c.heading for c in sheet.columns] == ["method", "diagnostic", "first", "last", "mean", "rho", "n"]
+    assert sheet.rows[0][1:] == ["drift/cross", "0.750", "8.000", "3.017", "-0.89", "4"]
+
+
+def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:
+    scores = (0.8, 0.6, 0.7, 0.5)
+    runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
+    assert over_runs(accuracy(*runs)) == ["over runs, drift/cross and the closing score: rho -0.80, n 4"]
+    assert over_runs(accuracy(*runs[:3])) == []
+
+
+def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:
+    assert diagnosed_sheet(accuracy(*made(tmp_path, {"fedit": [[0.5]]}))) == []

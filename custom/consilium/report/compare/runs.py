@@ -33,7 +33,7 @@ class Run:
     `rounds`: metrics by round, phase and site. `epsilon` at the job's delta, None where the run is not private. `trained`: how
     many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
-    `test_only`: sites that did not train.
+    `test_only`: sites that did not train. `noted`: diagnostics by round and phase.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Run:
     pooled: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     test_only: frozenset[str] = frozenset()
+    noted: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -110,6 +111,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         config.strategy.pools_data,
         labels or {},
         test_only(folder),
+        _noted(folder / "metrics.jsonl"),
     )
 
 
@@ -151,6 +153,11 @@ def _record(path: Path) -> tuple[dict[tuple[int, int, str], dict[str, float]], s
         elif event["event"] == "joined" or event.get("joining"):
             joined.add(event["site"])
     return rounds, joined
+
+
+def _noted(path: Path) -> dict[tuple[int, int], dict[str, float]]:
+    """Return what a run has measured of itself; what a resumption repeats counts once."""
+    return {(one["round"], one["phase"]): one["values"] for one in _events(path) if one["event"] == "diagnostics"}
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:

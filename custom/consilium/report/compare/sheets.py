@@ -1,14 +1,15 @@
 """A comparison as tables of text, the same in every format: scores, costs, ranks, paired tests, what is missing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from consilium.messages import Stage
 from consilium.report.compare import Test
+from consilium.report.compare.diagnosed import diagnosed_sheet
 from consilium.report.compare.groups import Group
 from consilium.report.compare.paired import FEWEST, Comparison, comparisons
 from consilium.report.compare.published import Published, method_of, published_for
 from consilium.report.compare.runs import Run
+from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import (
     FEWEST_SEEDS,
     Interval,
@@ -35,26 +36,6 @@ MARK = "*"
 """Stands behind a mean from which seeds are missing."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A heading. `rank`: columns of a higher one are the first that a narrow terminal does without; `right`: numbers."""
-
-    heading: str
-    rank: int = 0
-    right: bool = True
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table of text. `best`: cells (row, column) to stand out; the first column names a row."""
-
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-    best: frozenset[tuple[int, int]] = field(default_factory=frozenset)
-
-
 def sheets(
     groups: Sequence[Group],
     stage: Stage,
@@ -72,6 +53,7 @@ def sheets(
         found += [score_sheet(tables[one], tables[Stage.PRETRAINED], published if one is stage else ()) for one in shown]
         found += published_sheet(tables[stage], published)
         found.append(cost_sheet(group))
+        found += diagnosed_sheet(tables[stage])
         if len(group.methods) > 1:
             found.append(test_sheet(tables[stage], test, against))
         found += missing_sheet([tables[one] for one in shown])
@@ -85,11 +67,6 @@ def heading_of(group: Group, metric: str) -> str:
     base, _, rest = metric.partition("/")
     named = group.first.scores.heading(base)
     return f"{named}, {rest}" if rest else named
-
-
-def titled(group: Group, text: str) -> str:
-    """Return a title that begins with the group's name, where it has one."""
-    return f"{group.name}: {text}" if group.name else text
 
 
 def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] = ()) -> Sheet:
