@@ -17,7 +17,7 @@ Pairs = list[tuple[float, float]]
 
 
 def diagnosed_sheet(table: Table) -> list[Sheet]:
-    """Return a row per method and diagnostic: its first, last and mean value, and Spearman's rho with the score; none for none."""
+    """Return a row per method and diagnostic: first, last and mean value, and Spearman's rho with the score; [] for none."""
     if not (rows := _rows(table)):
         return []
     columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
