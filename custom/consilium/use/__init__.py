@@ -1,0 +1,1 @@
+"""Using what a run has trained: opening its models, handing them on."""
