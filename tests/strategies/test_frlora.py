@@ -101,7 +101,7 @@ def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_pat
     config = small(adapter={"rank": 4, "alpha": 8, "targets": "qv"})
     job = assemble_job(config)
     done = simulate(job, {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
-    folders = [tmp_path / "adapter", tmp_path / "sites/site-1/adapter"]
+    folders = [tmp_path / "adapters/global", tmp_path / "sites/site-1/adapters/global"]
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     model = build_model(config, SiteConfig())

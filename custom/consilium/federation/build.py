@@ -101,8 +101,7 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
 
 def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
     """Raise ConfigError for samples that would be weighed with the answer in sight."""
-    blend = job.strategy.blend(closing=True)
-    if blend and blend.examples and base.tokenizer:
+    if (blend := job.strategy.blend(closing=True)) and blend.examples and base.tokenizer:
         what = "would weigh a text by prompt and answer, which scores must not see"
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
@@ -166,8 +165,8 @@ def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
     adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
     names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
     weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
-    start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
-    return start, checkpoint_hash(path) if path else ""
+    sha256 = checkpoint_hash(path) if path else ""
+    return job.strategy.start(job.initial, weights, config.adapter.product_scaling), sha256
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
@@ -277,9 +276,10 @@ def _site(
     data: DataList | None = None,
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
-    plan = make_plan(job.config, job.strategy, task.num_samples, job.initial)
-    seed = site.privacy.noise_seed
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    plan, seed = make_plan(job.config, job.strategy, task.num_samples, job.initial), site.privacy.noise_seed
+    found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
+    return found
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

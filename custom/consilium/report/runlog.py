@@ -119,6 +119,11 @@ class RunLog:
         self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
 
+    @property
+    def results(self) -> dict[str, dict[str, float]]:
+        """The closing metrics by site, of those that told them."""
+        return self._results
+
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
         if plan is not None:

@@ -1,1 +1,1 @@
-"""Using what a run has trained: opening its models, handing them on."""
+"""Models after their run: opened again, asked for predictions, scored on other data."""

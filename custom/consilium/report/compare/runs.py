@@ -24,8 +24,6 @@ Curve = Mapping[tuple[int, str], float]
 """A validation score by rounds done and site."""
 POOLED = "centralized"
 """What joins a run of pooled data in place of its sites."""
-LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
-"""Metrics of which less is better."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from consilium.messages import Stage
 from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import LOWER, Run
-from consilium.tasks.registry import COUNT, HIGH, LOW
+from consilium.report.compare.runs import Run
+from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
 
 FEWEST_SEEDS = 3
 """An interval over fewer seeds would be their lowest and highest score."""
