@@ -66,7 +66,9 @@ def test_a_merged_model_of_pictures_answers_the_same(name: str, tmp_path: Path, 
 def test_a_merged_language_model_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = changed(small_text(), adapter={"rank": 4, "targets": "all-linear"})
     compare(config, trained(config), tmp_path, monkeypatch)
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
 
 
 @pytest.mark.parametrize("variant", ["biomedclip", "clip"])
@@ -138,5 +140,5 @@ def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     near = wanted + torch.tensor([0.0, 0.9 * bound, 0.0])
     assert probe.require_equal("merged", model, wanted, near) == pytest.approx(0.9 * bound, rel=0.2)
     for bad in (wanted + 2 * bound, wanted * float("nan")):
-        with pytest.raises(CheckpointError, match="--format merged: its logits differ by .*, so nothing was written"):
+        with pytest.raises(CheckpointError, match=r"^--format merged: its logits differ by .*, so nothing was written"):
             probe.require_equal("merged", model, wanted, bad)

@@ -82,9 +82,9 @@ def merge_shift(model: nn.Module, base: ModelKind) -> None:
         return
     last, head = list(cut_of(model, base).module.modules())[-1], getattr(model, HEAD, None)
     if isinstance(bias := getattr(last, "bias", None), nn.Parameter):
-        bias += part.shift
+        bias.add_(part.shift)
     elif isinstance(head, nn.Linear) and isinstance(head.bias, nn.Parameter):
-        head.bias += head.weight @ part.shift
+        head.bias.add_(head.weight @ part.shift)
     else:
         what = "the vector between encoder and head cannot be merged: the model has no bias there"
         raise ConfigError(f"strategy: {what}; use --format peft")

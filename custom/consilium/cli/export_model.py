@@ -28,7 +28,9 @@ class Kind(StrEnum):
 
 
 def export_model(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="a run's folder, or an adapter folder such as RUN/adapters/global")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="a run's folder, or an adapter folder such as RUN/adapters/global")
+    ],
     format: Annotated[
         ModelFormat, typer.Option("--format", help="peft: the adapter; merged: whole weights; bundle: for MONAI; onnx: graphs")
     ],
@@ -42,10 +44,10 @@ def export_model(
     """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
     from consilium.config.site import SiteConfig
     from consilium.use.export import check_destination, check_possible, export
-    from consilium.use.model import open_model
+    from consilium.use.model import adapter_folder, open_model
 
     check_destination(output, force)
-    check_possible(format.value)
+    check_possible(format.value, adapter_folder(model, site, Stage(stage.value), best))
     own = SiteConfig(checkpoints=checkpoints, device="cpu")
     found = open_model(model, site, Stage(stage.value), own, best)
     made = export(found, format.value, output, own, force)

@@ -13,6 +13,8 @@ from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 BEST = "-best"
 """Ends the name of the folder with the model that was best on validation data."""
+FILES = "## Files"
+"""What a page says behind this is of the adapter folder, not of the model."""
 Score = tuple[float, float | None, float | None]
 """A score and the ends of its interval, where it has one."""
 
@@ -79,7 +81,9 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
 def page(card: Card) -> str:
     """Return the card as a Markdown page; the lines at its top are those that model hubs read."""
     top = ["---", "license: unknown", "library_name: consilium", f"base_model: {cell(card.model)}", "---", ""]
-    return "\n".join([*top, f"# {cell(card.job)}: {cell(card.name)}", "", *_what(card), *_scores(card), *_limits(card), ""])
+    return "\n".join(
+        [*top, f"# {cell(card.job)}: {cell(card.name)}", "", *_what(card), *_scores(card), *_limits(card), *_files(), ""]
+    )
 
 
 def _what(card: Card) -> list[str]:
@@ -132,10 +136,16 @@ def _limits(card: Card) -> list[str]:
         "Not a medical device. For research; not tested for use on patients.",
         "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
         "The licence is not stated. Whoever hands the model on writes it into the first lines; the base model's holds too.",
+    ]
+    return ["## Limits", "", *lines, *cards_notes(card)]
+
+
+def _files() -> list[str]:
+    lines = [
         "`job.yaml` is the job that made it. `consilium.safetensors` has all tensors, for Consilium.",
         "The other files have the same for other programs.",
     ]
-    return ["## Limits", "", *lines, *cards_notes(card)]
+    return ["", FILES, "", *lines]
 
 
 def cards_notes(card: Card) -> list[str]:

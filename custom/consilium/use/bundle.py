@@ -1,7 +1,7 @@
 """A model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
 
-Source of the layout: the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that it
-asks for; models/model.pt2 is the same as a program (torch.export), which needs no code of the model.
+Source of the layout: the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that
+it asks for; models/model.pt2 is the same as a program (torch.export), which needs no code of the model.
 """
 
 import json
@@ -17,24 +17,30 @@ from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.card import Card
 from consilium.storage import PUBLIC, write_atomic
-from consilium.use import bundle_pictures
 from consilium.use.merge import merge_if_possible
 from consilium.use.probe import Inputs, answer, inputs_of, require_equal, takes_boxes
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+CODE = Path(__file__).with_name("bundle_pictures.py")
+"""What becomes the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
 """By task: what writes the network's answers."""
 
 
-def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any, card: Card) -> tuple[str, float]:
-    """Write the bundle; return how to run it, in Markdown, and how far its logits are from the model's.
-
-    An adapter that can be merged is, in place. Raises ConfigError for a task without pictures.
-    """
-    if tokenizer is not None or config.task.name not in WRITERS:
+def check(config: JobConfig) -> None:
+    """Raise ConfigError for a task without pictures, or one whose answers are neither masks nor classes."""
+    if not config.model.image_side or config.task.name not in WRITERS:
         what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
         raise ConfigError(f"--format bundle: {what}; use merged")
-    inputs = inputs_of(config, tokenizer)
+
+
+def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
+    """Write the bundle; return how to run it, in Markdown, and how far its logits are from the model's.
+
+    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    """
+    check(config)
+    inputs = inputs_of(config, None)
     wanted = answer(model, inputs)
     merge_if_possible(model, config)
     program = _exported(model, inputs)
@@ -45,7 +51,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any, car
     _write_json(folder / "configs/metadata.json", metadata(config, card))
     _write_json(folder / "configs/inference.json", inference(config))
     write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
-    write_atomic(folder / "scripts/pictures.py", Path(bundle_pictures.__file__).read_bytes(), PUBLIC)
+    write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
     return _about(config), difference
 
 
@@ -160,14 +166,14 @@ def inference(config: JobConfig) -> dict[str, Any]:
     }
 
 
-_ABOUT = """A MONAI bundle. It needs `pip install monai fire pillow` beside torch, in versions as of configs/metadata.json or later;
-not the package consilium. In this folder:
+_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, in the versions of configs/metadata.json or later;
+it does not need the package consilium. In this folder:
 
 ```bash
 python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT
 ```
 
-IMAGES is a folder of {endings}, or one such file. {out}{boxes}
+IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{boxes}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
 `consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the processor.
 models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
@@ -175,7 +181,7 @@ those of people you trust.
 """
 _OUT = {
     "segmentation": "OUT receives a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid.",
-    "classification": "OUT receives classes.csv: a row for every picture, with its likeliest class and the probability of each.",
+    "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
 }
 _BOXES = """
 The network takes a box for every class. `--boxes FILE` gives them: JSON, `{"a.png": {"CLASS": [x0, y0, x1, y1]}}` in the
@@ -184,6 +190,4 @@ picture's pixels. Without one the box is the whole picture.
 
 
 def _about(config: JobConfig) -> str:
-    endings = ", ".join(ending[1:].upper() for ending in bundle_pictures.ENDINGS)
-    boxes = _BOXES if takes_boxes(config) else ""
-    return _ABOUT.format(endings=endings, out=_OUT[config.task.name], boxes=boxes)
+    return _ABOUT.format(out=_OUT[config.task.name], boxes=_BOXES if takes_boxes(config) else "")

@@ -5,15 +5,13 @@ It needs MONAI, torch, numpy and Pillow only. A file of the package `consilium`,
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from monai.inferers import Inferer
-from monai.transforms import Transform
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
@@ -55,7 +53,7 @@ def _read_boxes(path: str) -> dict[str, dict[str, list[float]]]:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-class ReadPicture(Transform):
+class ReadPicture:
     """Opens data["image"] and makes it what the network takes: (3, S, S) float32 in 0..255, stretched or padded.
 
     `window`: center and width of the values that become black and white; without it 8-bit values stay, and others map their
@@ -166,7 +164,7 @@ class Inference:
     """Runs the network on every picture of a dataset, one at a time, and hands its logits on."""
 
     def __init__(
-        self, device: torch.device, network: nn.Module, dataset: Any, inferer: Inferer, postprocessing: Writer
+        self, device: torch.device, network: nn.Module, dataset: Any, inferer: Callable[..., Tensor], postprocessing: Writer
     ) -> None:
         self.device, self.network, self.dataset = device, network, dataset
         self.inferer, self.postprocessing = inferer, postprocessing

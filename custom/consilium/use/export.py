@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from consilium import __version__
+from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
-from consilium.federation.kept import CARD, TENSORS, Kept
-from consilium.report.clean import shown
+from consilium.federation.kept import CARD, Kept, read_kept
 from consilium.storage import PUBLIC, write_atomic
+from consilium.use import bundle, merge, onnx
 from consilium.use.model import TrainedModel
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 RECORD = "export.json"
 """Says what wrote a folder; one without it is never replaced."""
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
@@ -28,10 +28,25 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: its folder, and by how much its logits differ from the model's at most; None where none were compared."""
+    """What was written: its folder, and by how much its logits differ at most from the model's; None for a mere copy."""
 
     folder: Path
     difference: float | None
+
+
+def check_possible(format: Format, folder: Path) -> None:
+    """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
+    kept, _ = read_kept(folder)
+    config = load_job(folder / "job.yaml", plugins=None)
+    _check_blend(kept, format)
+    if format == "peft":
+        _check_peft(folder, config)
+    elif format == "merged":
+        merge.check(config)
+    elif format == "onnx":
+        onnx.check(config)
+    else:
+        bundle.check(config)
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False) -> Exported:
@@ -40,7 +55,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
     The folder takes its name last, so that a crash leaves no half one. Raises ConfigError, CheckpointError.
     """
     check_destination(folder, force)
-    _check_blend(found.kept, format)
+    check_possible(format, found.folder)
     with _new(folder) as made:
         about, difference = _write(found, format, made, own)
         _copy_licences(found, own, made)
@@ -93,18 +108,10 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> 
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
         return _copy_peft(found, made), None
-    tokenizer, model, config = tokenizer_of(found.config, own), found.model.cpu(), found.config
+    model, config = found.model.cpu(), found.config
     if format == "merged":
-        from consilium.use.merge import write
-
-        return write(made, model, config, tokenizer)
-    if format == "onnx":
-        from consilium.use.onnx import write
-
-        return write(made, model, config, tokenizer)
-    from consilium.use.bundle import write as write_bundle
-
-    return write_bundle(made, model, config, tokenizer, found.card)
+        return merge.write(made, model, config, tokenizer_of(config, own))
+    return onnx.write(made, model, config) if format == "onnx" else bundle.write(made, model, config, found.card)
 
 
 _PEFT = """An adapter for PEFT, on the unchanged base:
@@ -121,15 +128,18 @@ decoder.safetensors has the parameters of the base that were trained beside it:
 """
 
 
-def _copy_peft(found: TrainedModel, made: Path) -> str:
-    """Copy what PEFT reads of an adapter folder. Raises ConfigError where it holds nothing for PEFT, or not all of the model."""
-    if not (found.folder / "adapter_config.json").is_file():
-        what = f"adapter.kind {found.config.adapter.kind!r} is none that PEFT knows"
+def _check_peft(folder: Path, config: JobConfig) -> None:
+    """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
+    if not (folder / "adapter_config.json").is_file():
+        what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
         raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
-    if (found.folder / "feature_shift.safetensors").is_file():
+    if (folder / "feature_shift.safetensors").is_file():
         raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
-    names = ["adapter_config.json", "adapter_model.safetensors", "decoder.safetensors", "privacy.json", "job.yaml"]
-    for name in names:
+
+
+def _copy_peft(found: TrainedModel, made: Path) -> str:
+    """Copy what PEFT reads of an adapter folder."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", "decoder.safetensors"):
         if (found.folder / name).is_file():
             shutil.copyfile(found.folder / name, made / name)
     return _PEFT + (_DECODER if (made / "decoder.safetensors").is_file() else "")
@@ -160,7 +170,7 @@ def _page(found: TrainedModel, format: Format, about: str, difference: float | N
 _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
 
 
-def _inputs(config: Any) -> list[str]:
+def _inputs(config: JobConfig) -> list[str]:
     """Return how pictures become inputs, for a task that has such."""
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:
@@ -168,5 +178,9 @@ def _inputs(config: Any) -> list[str]:
     pad = f"the longer side becomes {side} pixels, the rest is padded right and below with RGB {config.model.padding}"
     how = f"stretched to {side} x {side} pixels" if resize == "stretch" else pad
     window = getattr(config.task, "window", None)
-    grey = f"Values from {window.center - window.width / 2:g} to {window.center + window.width / 2:g} become 0 to 255. " if window else ""
+    grey = (
+        f"Values from {window.center - window.width / 2:g} to {window.center + window.width / 2:g} become 0 to 255. "
+        if window
+        else ""
+    )
     return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip()]

@@ -15,17 +15,22 @@ from consilium.models.saving import WEIGHTS, save_weights
 from consilium.use.probe import answer, inputs_of, require_equal
 
 
-def merge(model: nn.Module, config: JobConfig) -> None:
-    """Write what the adapter does into the base's layers and take it out, in place. Raises ConfigError where none can hold it."""
-    kind = config.adapter_kind
-    if kind.merge is None:
+def check(config: JobConfig) -> None:
+    """Raise ConfigError for an adapter that no base can hold."""
+    if config.adapter_kind.merge is None:
         what = f"adapter.kind {config.adapter.kind!r} adds layers that the base does not have"
         raise ConfigError(f"--format merged: {what}, so there is nothing to merge into; use bundle or onnx")
+
+
+def merge(model: nn.Module, config: JobConfig) -> None:
+    """Write what the adapter does into the base's layers and take it out, in place. Raises ConfigError."""
+    check(config)
     if blocks := layers.left_out(model):
         what = f"the model runs without {blocks[0]!r}, which the base's own code would run"
         raise ConfigError(f"--format merged: {what}; use bundle or onnx")
     merge_shift(model, MODELS[config.model.name])  # it may refuse, so it comes first
-    kind.merge(model)
+    assert config.adapter_kind.merge is not None  # as `check` has found
+    config.adapter_kind.merge(model)
 
 
 def merge_if_possible(model: nn.Module, config: JobConfig) -> None:

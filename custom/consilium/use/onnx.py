@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +20,22 @@ MOST_BYTES = 2**30
 """Of weights inside a graph's file, which protobuf limits to 2 GiB; more lie beside it."""
 
 
-def require_installed() -> None:
-    """Raise ConfigError where the extra is missing."""
+def check(config: JobConfig) -> None:
+    """Raise ConfigError for a language model, or where the extra is missing."""
+    if MODELS[config.model.name].tokenizer is not None:
+        what = "writes token after token with a memory of its own, which no single graph is"
+        raise ConfigError(f"--format onnx: a language model {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium[onnx]'")
 
 
-def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> tuple[str, float]:
+def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
     """Write a graph for each part of the model; return how to run them, in Markdown, and how far logits are from the model's.
 
-    An adapter that can be merged is, in place. Raises ConfigError for a language model, or where the extra is missing.
+    An adapter that can be merged is, in place. Raises ConfigError as `check`.
     """
-    if tokenizer is not None:
-        what = "writes token after token with a cache of its own, which no single graph is"
-        raise ConfigError(f"--format onnx: a language model {what}; use merged, and a converter of your runtime's")
-    require_installed()
-    inputs = inputs_of(config, tokenizer)
+    check(config)
+    inputs = inputs_of(config, None)
     wanted, base = answer(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)
     parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}

@@ -47,7 +47,10 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
         model.vision_model.save_pretrained(folder)
         save_file({n: t.detach().cpu().contiguous() for n, t in model.head.state_dict().items()}, folder / "head.safetensors")
         about = "`AutoModel` loads the vision tower; the head, on its `pooler_output`, is head.safetensors."
-        begin, answer = _CLIP.format(width=model.head.in_features, outputs=outputs), "head(tower((images - mean) / std).pooler_output)"
+        begin, answer = (
+            _CLIP.format(width=model.head.in_features, outputs=outputs),
+            "head(tower((images - mean) / std).pooler_output)",
+        )
     else:
         _as_vit(model, getattr(task, "classes", None)).save_pretrained(folder)
         about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
@@ -58,7 +61,8 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
 @torch.no_grad()
 def _as_vit(model: ClipClassifier, classes: list[str] | None) -> nn.Module:
     """Return the same as a ViTForImageClassification: projection and head, both linear, become one."""
-    tower, head = model.vision_model, model.head
+    tower: Any = model.vision_model
+    head = model.head
     config = type(tower.config)(**tower.config.to_dict())
     names = classes or [f"output {number}" for number in range(head.out_features)]
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -55,7 +54,7 @@ sam.eval()
 
 
 def logits(images, boxes):
-    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 and boxes (N, C, 4), xyxy, to mask logits (N, C, {size}, {size}).\"\"\"
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 and boxes (N, C, 4) to logits (N, C, {size}, {size}).\"\"\"
     records = [{{"image": image, "original_size": ({size}, {size}), "boxes": own}} for image, own in zip(images, boxes)]
     low = torch.stack([answer["low_res_logits"][:, 0] for answer in sam(records, multimask_output=False)])
     return sam.postprocess_masks(low, ({size}, {size}), ({size}, {size}))
