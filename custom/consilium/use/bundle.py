@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
@@ -44,7 +44,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     wanted = answer(model, inputs)
     merge_if_possible(model, config)
     program = _exported(model, inputs)
-    difference = require_equal("bundle", model, wanted, answer(program.module(), inputs))
+    difference = require_equal("bundle", model, wanted, _answered(program, inputs))
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
@@ -55,12 +55,18 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     return _about(config), difference
 
 
+def _answered(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
+    """Return the logits of a program, whose inputs have an order and no names."""
+    module = program.module()
+    return answer(lambda **named: module(*named.values()), inputs)
+
+
 def _exported(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
     """Return the model as a program that takes batches of any size."""
-    shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
+    shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
-        return torch.export.export(model.requires_grad_(False), (), dict(inputs), dynamic_shapes=shapes)
+        return torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -166,8 +172,8 @@ def inference(config: JobConfig) -> dict[str, Any]:
     }
 
 
-_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, in the versions of configs/metadata.json or later;
-it does not need the package consilium. In this folder:
+_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, of the versions in configs/metadata.json or later.
+It does not need the package consilium. In this folder:
 
 ```bash
 python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT
