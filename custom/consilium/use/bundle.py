@@ -172,7 +172,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
     }
 
 
-_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, of the versions in configs/metadata.json or later.
+_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, versions as in configs/metadata.json or later.
 It does not need the package consilium. In this folder:
 
 ```bash
