@@ -13,8 +13,9 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job, build_model, server_start
+from consilium.federation.build import assemble_job, build_model
 from consilium.federation.engine import simulate
+from consilium.federation.start import server_start
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.models.sam.network import build_sam
 from consilium.strategies.frlora import FRLoRA, principal
@@ -126,7 +127,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_the_start_is_of_the_server_s_base_and_no_other_base_may_join() -> None:
     job = assemble_job(small())
-    start, checkpoint = server_start(job, SiteConfig())
+    start, checkpoint, _ = server_start(job, SiteConfig())
     assert checkpoint == ""  # the package's own weights
     base = build_sam("tiny", None, 64, 2)
     name = "image_encoder.blocks.0.attn.qkv"

@@ -145,8 +145,8 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
     wanted = [probe.answer(model, {"images": image, "boxes": boxes}) for boxes in (box, whole)]
     bound = probe.tolerance(model, torch.cat(wanted))
     bundle.write(folder, model, config, card(config))
-    (tmp_path / "boxes.json").write_text(json.dumps({"one.png": {"a": (2 * box[0, 0]).tolist()}}))
-    for logits, words in zip(wanted, [("--boxes", str(tmp_path / "boxes.json")), ()], strict=True):
+    (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")
+    for logits, words in zip(wanted, [("--boxes", str(tmp_path / "boxes.csv")), ()], strict=True):
         run(folder, file, *words)
         plane = F.interpolate(logits, (128, 128), mode="bilinear", align_corners=False)[0, 0]
         mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out/one_a.png")).copy()) > 0, plane.abs() > bound

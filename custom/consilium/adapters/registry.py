@@ -18,9 +18,13 @@ Decoder = Literal["share", "keep", "freeze"]
 
 
 class AdapterConfig(Section):
-    """Base of every `adapter:` section."""
+    """Base of every `adapter:` section. `start`: an adapter folder at the server, which all sites go on from.
+
+    It may begin with ${SITE}, the server's checkpoint folder. Model, kind, shapes and alpha / rank must be as there.
+    """
 
     kind: str
+    start: str | None = None
 
     @property
     def product_scaling(self) -> float:

@@ -19,6 +19,7 @@ from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.export_model import export_model
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
@@ -34,6 +35,7 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
 app.command()(compare)
+app.command()(predict)
 app.command()(export_model)
 
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
@@ -17,8 +17,8 @@ from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.samples import patients_of, site_data
-from consilium.federation.site import Site, checkpoint_hash
-from consilium.federation.trained import base_shapes, check_base
+from consilium.federation.site import Site
+from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
@@ -58,7 +58,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     """
     base, _, adapter = kinds_of(config)
     with torch.device("meta"):
-        model = _bare_model(config, checkpoint=None, weights=False)
+        model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.parts, own, model, base)
@@ -72,6 +72,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     _check_blend(job, base, source)
     _check_privacy(job, source)
     _check_optimizers(job, source)
+    check_start(config, job.initial, source)
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
@@ -151,30 +152,12 @@ def _uncharged(job: Job) -> str | None:
     return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
 
 
-def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
-    """Return what all sites start from, and the SHA-256 of the base checkpoint ("" for the package's) it was made of, if any.
-
-    `own`: where the server finds the base, for a strategy that starts from its weights. Raises CheckpointError, ConfigError.
-    """
-    config = job.config
-    if not (job.strategy.from_base and config.trains):
-        return job.initial, None
-    base, _, adapter = kinds_of(config)
-    path = checkpoint_of(config.model, own, "the server's")
-    model = _bare_model(config, path, weights=True)
-    adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
-    names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
-    weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
-    sha256 = checkpoint_hash(path) if path else ""
-    return job.strategy.start(job.initial, weights, config.adapter.product_scaling), sha256
-
-
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
     from consilium.training.device import pick_device
 
     base, _, adapter = kinds_of(config)
-    model = _bare_model(config, checkpoint_of(config.model, site), weights=True)
+    model = bare_model(config, checkpoint_of(config.model, site), weights=True)
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.parts, model, adapter, config.adapter, base)
     return model.to(pick_device(site.device)).eval()
@@ -282,7 +265,8 @@ def _site(
     return found
 
 
-def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+    """Return the base without an adapter; without `weights` it is laid out only."""
     return MODELS[config.model.name].build(
         config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
     )
@@ -290,11 +274,14 @@ def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn
 
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
-    if config.checkpoint is None:
-        return None
-    if "${SITE}" in config.checkpoint and site.checkpoints is None:
+    return None if config.checkpoint is None else in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+
+
+def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
+    """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
+    if "${SITE}" in path and site.checkpoints is None:
         raise ConfigError(
-            f"model.checkpoint: {config.checkpoint!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
+            f"{field}: {path!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
             "or simulate with --checkpoints FOLDER"
         )
-    return Path(config.checkpoint.replace("${SITE}", str(site.checkpoints)))
+    return Path(path.replace("${SITE}", str(site.checkpoints)))

@@ -14,13 +14,14 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
-from consilium.federation.build import Job, server_start
+from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.diagnostics import deviation
 from consilium.federation.keeping import keep_shared
 from consilium.federation.kept import Kept, keeps_local
 from consilium.federation.server_step import step
+from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, privatize, system_normal
@@ -70,8 +71,10 @@ class Coordinator:
 
     def _fresh(self, own: SiteConfig) -> Saved:
         """Return what is known of a new run."""
-        start, base = server_start(self.job, own)
-        return Saved(secrets.token_hex(6), base, self.job.strategy.init_state(start))
+        start = server_start(self.job, own)
+        if start.adapter:
+            self.log.began_from(start.adapter)
+        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.init_state(start.tensors))
 
     @property
     def done(self) -> bool:
@@ -109,7 +112,7 @@ class Coordinator:
         named = self.job.config.model.checkpoint_sha256
         wanted = named or self.checkpoint
         if wanted is not None and hello.checkpoint != wanted:
-            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before have"
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
             raise RefusedError(
                 f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
                 "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"

@@ -57,6 +57,10 @@ class RunLog:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
+    def began_from(self, sha256: str) -> None:
+        """Record the adapter that all sites go on from."""
+        self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+
     def joined(self, round: int, site: str, ledger: str) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
         self._line({"event": "joined", "site": site, "round": round, "ledger": ledger})

@@ -190,8 +190,8 @@ _OUT = {
     "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
 }
 _BOXES = """
-The network takes a box for every class. `--boxes FILE` gives them: JSON, `{"a.png": {"CLASS": [x0, y0, x1, y1]}}` in the
-picture's pixels. Without one the box is the whole picture.
+The network takes a box for every class. `--boxes FILE` gives them: a CSV of image, class, left, top, right, bottom in the
+picture's pixels, or a JSON list of the same. Without one the box is the whole picture.
 """
 
 

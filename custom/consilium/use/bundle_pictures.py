@@ -33,7 +33,8 @@ def load_network(path: str, device: torch.device) -> nn.Module:
 def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the pictures of a folder, or the one file, for a Dataset; with their boxes where the network takes such.
 
-    `boxes`: a JSON file with a box, xyxy in pixels, by picture and class; without one the box is the whole picture.
+    `boxes`: a CSV of image, class, left, top, right, bottom in pixels, or a JSON list of the same; without one the box is the
+    whole picture.
     """
     path = Path(place)
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
@@ -50,7 +51,11 @@ def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> l
 
 
 def _read_boxes(path: str) -> dict[str, dict[str, list[float]]]:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    text, found = Path(path).read_text(encoding="utf-8"), dict[str, dict[str, list[float]]]()
+    for row in json.loads(text) if path.endswith(".json") else csv.DictReader(text.splitlines()):
+        box = [float(row[side]) for side in ("left", "top", "right", "bottom")]
+        found.setdefault(row["image"], {})[row["class"]] = box
+    return found
 
 
 class ReadPicture:

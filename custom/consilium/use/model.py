@@ -21,7 +21,8 @@ from consilium.report.clean import shown
 class TrainedModel:
     """A model that is ready to be used: `model` has its adapter loaded, in evaluation mode, on its device.
 
-    `folder`: the adapter folder that it came from; `card`: what is known of it; `kept`: its tensors, as sites keep them.
+    `folder`: the adapter folder that it came from; `card`: what is known of it; `kept`: its tensors, as sites keep them; `own`:
+    where its base was found.
     """
 
     config: JobConfig
@@ -29,6 +30,7 @@ class TrainedModel:
     folder: Path
     card: Card
     kept: Kept
+    own: SiteConfig
 
 
 def open_model(
@@ -53,7 +55,7 @@ def open_model(
     except CheckpointError as error:
         raise CheckpointError(f"{folder / TENSORS}: does not fit its job.yaml ({error}); copy the whole folder again") from None
     _run_as_kept(model, config, kept)
-    return TrainedModel(config, model.eval(), folder, card, kept)
+    return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
 def adapter_folder(path: Path, site: str | None = None, stage: Stage = Stage.GLOBAL, best: bool = False) -> Path:

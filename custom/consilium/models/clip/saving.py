@@ -52,7 +52,8 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
             "head(tower((images - mean) / std).pooler_output)",
         )
     else:
-        _as_vit(model, getattr(task, "classes", None)).save_pretrained(folder)
+        whole: Any = _as_vit(model, getattr(task, "classes", None))
+        whole.save_pretrained(folder)
         about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
         begin, answer = _VIT, "model((images - mean) / std).logits"
     return f"{about}\n\n```python\n{begin}{_LOGITS.format(answer=answer, **pixels)}```\n"
