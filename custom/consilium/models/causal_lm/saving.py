@@ -4,6 +4,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from consilium.models.saving import save_pretrained
+
 _LOAD = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +25,7 @@ def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
-    model.save_pretrained(folder)
+    save_pretrained(folder, model)
     tokenizer.save_pretrained(folder)
     about = (
         "A `transformers` folder with its tokenizer, in 32 bits, as it was evaluated. "

@@ -11,6 +11,7 @@ from transformers import ViTForImageClassification
 
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
+from consilium.models.saving import save_pretrained
 from consilium.storage import PUBLIC, write_atomic
 
 BILINEAR = 2  # as PIL counts filters
@@ -44,7 +45,7 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
     _save_processor(folder, size, "CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor")
     pixels = {"mean": list(PIXEL_MEAN), "std": list(PIXEL_STD), "size": size, "outputs": outputs}
     if config.variant == "clip":
-        model.vision_model.save_pretrained(folder)
+        save_pretrained(folder, model.vision_model)
         save_file({n: t.detach().cpu().contiguous() for n, t in model.head.state_dict().items()}, folder / "head.safetensors")
         about = "`AutoModel` loads the vision tower; the head, on its `pooler_output`, is head.safetensors."
         begin, answer = (
@@ -52,15 +53,14 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
             "head(tower((images - mean) / std).pooler_output)",
         )
     else:
-        whole: Any = _as_vit(model, getattr(task, "classes", None))
-        whole.save_pretrained(folder)
+        save_pretrained(folder, _as_vit(model, getattr(task, "classes", None)))
         about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
         begin, answer = _VIT, "model((images - mean) / std).logits"
     return f"{about}\n\n```python\n{begin}{_LOGITS.format(answer=answer, **pixels)}```\n"
 
 
 @torch.no_grad()
-def _as_vit(model: ClipClassifier, classes: list[str] | None) -> nn.Module:
+def _as_vit(model: ClipClassifier, classes: list[str] | None) -> ViTForImageClassification:
     """Return the same as a ViTForImageClassification: projection and head, both linear, become one."""
     tower: Any = model.vision_model
     head = model.head
