@@ -77,6 +77,7 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
         found = loaded(page, out, monkeypatch)(**inputs)
     assert float((found - wanted).abs().max()) <= probe.tolerance(model, wanted)
     assert list((tmp_path / "new").iterdir()) == [out], "nothing half-written beside it"
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "as the umask says, whoever wrote it"
 
 
 def test_a_folder_that_is_there_is_only_replaced_when_asked_and_when_it_is_an_export(tmp_path: Path) -> None:

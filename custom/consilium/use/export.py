@@ -63,6 +63,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         write_atomic(made / name, _page(found, format, about, difference).encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_atomic(made / RECORD, json.dumps(record | {"difference": difference}, indent=1).encode(), PUBLIC)
+        _as_the_umask_says(made)
     return Exported(folder, difference)
 
 
@@ -102,6 +103,14 @@ def _new(folder: Path) -> Iterator[Path]:
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _as_the_umask_says(made: Path) -> None:
+    """Give all files the mode of those that we wrote; some libraries make theirs private."""
+    mode = (made / RECORD).stat().st_mode
+    for path in made.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> tuple[str, float | None]:
