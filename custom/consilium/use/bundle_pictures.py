@@ -27,7 +27,23 @@ def load_network(path: str, device: torch.device) -> nn.Module:
         from torch.export.passes import move_to_device_pass
 
         program = move_to_device_pass(program, str(device))
-    return program.module()
+    return Network(program.module())
+
+
+class Network(nn.Module):
+    """An exported program as a module like others. It has one mode, so `train` and `eval` change nothing."""
+
+    def __init__(self, program: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return logits."""
+        return self.program(*inputs)
+
+    def train(self, mode: bool = True) -> "Network":
+        """Return itself."""
+        return self
 
 
 def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
