@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
+from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import build_model
 from consilium.federation.card import Card
 from consilium.federation.kept import Kept, with_parameters, write_kept
@@ -69,6 +70,7 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     assert (out / "LICENSE.txt").read_text() == "CC BY 4.0"
     page = (out / "README.md").read_text()
     assert page.startswith("---\nlicense: cc-by-4.0\n")
+    assert "in the order of the classes: round, elongated, target, teardrop, spiky." in page
     record = json.loads((out / "export.json").read_text())
     assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
     model, inputs = open_model(folder, own=HERE).model, probe.inputs_of(CELLS, None)
@@ -105,16 +107,17 @@ def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
     assert not (out / "old").exists()
 
 
-def test_what_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
     out.mkdir()
     (out / "export.json").write_text("{}")
 
     def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("consilium.use.export._copy_licences", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises((OSError, CheckpointError), match="No space left"):
         export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
     assert (out / "export.json").read_text() == "{}"

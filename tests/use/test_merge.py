@@ -55,7 +55,8 @@ def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pyte
     assert 0 <= difference <= bound
 
 
-SLOW = ("unet",)  # MONAI alone takes seconds to load
+SLOW = ("unet", "one class", "a decoder that trained")
+"""MONAI alone takes seconds to load; the others differ little from those that stay."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PICTURES])

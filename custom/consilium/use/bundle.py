@@ -173,7 +173,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
 
 
 _ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, versions as in configs/metadata.json or later.
-It does not need the package consilium. In this folder:
+It does not need the package consilium. In the bundle's folder:
 
 ```bash
 python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from safetensors import SafetensorError
+
 from consilium import __version__
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
+from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
 from consilium.federation.kept import CARD, Kept, read_kept
+from consilium.report.clean import cell
 from consilium.storage import PUBLIC, write_atomic
 from consilium.use import bundle, merge, onnx
 from consilium.use.model import TrainedModel
@@ -101,6 +104,8 @@ def _new(folder: Path) -> Iterator[Path]:
         yield made
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -180,16 +185,16 @@ _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", 
 
 
 def _inputs(config: JobConfig) -> list[str]:
-    """Return how pictures become inputs, for a task that has such."""
+    """Return how pictures become inputs, and what the logits are of, for a task of pictures."""
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:
         return []
     pad = f"the longer side becomes {side} pixels, the rest is padded right and below with RGB {config.model.padding}"
     how = f"stretched to {side} x {side} pixels" if resize == "stretch" else pad
     window = getattr(config.task, "window", None)
-    grey = (
-        f"Values from {window.center - window.width / 2:g} to {window.center + window.width / 2:g} become 0 to 255. "
-        if window
-        else ""
-    )
-    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip()]
+    ends = (window.center - window.width / 2, window.center + window.width / 2) if window else ()
+    grey = f"Values from {ends[0]:g} to {ends[1]:g} become 0 to 255. " if ends else ""
+    names = ", ".join(cell(name) for name in getattr(config.task, "classes", ()))
+    mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
+    order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
+    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip(), *order]

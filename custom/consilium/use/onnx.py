@@ -88,4 +88,5 @@ def _about(parts: Mapping[str, Graph], inputs: Inputs) -> str:
         f"    return {list(parts.values())[-1].output}",
     ]  # fmt: skip
     code = "\n".join(body)
-    return f"{len(parts)} ONNX graph(s), checked by onnxruntime; batches may have any size.\n\n```python\n{code}\n```\n"
+    what = "One ONNX graph" if len(parts) == 1 else f"{len(parts)} ONNX graphs, one behind the other"
+    return f"{what}, checked by onnxruntime; batches may have any size.\n\n```python\n{code}\n```\n"
