@@ -18,8 +18,8 @@ from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
 from consilium.errors import DataError
-from consilium.use.asking import Asked, joined
-from consilium.use.inputs import find_inputs, read_boxes
+from consilium.use.asking import Asked, Asking, joined
+from consilium.use.inputs import Input, find_inputs, read_boxes
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
 from tests.conftest import run
@@ -200,3 +200,10 @@ def test_boxes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) 
     (tmp_path / "boxes.csv").write_text(text)
     with pytest.raises(DataError, match=said):
         read_boxes(tmp_path / "boxes.csv", ["disc", "cup"])
+
+
+def test_a_box_is_cut_to_each_tile() -> None:
+    asking = Asking(None, 1, {("a.png", None, "disc"): (10.0, 20.0, 70.0, 50.0)})  # type: ignore[arg-type]
+    one, parts = Input(Path("a.png"), "a.png"), [(0, 0, 64, 64), (48, 0, 64, 64), (96, 0, 64, 64)]
+    found = [asking._box(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
+    assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]

@@ -18,7 +18,7 @@ from consilium.cli.options import Format, FormatOption, page
 from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, site_of
 from consilium.errors import ConfigError
 from consilium.messages import Stage
-from consilium.report.clean import line
+from consilium.report.clean import line, shown
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 if TYPE_CHECKING:
@@ -82,21 +82,24 @@ def _print(found: Mapping[str, float], opened: "TrainedModel", split: Split, dat
         return
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
     title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
-    table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("score")
     table.add_column("value", justify="right")
     table.add_column("95 %", justify="right")
     for name in shown_scores(found, scores):
-        table.add_row(line(scores.heading(name)), f"{found[name]:.3f}", _interval(found, name))
+        metric, _, part = name.partition("/")
+        heading = f"{scores.heading(metric)} {part}".rstrip()
+        table.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
     if COUNT in found:
         table.add_row("n", f"{found[COUNT]:.0f}", "")
+    typer.echo(shown(title))
     page().print(table)
 
 
 def shown_scores(found: Mapping[str, float], scores: "Scores") -> list[str]:
     """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
     whole = [scores.lead(found), *scores.beside]
-    each = sorted(name for name in found if name.partition("/")[0] in whole and "/" in name)
+    each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
     ended = tuple(f"{end}" for end in (LOW, HIGH))
     return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]
 
@@ -123,7 +126,8 @@ def _matrix(
     if format is Format.JSON:
         print(json.dumps(told | {"values": cells}, indent=1))
         return
-    _table(found, f"{found.metric} of every site's {stage} model on every site's {split} data")
+    typer.echo(f"{found.metric} of every site's {stage} model on every site's {split} data")
+    _table(found)
     typer.echo(f"rows: whose model; columns: whose data{'' if out is None else f'; {out / PICTURE}, {out / VALUES}'}")
 
 
@@ -143,11 +147,11 @@ def _write(out: Path, found: "Matrix", told: Mapping[str, object], title: str) -
     write_atomic(out / VALUES, json.dumps(told, indent=1).encode())
 
 
-def _table(found: "Matrix", title: str) -> None:
+def _table(found: "Matrix") -> None:
     from consilium.report.tables import fit
 
     def layout(names: Mapping[str, str]) -> Table:
-        table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
+        table = Table(box=SIMPLE, pad_edge=False)
         table.add_column("")
         for name in found.sites:
             table.add_column(line(names[name]), justify="right", no_wrap=True)
