@@ -17,6 +17,7 @@ from consilium import __version__
 from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
+from consilium.cli.evaluate import evaluate
 from consilium.cli.export_model import export_model
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.predict import predict
@@ -36,6 +37,7 @@ app.add_typer(deploy_app)
 app.add_typer(submit_app)
 app.command()(compare)
 app.command()(predict)
+app.command()(evaluate)
 app.command()(export_model)
 
 

@@ -101,8 +101,15 @@ class Asking:
         return found
 
     def _box(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
+        """Return a class's box in a part's own pixels; of a tile what lies within it, None where nothing does."""
         known = self.boxes or {}
-        return known.get((one.name, item.slice, name), known.get((one.name, None, name)))
+        box = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
+        if box is None or item.tile is None:
+            return box
+        x, y, width, height = item.tile
+        left, top, right, bottom = box
+        cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
+        return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
     def _only_boxed(self, one: Input, item: Item, logits: Tensor) -> Tensor:
         """Return logits, far below 0 for a class without a box: it was not asked for."""

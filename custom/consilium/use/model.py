@@ -67,7 +67,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage = Stage.GLO
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
     if site is not None and Path(site).name != site:
-        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_listed(_sites(path))}")
+        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_listed(run_sites(path))}")
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
@@ -76,7 +76,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage = Stage.GLO
 
 def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
     """Return the line that says why a run has no such adapter, and what it has."""
-    sites = _sites(path)
+    sites = run_sites(path)
     if site is not None and site not in sites:
         return f"--site {shown(site)}: {path} keeps no model of it; it has: {_listed(sites)}"
     there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
@@ -87,7 +87,8 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
     return f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder"
 
 
-def _sites(path: Path) -> list[str]:
+def run_sites(path: Path) -> list[str]:
+    """Return the sites of a run whose models are in its folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
 
 
