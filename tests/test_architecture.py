@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "custom" / "consilium"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "seeding", "schema", "storage", "messages", "registry", "linalg", "data", "models", "tasks", "adapters",
-    "strategies", "config", "privacy", "training", "report", "federation", "study", "flare", "cli",
+    "strategies", "config", "privacy", "training", "report", "federation", "use", "study", "flare", "cli",
 )  # fmt: skip
 """Each room may import those before it."""
-MOST_ROOMS, MOST_LINES = 20, 300
+MOST_ROOMS, MOST_LINES = 21, 300
 GONE = ("Upload", "Switched", "PolicyConfig", "SitePrivacyConfig", "rematerialize", "Spend")
 """Words of former versions, not even in a text."""
 RENAMED = ("conclude_mean", "pulls", "claim_base", "native", "mend", "ceiling")
@@ -47,7 +47,7 @@ def imported(path: Path) -> list[str]:
     return [module for statement in imports(ast.parse(path.read_text())) for module in modules(statement)]
 
 
-def test_there_are_at_most_twenty_rooms_and_each_has_its_place() -> None:
+def test_there_are_no_more_rooms_than_this_and_each_has_its_place() -> None:
     rooms = {room(path) for path in FILES} - {"__init__"}
     assert len(rooms) <= MOST_ROOMS
     assert rooms == set(ORDER)

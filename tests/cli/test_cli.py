@@ -28,7 +28,7 @@ def test_simulate_ends_with_a_table_and_refuses_to_overwrite(
     assert "ETA" in shown
     assert "small: test split" in shown
     assert "mean" in shown
-    assert shown.splitlines()[-1].endswith(f"{workspace} (metrics.jsonl, tb_events, sites/*/adapter, predictions.png)")
+    assert shown.splitlines()[-1].endswith(f"{workspace} (metrics.jsonl, tb_events, sites/*/adapters, predictions.png)")
     with Image.open(workspace / "predictions.png") as joint, Image.open(workspace / "sites/site-2/predictions.png") as own:
         assert joint.width > own.width
     assert run(monkeypatch, "simulate", small, "--workspace", workspace) == 2

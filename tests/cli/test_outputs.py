@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
 def check(text: str) -> None:
     assert SAID in text
     assert "training loss" in text
-    assert text.rstrip().endswith("run (metrics.jsonl, tb_events, sites/*/adapter)")
+    assert text.rstrip().endswith("run (metrics.jsonl, tb_events, sites/*/adapters)")
     assert not list(Path("run").rglob("predictions.png"))
     assert json.loads(Path("run/results.json").read_text()) == {"site-1": {}, "site-2": {}}
 

@@ -57,7 +57,7 @@ def check_private_run(federation: Federation) -> None:
     assert Reason.BUDGET.text in reasons[0]
     for site, rows in {"site-1": [(0, 0)], "site-2": [(0, 0)], "site-3": []}.items():
         assert [(r.round, r.phase) for r in Ledger(federation.kit(site) / STATE / "ledger.sqlite").entries()] == rows
-    (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapter_config.json")}
+    (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapters/global/adapter_config.json")}
     peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
     assert not list(federation.kit("site-3").rglob("adapter_config.json"))
     pictures = federation.kits.rglob("predictions.png")  # of patients: with the sites that have them, and nowhere else

@@ -148,5 +148,5 @@ def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> N
         results = json.loads((federation.server_files() / "results.json").read_text())
         for site in sites:
             assert results[site]["test/personalized/dice"] > results[site]["test/pretrained/dice"] + 0.1
-            (folder,) = {path.parent for path in federation.kit(site).rglob("adapter_config.json")}
+            (folder,) = {path.parent for path in federation.kit(site).rglob("adapters/global/adapter_config.json")}
             peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))

@@ -106,7 +106,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
     found = Path(consilium(federation, "download", "ward-study", str(federation.folder / "got")).strip())
     assert {p.name for p in found.iterdir()} >= {"metrics.jsonl", "results.json", "tb_events", "privacy.json", "job.yaml"}
     assert not (found / "server").exists()  # the sampling secret stays
-    peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(found / "adapter"))
+    peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(found / "adapters/global"))
     listed = json.loads(consilium(federation, "status", "--format", "json"))
     assert [(j["experiment"], j["status"]) for j in listed[:2]] == [
         ("ward-study", "LOST"),

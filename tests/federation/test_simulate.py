@@ -65,7 +65,7 @@ def test_a_workspace_holds_what_the_readme_promises(finished: Callable[[str], Pa
     lines = [json.loads(x) for x in (workspace / "metrics.jsonl").read_text().splitlines()]
     first = next(x for x in lines if x["event"] == "result")
     assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in small_job("fediat").initial.values())
-    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "sites/site-1/adapter"))
+    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "sites/site-1/adapters/global"))
     assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
 
 
@@ -74,11 +74,13 @@ def test_the_servers_adapter_is_the_sites_where_all_is_shared(
     strategy: str, whole: bool, finished: Callable[[str], Path]
 ) -> None:
     workspace = finished(strategy)
-    assert (workspace / "adapter").exists() == whole
+    assert (workspace / "adapters").exists() == whole
     if whole:
-        ours, theirs = (load_file(workspace / p / "adapter_model.safetensors") for p in ("adapter", "sites/site-1/adapter"))
+        ours, theirs = (
+            load_file(workspace / p / "adapter_model.safetensors") for p in ("adapters/global", "sites/site-1/adapters/global")
+        )
         assert all(torch.equal(ours[n], t) for n, t in theirs.items())
-        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "adapter"))
+        peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "adapters/global"))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: P
     assert "test/global/confusion/round/spiky" in results["site-1"]
     shared = server(tmp_path)
     assert shared["shared/head.weight"].any()
-    plain = peft.PeftModel.from_pretrained(build_clip("tiny", None, 64, 5), str(tmp_path / "sites/site-1/adapter"))
+    plain = peft.PeftModel.from_pretrained(build_clip("tiny", None, 64, 5), str(tmp_path / "sites/site-1/adapters/global"))
     assert torch.equal(plain.base_model.model.head.weight, shared["shared/head.weight"])
 
 

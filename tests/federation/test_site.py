@@ -155,7 +155,7 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     site.train("run", payload(job))
     found = site.evaluate("run", payload(job, joined=True, round=1)).metrics
     assert {f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("dice", "iou")} <= found.keys()
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "adapters/global/adapter_model.safetensors").is_file()
 
 
 def test_the_picture_of_predictions_stays_and_changes_no_number(small_job: MakeJob, tmp_path: Path) -> None:

@@ -127,10 +127,13 @@ def test_a_run_that_breaks_resumes_to_the_bit(tmp_path: Path) -> None:
 def _check_exports(job: Job, run: Path) -> None:
     """A site's file is the model; the server, which has no base, writes changes, named so."""
     model, moved = build_unet("resunet", 2, 2, 0, None), changes(run)
-    theirs, ours = load_file(run / "sites/site-1/adapter/model.safetensors"), load_file(run / "adapter/model.safetensors")
+    theirs, ours = (
+        load_file(run / "sites/site-1/adapters/global/model.safetensors"),
+        load_file(run / "adapters/global/model.safetensors"),
+    )
     start = dict(model.named_parameters())
     assert theirs.keys() == start.keys()
     assert all(torch.equal(theirs[n], start[n].detach() + moved[f"whole.{n}"]) for n in theirs)
     assert all(torch.equal(ours[f"{n}.change"], moved[f"whole.{n}"]) for n in theirs)
-    again = build_unet("resunet", 2, 2, 5, run / "sites/site-1/adapter/model.safetensors")
+    again = build_unet("resunet", 2, 2, 5, run / "sites/site-1/adapters/global/model.safetensors")
     assert all(torch.equal(p, theirs[n]) for n, p in again.named_parameters())

@@ -69,7 +69,7 @@ def test_statistics_are_the_same_over_flare(only: bool, flare: Runner, hospitals
     assert told["patients"]["splits"]["training"] is None  # twelve samples of three patients
     trained = {name for name, scores in json.loads((workspace / "results.json").read_text()).items() if scores}
     assert trained == (set() if only else set(SITES) - {"lacks"})
-    assert (workspace / "adapter").exists() is not only
+    assert (workspace / "adapters/global").exists() is not only
     _check_records(workspace)
 
 

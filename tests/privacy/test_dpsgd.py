@@ -237,7 +237,7 @@ def private_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors
 def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(private_run: tuple[Path, Tensors]) -> None:
     """Opacus #820: runs that look normal and adapters nobody can use."""
     (folder, shared), config = private_run, private_config(noise_multiplier=1.0)
-    saved = load_file(folder / "sites/site-1/adapter/adapter_model.safetensors")
+    saved = load_file(folder / "sites/site-1/adapters/global/adapter_model.safetensors")
     ours = {n.removeprefix("base_model.model.").removesuffix(".weight"): t for n, t in saved.items()}
     assert all(torch.equal(ours[n], t) for n, t in shared.items())
     assert ours.keys() == shared.keys()

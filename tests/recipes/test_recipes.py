@@ -126,7 +126,7 @@ def test_fedadam_learns_and_a_broken_run_goes_on_with_its_moments(install: Insta
     assert whole["optimizer/m/head.weight"].any()
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    assert (finished / "adapter/adapter_model.safetensors").is_file()
+    assert (finished / "adapters/global/adapter_model.safetensors").is_file()
     versions = json.loads((finished / "versions.json").read_text())
     assert versions["recipe_fedadam"] == "1.0"
 
@@ -140,7 +140,7 @@ def test_a_model_of_ones_own_learns(toy: Toy, tmp_path: Path) -> None:
     results = run(config, tmp_path / "run", sites)
     assert mean(results, "test/global/loss") < 0.9 * mean(results, "test/pretrained/loss")
     assert mean(results, "test/pretrained/loss") == pytest.approx(math.log(2))  # a zero head: both classes equally likely
-    exported = load_file(tmp_path / "run/sites/site-1/adapter/adapter_model.safetensors")
+    exported = load_file(tmp_path / "run/sites/site-1/adapters/global/adapter_model.safetensors")
     assert {tuple(t.shape) for t in exported.values()} == {(2, 16), (16, 2), (2, 16), (2,)}
     assert len(compare(assemble_job(config))) > 5
 
@@ -174,7 +174,7 @@ def test_a_task_of_ones_own_learns_on_a_model_of_the_package(install: Install, t
     for name, site in sites.items():  # a zero head says 0
         labels = [one["label"] for one in json.loads(Path(str(site.datalist)).read_text())["test"]]
         assert results[name]["test/pretrained/mae"] == pytest.approx(sum(labels) / len(labels), rel=1e-5)
-    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
+    assert (tmp_path / "run/adapters/global/adapter_model.safetensors").is_file()
 
 
 def test_a_task_says_which_models_do_it(install: Install) -> None:
@@ -227,7 +227,7 @@ def test_an_adapter_of_ones_own_learns_and_switched_off_it_is_the_base(install: 
     config = job_of({"adapter": {"kind": "shift", "targets": "all-linear"}, "task": task})
     results = run(config, tmp_path / "run")
     assert mean(results, "test/global/loss") < 0.97 * mean(results, "test/pretrained/loss")
-    values = load_file(tmp_path / "run/adapter/adapter.safetensors")
+    values = load_file(tmp_path / "run/adapters/global/adapter.safetensors")
     model, base = (build_model(job, SiteConfig()) for job in (config, small_cells()))
     assert isinstance(model, ClipClassifier)
     assert isinstance(base, ClipClassifier)

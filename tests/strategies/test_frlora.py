@@ -13,8 +13,9 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job, build_model, server_start
+from consilium.federation.build import assemble_job, build_model
 from consilium.federation.engine import simulate
+from consilium.federation.start import server_start
 from consilium.messages import Payload, SiteInfo, Tensors
 from consilium.models.sam.network import build_sam
 from consilium.strategies.frlora import FRLoRA, principal
@@ -101,7 +102,7 @@ def test_the_export_is_the_model_in_plain_peft_and_the_server_resumes_it(tmp_pat
     config = small(adapter={"rank": 4, "alpha": 8, "targets": "qv"})
     job = assemble_job(config)
     done = simulate(job, {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
-    folders = [tmp_path / "adapter", tmp_path / "sites/site-1/adapter"]
+    folders = [tmp_path / "adapters/global", tmp_path / "sites/site-1/adapters/global"]
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert all(torch.equal(ours[n], t) for n, t in theirs.items())
     model = build_model(config, SiteConfig())
@@ -126,7 +127,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_the_start_is_of_the_server_s_base_and_no_other_base_may_join() -> None:
     job = assemble_job(small())
-    start, checkpoint = server_start(job, SiteConfig())
+    start, checkpoint, _ = server_start(job, SiteConfig())
     assert checkpoint == ""  # the package's own weights
     base = build_sam("tiny", None, 64, 2)
     name = "image_encoder.blocks.0.attn.qkv"

@@ -90,7 +90,7 @@ class DualRank(layers.AdapterModule):
         device = x.device.type
         lower = device != "meta" and torch.is_autocast_enabled(device)  # what is laid out only has no precision
         dtype = torch.get_autocast_dtype(device) if lower else x.dtype
-        weights = torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
+        weights = self._weights()
         parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
         if not (self.dropout.p and self.training and self._tail):
             return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *parts).to(y.dtype)
@@ -98,6 +98,13 @@ class DualRank(layers.AdapterModule):
         y = y + ((x.to(dtype) @ down[rank:].T * weights[rank:]) @ up[rank:]).to(y.dtype)
         own = (down[:rank], up[:rank], weights[:rank])
         return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *own).to(y.dtype)
+
+    def product(self) -> Tensor:
+        """Return what is added to the base's weight (out, in): s (B_tr A_tr + gate * B_tail A_tail)."""
+        return (self.up.T * self._weights()) @ self.down
+
+    def _weights(self) -> Tensor:
+        return torch.cat([torch.ones_like(self.gate).expand(len(self.lora_A)), self.gate.expand(self._tail)]) * self.scaling
 
     @property
     def _tail(self) -> int:
@@ -156,11 +163,18 @@ def inject(
     """Freeze `model` but for its head and a `decoder` that trains; put a DualRank around every layer that `target` matches."""
     ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
     for name, most in ranks.items():
-        parent, _, own = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)  # as `shapes` has found it
-        setattr(model.get_submodule(parent), own, DualRank(base, most, scaling, dropout))
+        layers.replace(model, name, DualRank(base, most, scaling, dropout))
     layers.freeze_base(model, [n for n, _ in model.named_parameters() if factor(n)], decoder_names(model, decoder))
+
+
+def merge(model: nn.Module) -> None:
+    """Add prefix and tail to the weights of every adapted layer and take them out, in place."""
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, DualRank)]:
+        with torch.no_grad():
+            layer.base.weight += layer.product().to(layer.base.weight)
+        layers.replace(model, name, layer.base)
 
 
 def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,8 +222,8 @@ def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.Lora
     save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
 
 
-DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, unequal_ranks=True, per_sample=False)
+DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, merge=merge, unequal_ranks=True, per_sample=False)
 TAILED_LORA = AdapterKind(
-    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, per_sample=False
+    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, merge=merge, per_sample=False
 )
 """Plain LoRA at the job's one rank, with room for a frozen tail."""

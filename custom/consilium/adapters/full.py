@@ -41,4 +41,8 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base
     save_parameters(folder / "model.safetensors", values)
 
 
-FULL = AdapterKind(FullConfig, _shapes, _inject, _export, _names, per_sample=False)
+def _merge(model: nn.Module) -> None:
+    """Do nothing: what trains are the base's own layers."""
+
+
+FULL = AdapterKind(FullConfig, _shapes, _inject, _export, _names, merge=_merge, per_sample=False)

@@ -146,6 +146,12 @@ def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place that `name` says."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:
     """Let the modules named `blocks` hand on what they get, and all others run: the net without those blocks."""
     for name, module in model.named_modules():
@@ -153,6 +159,11 @@ def leave_out(model: nn.Module, blocks: Set[str]) -> None:
             vars(module)["forward"] = _hand_on
         elif vars(module).get("forward") is _hand_on:
             del vars(module)["forward"]
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Return the names of the modules that `leave_out` has made to hand on what they get."""
+    return [name for name, module in model.named_modules() if vars(module).get("forward") is _hand_on]
 
 
 def _hand_on(hidden: Tensor, *args: object, **options: object) -> Tensor:

@@ -131,6 +131,15 @@ def mix(model: nn.Module, scaling: float, share: float | Tensor) -> None:
         layer.scaling.update(parts)
 
 
+def merge(model: nn.Module) -> None:
+    """Add scaling B A to the weights of every adapted layer and take the factors out, in place; of all active adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
+        layer.merge(safe_merge=True)
+        layers.replace(model, name, layer.get_base_layer())
+
+
 def save_peft(
     folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, base: str, target: TargetSet | None = None
 ) -> None:
@@ -214,5 +223,14 @@ def _tailed() -> AdapterKind:
 
 
 LORA = AdapterKind(
-    LoraConfig, _shapes, _inject, _export, _trainable_base, scale=_scale, add_local=_add_local, mix=_mix, tailed=_tailed
+    LoraConfig,
+    _shapes,
+    _inject,
+    _export,
+    _trainable_base,
+    scale=_scale,
+    add_local=_add_local,
+    mix=_mix,
+    merge=merge,
+    tailed=_tailed,
 )

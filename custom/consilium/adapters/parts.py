@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from consilium.adapters import layers
-from consilium.adapters.names import MEAN, SHIFT, factor, local_twin
+from consilium.adapters.names import HEAD, MEAN, SHIFT, factor, local_twin
 from consilium.adapters.registry import AdapterKind, Shapes
 from consilium.errors import ConfigError
 from consilium.models.registry import Cut, ModelKind
@@ -22,6 +23,8 @@ class FeatureShift(layers.AdapterModule):
     """Adds `shift` (C,) to features whose axis `axis` has C entries; `mean` (C,) is a mean of features, for a strategy."""
 
     mean: Tensor
+    hook: RemovableHandle
+    """What makes the encoder's last module call this one."""
 
     def __init__(self, width: int, axis: int) -> None:
         super().__init__()
@@ -62,9 +65,31 @@ def add_parts(parts: Collection[str], model: nn.Module, kind: AdapterKind, confi
         kind.add_local(model, config)
     if FEATURE_SHIFT in parts:
         cut = cut_of(model, base)
-        model.add_module("feature_shift", FeatureShift(cut.width, cut.axis))
-        cut.module.register_forward_hook(lambda module, args, output: model.get_submodule("feature_shift")(output))
+        part = FeatureShift(cut.width, cut.axis)
+        model.add_module("feature_shift", part)
+        part.hook = cut.module.register_forward_hook(lambda module, args, output: part(output))
         layers.add_names(model, [SHIFT])
+
+
+@torch.no_grad()
+def merge_shift(model: nn.Module, base: ModelKind) -> None:
+    """Add the vector between encoder and head to a bias that is there already, and take it out, in place.
+
+    Raises ConfigError for a model without such a bias.
+    """
+    part = getattr(model, "feature_shift", None)
+    if not isinstance(part, FeatureShift):
+        return
+    last, head = list(cut_of(model, base).module.modules())[-1], getattr(model, HEAD, None)
+    if isinstance(bias := getattr(last, "bias", None), nn.Parameter):
+        bias.add_(part.shift)
+    elif isinstance(head, nn.Linear) and isinstance(head.bias, nn.Parameter):
+        head.bias.add_(head.weight @ part.shift)
+    else:
+        what = "the vector between encoder and head cannot be merged: the model has no bias there"
+        raise ConfigError(f"strategy: {what}; use --format peft")
+    part.hook.remove()
+    del model.feature_shift
 
 
 def cut_of(model: nn.Module, base: ModelKind) -> Cut:

@@ -18,9 +18,13 @@ Decoder = Literal["share", "keep", "freeze"]
 
 
 class AdapterConfig(Section):
-    """Base of every `adapter:` section."""
+    """Base of every `adapter:` section. `start`: an adapter folder at the server, which all sites go on from.
+
+    It may begin with ${SITE}, the server's checkpoint folder. Model, kind, shapes and alpha / rank must be as there.
+    """
 
     kind: str
+    start: str | None = None
 
     @property
     def product_scaling(self) -> float:
@@ -45,8 +49,9 @@ class AdapterKind:
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
     adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
     `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
-    `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample; `tailed`: the same
-    adapter with room for frozen tails, for strategies that send such.
+    `merge(model)` writes what it does into the base's own layers and takes it out, in place; None where it adds layers that a
+    base cannot hold. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample;
+    `tailed`: the same adapter with room for frozen tails, for strategies that send such.
     """
 
     config: type[AdapterConfig]
@@ -58,6 +63,7 @@ class AdapterKind:
     scale: "Callable[[nn.Module, Any, float], None] | None" = None
     add_local: "Callable[[nn.Module, Any], None] | None" = None
     mix: "Callable[[nn.Module, Any, float | Tensor], None] | None" = None
+    merge: "Callable[[nn.Module], None] | None" = None
     unequal_ranks: bool = False
     per_sample: bool = True
     tailed: "Callable[[], AdapterKind] | None" = None

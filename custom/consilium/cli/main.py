@@ -17,6 +17,8 @@ from consilium import __version__
 from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
+from consilium.cli.evaluate import evaluate
+from consilium.cli.export_model import export_model
 from consilium.cli.options import (
     ASSUMED,
     LONGEST_LINE,
@@ -29,6 +31,7 @@ from consilium.cli.options import (
     gpu_hours,
     load,
 )
+from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
@@ -47,6 +50,9 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
 app.command()(compare)
+app.command()(predict)
+app.command()(evaluate)
+app.command()(export_model)
 
 
 def _version(wanted: bool) -> None:

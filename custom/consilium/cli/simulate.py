@@ -186,7 +186,7 @@ def _print_results(
     from consilium.report.view import result_table
     from consilium.tasks.registry import TASKS
 
-    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapter"]
+    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
     told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
     if format is Format.JSON:
         found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})

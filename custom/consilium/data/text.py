@@ -78,13 +78,24 @@ def _records(path: Path) -> Iterator[Text]:
             yield _record(f"{path}:{number}", path.name, number, line)
 
 
-def _record(where: str, file: str, number: int, line: str) -> Text:
+def read_records(path: Path, bad: list[DataError]) -> Iterator[Text]:
+    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError."""
+    lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                yield _record(f"{path}:{number}", path.name, number, line, answered=False)
+        except DataError as error:
+            bad.append(error)
+
+
+def _record(where: str, file: str, number: int, line: str, answered: bool = True) -> Text:
     raw = _parse(where, line)
     if not isinstance(raw, dict) or not (raw.get("instruction") or raw.get("input")):
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}'
         )
-    outputs = raw["outputs"] if "outputs" in raw else [raw["output"]] if "output" in raw else []
+    outputs = raw["outputs"] if "outputs" in raw else [raw["output"]] if "output" in raw else [] if answered else [""]
     parts = [raw.get("instruction", ""), raw.get("input", ""), *_texts(where, "outputs", outputs)]
     if not outputs or not all(isinstance(part, str) for part in parts):
         raise DataError(f'{where}: needs an "output" text (or "outputs", a list); instruction and input are texts too')

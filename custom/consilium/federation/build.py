@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
@@ -17,8 +17,8 @@ from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.samples import patients_of, site_data
-from consilium.federation.site import Site, checkpoint_hash
-from consilium.federation.trained import base_shapes, check_base
+from consilium.federation.site import Site
+from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
@@ -72,6 +72,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     _check_blend(job, base, source)
     _check_privacy(job, source)
     _check_optimizers(job, source)
+    check_start(config, job.initial, source)
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
@@ -99,8 +100,7 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
 
 def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
     """Raise ConfigError for samples that would be weighed with the answer in sight."""
-    blend = job.strategy.blend(closing=True)
-    if blend and blend.examples and base.tokenizer:
+    if (blend := job.strategy.blend(closing=True)) and blend.examples and base.tokenizer:
         what = "would weigh a text by prompt and answer, which scores must not see"
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
@@ -148,24 +148,6 @@ def _uncharged(job: Job) -> str | None:
     if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
         return None
     return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
-
-
-def server_start(job: Job, own: SiteConfig) -> tuple[Tensors, str | None]:
-    """Return what all sites start from, and the SHA-256 of the base checkpoint ("" for the package's) it was made of, if any.
-
-    `own`: where the server finds the base, for a strategy that starts from its weights. Raises CheckpointError, ConfigError.
-    """
-    config = job.config
-    if not (job.strategy.from_base and config.trains):
-        return job.initial, None
-    base, _, adapter = kinds_of(config)
-    path = checkpoint_of(config.model, own, "the server's")
-    model = bare_model(config, path, weights=True)
-    adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
-    names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
-    weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
-    start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
-    return start, checkpoint_hash(path) if path else ""
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
@@ -275,13 +257,14 @@ def _site(
     data: DataList | None = None,
 ) -> Site:
     model = model if model is not None else build_model(job.config, site)
-    plan = make_plan(job.config, job.strategy, task.num_samples, job.initial)
-    seed = site.privacy.noise_seed
-    return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    plan, seed = make_plan(job.config, job.strategy, task.num_samples, job.initial), site.privacy.noise_seed
+    found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
+    return found
 
 
 def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
-    """Return the base as the job's model, without an adapter; without `weights` laid out only."""
+    """Return the base without an adapter; without `weights` it is laid out only."""
     return MODELS[config.model.name].build(
         config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
     )
@@ -289,11 +272,14 @@ def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.
 
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
-    if config.checkpoint is None:
-        return None
-    if "${SITE}" in config.checkpoint and site.checkpoints is None:
+    return None if config.checkpoint is None else in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+
+
+def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
+    """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
+    if "${SITE}" in path and site.checkpoints is None:
         raise ConfigError(
-            f"model.checkpoint: {config.checkpoint!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
+            f"{field}: {path!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
             "or simulate with --checkpoints FOLDER"
         )
-    return Path(config.checkpoint.replace("${SITE}", str(site.checkpoints)))
+    return Path(path.replace("${SITE}", str(site.checkpoints)))

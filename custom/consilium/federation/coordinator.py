@@ -14,14 +14,15 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
-from consilium.federation.build import Job, server_start
+from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.diagnostics import deviation
+from consilium.federation.keeping import keep_shared
+from consilium.federation.kept import Kept, keeps_local
 from consilium.federation.server_step import step
-from consilium.federation.site import export_adapter
+from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
-from consilium.federation.trained import as_changes
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Normal, privatize, system_normal
 from consilium.privacy.plan import Plan, make_plan
@@ -30,7 +31,7 @@ from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
 from consilium.seeding import seed_for
 from consilium.storage import sweep
-from consilium.strategies.strategy import Gathered, Role, ServerState
+from consilium.strategies.strategy import Gathered, ServerState
 
 
 class Coordinator:
@@ -71,8 +72,10 @@ class Coordinator:
 
     def _fresh(self, own: SiteConfig) -> Saved:
         """Return what is known of a new run."""
-        start, base = server_start(self.job, own)
-        return Saved(secrets.token_hex(6), base, self.job.strategy.init_state(start))
+        start = server_start(self.job, own)
+        if start.adapter:
+            self.log.began_from(start.adapter)
+        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.init_state(start.tensors))
 
     @property
     def done(self) -> bool:
@@ -110,7 +113,7 @@ class Coordinator:
         named = self.job.config.model.checkpoint_sha256
         wanted = named or self.checkpoint
         if wanted is not None and hello.checkpoint != wanted:
-            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before have"
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
             raise RefusedError(
                 f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
                 "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
@@ -259,15 +262,11 @@ class Coordinator:
     def finish(self) -> None:
         """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
         self.log.finish(self.plan)
-        if self.job.config.trains and self.job.strategy.needs == "sums" and not self._keeps_local():
-            shared = self.job.strategy.final(self.state, SiteInfo("", 1, joined=True)).tensors
-            whole = as_changes(self.state.initial | shared)
-            export_adapter(self.folder / "adapter", whole, self.job.config, self.plan)
-
-    def _keeps_local(self) -> bool:
-        """Tell whether sites keep parts of the adapter for themselves."""
         strategy = self.job.strategy
-        return any(strategy.role(name, *place) is Role.LOCAL for name in self.job.initial for place in strategy.places())
+        if self.job.config.trains and strategy.needs == "sums" and not keeps_local(strategy, self.job.initial):
+            last = strategy.final(self.state, SiteInfo("", 1, joined=True))
+            kept = Kept(self.state.initial | last.tensors, self.state.round, strategy.scaling(last))
+            keep_shared(self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan)
 
     def close(self) -> None:
         """Close the run's files."""

@@ -13,13 +13,13 @@ from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
-from consilium.adapters.names import MEAN, SHIFT, is_base
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
-from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation import diagnostics, probe
-from consilium.federation.local import LocalTraining
+from consilium.federation.keeping import Keeping
+from consilium.federation.kept import Kept
 from consilium.messages import (
     HELD_OUT,
     SKIPPED,
@@ -35,7 +35,6 @@ from consilium.messages import (
     Stage,
     Tensors,
 )
-from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
@@ -56,7 +55,7 @@ class Held(NamedTuple):
     optimizer: Tensors
 
 
-class Site(LocalTraining):
+class Site(Keeping):
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
@@ -90,11 +89,12 @@ class Site(LocalTraining):
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
-        checkpoint = checkpoint_hash(self.checkpoint) if self.checkpoint else ""
-        joined = self._file(run).exists()
-        return Hello(
-            self.name, self.task.num_samples, joined, __version__, checkpoint, self._capacity(run), plugins=self.config.packages
-        )
+        joined, carries = self._file(run).exists(), self._capacity(run)
+        return Hello(self.name, self.task.num_samples, joined, __version__, self._base(), carries, plugins=self.config.packages)
+
+    def _base(self) -> str:
+        """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
+        return checkpoint_hash(self.checkpoint) if self.checkpoint else ""
 
     def kept(self, run: str) -> Tensors:
         """Return the tensors that the site keeps of this run; before its first round none but the base's own."""
@@ -137,6 +137,7 @@ class Site(LocalTraining):
             raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
         start = self._receive(held.params, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
+        self.note_best(run, Stage.GLOBAL, self.received(start, payload), metrics)
         began = time.monotonic()
         start, kept = self.prepare(held.params, start, held.kept, payload)
         memory: Tensors = {}
@@ -148,6 +149,7 @@ class Site(LocalTraining):
             note(self.folder / run / diagnostics.DRIFT, f"{payload.round}-{payload.phase}", diagnostics.drift(start, end))
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
+        self.note_best(run, Stage.PERSONALIZED, self.own_model(end, payload, closing=False), metrics)
         names = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
@@ -159,8 +161,8 @@ class Site(LocalTraining):
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
-        It also writes the global model's adapter (LoRA as a PEFT folder), the site's result of the run, and predictions.png,
-        which stays here. In the phase HELD_OUT it only returns validation metrics of the global model.
+        It also writes the folders of `adapters/`, the site's result of the run, and predictions.png, which stays here. In the
+        phase HELD_OUT it only returns validation metrics of the global model.
         """
         held = self._restore(run)
         own, last = held.params, held.place
@@ -171,24 +173,28 @@ class Site(LocalTraining):
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
         examples: dict[Stage, Examples] = {}
+        models: dict[Stage, Kept] = {}
         passes = self.strategy.closing_passes(layers.tensors(self.model)) if self.task.num_samples else None
         if last is not None and passes is None:
-            self._load(own)
+            self.load(own)
             self._scale(1.0)
+            models[Stage.PERSONALIZED] = Kept(own, last[0] + 1)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         payload = self.chosen(payload, lambda one: self._receive(own, one))
         final = self._receive(own, payload)
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
+        models[Stage.GLOBAL] = self.received(final, payload)
+        self._validate_last(run, models[Stage.GLOBAL], payload)
         if passes or (passes is not None and last is not None):
             self.train_passes(passes, final, payload, {}, {})
-            final = self.values(final)
+            final = final | self.values(frozenset[str]().union(*(one.trained for one in passes)))
+            models[Stage.PERSONALIZED] = self.own_model(final, payload, closing=True)
             with self.personalized(True, payload):
                 metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         with layers.disabled(self.model):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
-        own = {name: tensor for name, tensor in final.items() if not is_base(name)}
-        export_adapter(self.folder / "adapter", own | layers.parameters_of(self.model, final), self.config, self.plan)
+        self.keep(run, models, metrics, self._base())
         self._draw(examples, self.folder / run)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
@@ -196,20 +202,10 @@ class Site(LocalTraining):
     def _receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Load the strategy's view of own tensors and payload into the model and return it."""
         start = self.strategy.receive(own, payload)
-        self._load(start)
+        self.load(start)
         self._scale(self.strategy.scaling(payload))
         self._mix(0.0)
         return start
-
-    def _load(self, values: Tensors) -> None:
-        """Put `values` into the model, which runs without the blocks whose tensors are not among them."""
-        live = {name: tensor for name, tensor in layers.tensors(self.model).items() if isinstance(tensor, nn.Parameter)}
-        absent = {name: self.strategy.block(name) for name in live if name not in values}
-        if lost := sorted(name for name, block in absent.items() if block is None):
-            why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
-            raise CheckpointError(f"{self.name}: no value for {lost[0]!r}: {why}")
-        layers.leave_out(self.model, {block for block in absent.values() if block is not None})
-        layers.load(self.model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round."""
@@ -219,6 +215,17 @@ class Site(LocalTraining):
             if config.validates(payload.round, stage)
             else {}
         )
+
+    def _validate_last(self, run: str, kept: Kept, payload: Payload) -> None:
+        """Let the last global model, which is in place, be the best one too; no round has scored it on validation data."""
+        config = self.config.training
+        if (
+            self.task.num_samples
+            and self.config.privacy is None
+            and config.validates(config.validation.every - 1, Stage.GLOBAL)
+        ):
+            found = self._evaluate("validation", Stage.GLOBAL, payload, config.validation.full)
+            self.note_best(run, Stage.GLOBAL, kept, found)
 
     def _skipped(self) -> dict[str, float]:
         """Return how many samples were left out, {} for none or for a task that leaves none out."""
@@ -283,17 +290,3 @@ def _nothing(run: str, payload: Payload) -> None:
 def checkpoint_hash(path: Path) -> str:
     """Hash a checkpoint once per process: the sites of a simulation share it."""
     return file_hash(path)
-
-
-def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does, and beside it what privacy the job's `plan` keeps.
-
-    A vector behind the encoder has a file of its own.
-    """
-    kind, base = config.adapter_kind, MODELS[config.model.name]
-    own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
-    kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
-    if SHIFT in values:
-        save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
-    if plan is not None:
-        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())

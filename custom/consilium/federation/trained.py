@@ -36,6 +36,20 @@ def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
         raise ConfigError(f"{where}: strategy {config.strategy.name!r} {does[rule]}; use {rule} or freeze")
 
 
+def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
+    """Raise ConfigError for a job that cannot go on from any adapter."""
+    what, strategy = f"{source}: adapter.start: {config.adapter.start!r}", config.strategy
+    if config.adapter.start is None:
+        return
+    if strategy.from_base:
+        raise ConfigError(f"{what}: strategy {strategy.name!r} starts from the base's own directions; leave it out")
+    if config.adapter_kind.unequal_ranks:
+        raise ConfigError(f"{what}: kind {config.adapter.kind!r} has other ranks at every site; use lora, or leave it out")
+    for name in filter(is_base, names):
+        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.places()):
+            raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
+
+
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
     """Return what the strategy does with all of these tensors in every phase; None for one that has no single rule."""
     try:

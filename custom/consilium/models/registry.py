@@ -65,12 +65,33 @@ class Cut(NamedTuple):
     axis: int
 
 
+class Saved(Protocol):
+    """Writes a model that has no adapter as those lay it out who publish such models, and says in Markdown how to load it.
+
+    The Markdown holds one block of Python that runs in the folder and leaves a function `logits` of the model's inputs.
+    """
+
+    def __call__(self, folder: Path, model: Any, config: Any, task: Any, tokenizer: Any) -> str:
+        """Write into `folder`, which is there."""
+        ...
+
+
+class Graph(NamedTuple):
+    """A part of a model that runs by itself: a module, the names of its inputs, and that of its one output."""
+
+    module: "nn.Module"
+    inputs: tuple[str, ...]
+    output: str
+
+
 @dataclass(frozen=True)
 class ModelKind:
     """What the rest must know of a model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
     `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
-    raises AttributeError for a model laid out otherwise.
+    raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
+    `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
+    default it is one.
     """
 
     config: type[ModelConfig]
@@ -79,6 +100,8 @@ class ModelKind:
     targets: Mapping[str, TargetSet] = field(default_factory=dict)
     tokenizer: Callable[[Any, Path | None], Any] | None = None
     cut: "Callable[[Any], Cut] | None" = None
+    save: Saved | None = None
+    graphs: "Callable[[Any], dict[str, Graph]] | None" = None
 
     def target(self, name: str) -> TargetSet:
         """Return the set of that name; any other name is a pattern."""

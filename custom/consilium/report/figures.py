@@ -1,7 +1,8 @@
 """Pictures of a run: matrices of sites against sites, and curves over the rounds."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from matplotlib import colormaps
@@ -69,6 +70,36 @@ def plot_drift(path: Path, rounds: list[tuple[tuple[int, int], dict[str, float]]
     axis.set_ylabel("change / its size before", fontsize=8)
     axis.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=110)
+
+
+def plot_cross_sites(file: BinaryIO, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
+    """Draw a score of every site's model (rows) on every site's data (columns); grey where there is none."""
+    figure = Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
+    axis = figure.subplots()
+    known = values[~np.isnan(values)]
+    middle = float(known.min() + 0.6 * (known.max() - known.min())) if known.size else 0.0
+    drawn = axis.imshow(np.ma.masked_invalid(values), cmap="viridis")
+    axis.set_facecolor("lightgrey")
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks(range(len(sites)), sites, fontsize=7, rotation=45, ha="right")
+    axis.set_yticks(range(len(models)), models, fontsize=7)
+    axis.set_xlabel("tested on", fontsize=8)
+    axis.set_ylabel("model of", fontsize=8)
+    for (i, j), value in np.ndenumerate(values if values.size <= 144 else np.zeros((0, 0))):
+        dark = bool(value < middle)
+        axis.text(
+            j,
+            i,
+            "-" if np.isnan(value) else f"{value:.2f}",
+            ha="center",
+            va="center",
+            fontsize=6,
+            color="white" if dark else "black",
+        )
+    figure.colorbar(drawn, ax=axis, shrink=0.8)
+    for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]:
+        label.set_parse_math(False)  # a site may be called $x$
+    figure.savefig(file, dpi=150)
 
 
 def _curves(axis: Any, values: np.ndarray, labels: list[str]) -> None:

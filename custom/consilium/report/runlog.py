@@ -63,6 +63,10 @@ class RunLog:
         counts = by_role(strategy, {name: tensor.numel() for name, tensor in initial.items()})
         self._line({"event": "parameters", **{role.value: count for role, count in counts.items()}})
 
+    def began_from(self, sha256: str) -> None:
+        """Record the adapter that all sites go on from."""
+        self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+
     def joined(self, round: int, site: str, ledger: str, test_only: bool = False) -> None:
         """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
         self._line(
@@ -126,6 +130,11 @@ class RunLog:
         line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
         self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
+
+    @property
+    def results(self) -> dict[str, dict[str, float]]:
+        """The closing metrics by site, of those that told them."""
+        return self._results
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""

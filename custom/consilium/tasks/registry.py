@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COUNT, LOW, HIGH = "n", "_low", "_high"
 """The metric that says how many were scored, and what ends the names of a 95 % interval's ends; see bootstrap.py."""
+LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
+"""Metrics of which less is better."""
 
 LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
 """Metrics of which less is better."""

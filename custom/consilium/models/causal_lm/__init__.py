@@ -102,6 +102,12 @@ def _cut(model: Any) -> Cut:
     return Cut(model.model.norm, model.get_output_embeddings().in_features, -1)
 
 
+def _save(folder: Path, model: Any, config: CausalLmConfig, task: Any, tokenizer: Any) -> str:
+    from consilium.models.causal_lm.saving import save
+
+    return save(folder, model, tokenizer)
+
+
 _ATTENTION, _MLP = r"model\.layers\.\d+\.self_attn", r"model\.layers\.\d+\.mlp"
 _QKV = TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)")
 TARGETS = {
@@ -113,4 +119,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names, of models laid out like Llama (Mistral, Qwen3)."""
 
-CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer, _cut)
+CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer, _cut, _save)

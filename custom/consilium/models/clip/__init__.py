@@ -40,6 +40,12 @@ def _cut(model: Any) -> Cut:
     return Cut(model.projection, model.head.in_features, -1)
 
 
+def _save(folder: Path, model: Any, config: ClipConfig, task: Any, tokenizer: Any) -> str:
+    from consilium.models.clip.saving import save
+
+    return save(folder, model, config, task)
+
+
 _TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
 _ATTENTION = rf"{_TOWER}\.(attention|self_attn)"
 TARGETS = {
@@ -49,4 +55,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS, cut=_cut)
+CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS, cut=_cut, save=_save)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.models.registry import Cut, Graph, ModelConfig, ModelKind, TargetSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +58,18 @@ def _cut(model: Any) -> Cut:
     return Cut(neck, neck[0].out_channels, 1)
 
 
+def _save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any) -> str:
+    from consilium.models.sam.saving import save
+
+    return save(folder, model, config)
+
+
+def _graphs(model: Any) -> "dict[str, Graph]":
+    from consilium.models.sam.saving import graphs
+
+    return graphs(model)
+
+
 _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
 _QV_DECODER = rf"{_DECODER}\.(q_proj|v_proj)"
 TARGETS = {
@@ -71,4 +83,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut)
+SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut, save=_save, graphs=_graphs)

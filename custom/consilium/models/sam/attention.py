@@ -85,6 +85,17 @@ def split_qkv(model: nn.Module) -> None:
             module.qkv = SplitQKV(module.qkv)
 
 
+def join_qkv(model: nn.Module) -> None:
+    """Undo `split_qkv`, in place; q, k and v must be plain layers."""
+    for name, split in [(n, m) for n, m in model.named_modules() if isinstance(m, SplitQKV)]:
+        parts = [part for part in split.children() if isinstance(part, nn.Linear)]
+        weight, bias = torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts])
+        fused = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
+        fused.weight, fused.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, fused)
+
+
 def fuse_qkv(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the factors of the fused projection: A = [A_q; A_v], B with B_q in the q rows and B_v in the v rows.
 

@@ -69,8 +69,7 @@ class PromptedSam(Sam):
         elif boxes is None:
             raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
         else:
-            flat = self._known_boxes(boxes, images.shape[-1])
-            low = self.decode(embedding.repeat_interleave(boxes.shape[1], 0), flat, [0]).view(*boxes.shape[:2], *self._low())
+            low = self.decode_boxes(embedding, boxes, images.shape[-1])
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
     def encode(self, images: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ class PromptedSam(Sam):
 
         SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
         """
-        decoder, count = self.mask_decoder, len(embedding)
+        decoder, count = self.mask_decoder, embedding.shape[0]
         sparse, dense = self.prompt_encoder(points=None, boxes=boxes, masks=None)
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
@@ -96,6 +95,11 @@ class PromptedSam(Sam):
         upscaled = decoder.output_upscaling(source.transpose(1, 2).view_as(embedding))
         heads = [decoder.output_hypernetworks_mlps[t](hidden[:, 1 + t]) for t in tokens]
         return torch.einsum("ntc,nchw->nthw", torch.stack(heads, dim=1), upscaled)
+
+    def decode_boxes(self, embedding: Tensor, boxes: Tensor, size: int) -> Tensor:
+        """Map embeddings (N, C, h, w) and boxes (N, K, 4) in pictures of `size` pixels to logits (N, K, 4h, 4w)."""
+        flat = self._known_boxes(boxes, size)
+        return self.decode(embedding.repeat_interleave(boxes.shape[1], 0), flat, [0]).view(*boxes.shape[:2], *self._low())
 
     def _low(self) -> tuple[int, int]:
         height, width = self.prompt_encoder.image_embedding_size

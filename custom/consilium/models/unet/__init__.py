@@ -49,4 +49,10 @@ def _build(config: UnetConfig, task: Any, checkpoint: Path | None, weights: bool
     return build_unet(config.variant, config.width, len(task.classes), config.seed, checkpoint if weights else None)
 
 
-UNET = ModelKind(UnetConfig, "segmentation", _build)
+def _save(folder: Path, model: Any, config: UnetConfig, task: Any, tokenizer: Any) -> str:
+    from consilium.models.unet.saving import save
+
+    return save(folder, model, config)
+
+
+UNET = ModelKind(UnetConfig, "segmentation", _build, save=_save)

@@ -1,0 +1,163 @@
+"""The command `consilium evaluate`."""
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from consilium.cli.options import Format, FormatOption, page
+from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, site_of
+from consilium.errors import ConfigError
+from consilium.messages import Stage
+from consilium.report.clean import line, shown
+from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
+
+if TYPE_CHECKING:
+    from consilium.config.site import SiteConfig
+    from consilium.tasks.registry import Scores
+    from consilium.use.evaluate import Matrix
+    from consilium.use.model import TrainedModel
+
+PICTURE, VALUES = "cross_sites.png", "cross_sites.json"
+
+
+class Split(StrEnum):
+    """Which samples of a data list are scored."""
+
+    TRAINING = "training"
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        Path | None, typer.Option(help="a site's folder or data list; with --matrix the folder with all sites")
+    ] = None,
+    split: Annotated[Split, typer.Option(help="which samples")] = Split.TEST,
+    site: SiteOption = None,
+    stage: Annotated[
+        Stage | None, typer.Option(help="which model of a run; default: global, with --matrix personalized")
+    ] = None,
+    best: BestOption = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="every site's model of a simulated run on every site's data")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for the matrix as a picture and JSON")] = None,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Score a trained model on any site's data, as training's closing evaluation does."""
+    own = site_of(device, checkpoints)
+    if matrix:
+        if site is not None:
+            raise ConfigError("--site: --matrix takes the models of all sites; leave one of them out")
+        _matrix(model, data, stage or Stage.PERSONALIZED, own, split, best, out, format)
+        return
+    if data is None:
+        raise ConfigError("--data: which data? Give a site's folder or data list, or --matrix for all sites of a simulated run")
+    if out is not None:
+        raise ConfigError("--out: is for --matrix; the scores of one model are printed (--format json)")
+    from consilium.use.evaluate import evaluate as run
+    from consilium.use.model import open_model
+
+    opened = open_model(model, site, stage or Stage.GLOBAL, own, best)
+    _print(run(opened, data, split.value), opened, split, data, format)
+
+
+def _print(found: Mapping[str, float], opened: "TrainedModel", split: Split, data: Path, format: Format) -> None:
+    if format is Format.JSON:
+        told = {"model": str(opened.folder), "data": str(data), "split": str(split), "scores": dict(found)}
+        print(json.dumps(told, indent=1, sort_keys=True))
+        return
+    scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
+    title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("score")
+    table.add_column("value", justify="right")
+    table.add_column("95 %", justify="right")
+    for name in shown_scores(found, scores):
+        metric, _, part = name.partition("/")
+        heading = f"{scores.heading(metric)} {part}".rstrip()
+        table.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
+    if COUNT in found:
+        table.add_row("n", f"{found[COUNT]:.0f}", "")
+    typer.echo(shown(title))
+    page().print(table)
+
+
+def shown_scores(found: Mapping[str, float], scores: "Scores") -> list[str]:
+    """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
+    whole = [scores.lead(found), *scores.beside]
+    each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
+    ended = tuple(f"{end}" for end in (LOW, HIGH))
+    return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]
+
+
+def _interval(found: Mapping[str, float], name: str) -> str:
+    low, high = found.get(name + LOW), found.get(name + HIGH)
+    return "-" if low is None or high is None else f"{low:.3f}–{high:.3f}"
+
+
+def _matrix(
+    run: Path, data: Path | None, stage: Stage, own: "SiteConfig", split: Split, best: bool, out: Path | None, format: Format
+) -> None:
+    from consilium.use.evaluate import cross_sites
+
+    _check_free(out)
+    console = Console(stderr=True, quiet=format is Format.JSON)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("evaluating", total=None)
+        found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: progress.advance(bar))
+    told = {"metric": found.metric, "stage": str(stage), "split": str(split), "models": found.models, "sites": found.sites}
+    cells = [[None if math.isnan(value) else value for value in row] for row in found.values.tolist()]
+    if out is not None:
+        _write(out, found, told | {"values": cells}, f"{found.metric} of the {stage} models, {split}")
+    if format is Format.JSON:
+        print(json.dumps(told | {"values": cells}, indent=1))
+        return
+    typer.echo(f"{found.metric} of every site's {stage} model on every site's {split} data")
+    _table(found)
+    typer.echo(f"rows: whose model; columns: whose data{'' if out is None else f'; {out / PICTURE}, {out / VALUES}'}")
+
+
+def _check_free(out: Path | None) -> None:
+    there = [out / name for name in (PICTURE, VALUES) if (out / name).exists()] if out is not None else []
+    if there:
+        raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
+
+
+def _write(out: Path, found: "Matrix", told: Mapping[str, object], title: str) -> None:
+    from consilium.report.figures import plot_cross_sites
+    from consilium.storage import write_atomic
+
+    file = io.BytesIO()
+    plot_cross_sites(file, found.values, found.models, found.sites, title)
+    write_atomic(out / PICTURE, file.getvalue())
+    write_atomic(out / VALUES, json.dumps(told, indent=1).encode())
+
+
+def _table(found: "Matrix") -> None:
+    from consilium.report.tables import fit
+
+    def layout(names: Mapping[str, str]) -> Table:
+        table = Table(box=SIMPLE, pad_edge=False)
+        table.add_column("")
+        for name in found.sites:
+            table.add_column(line(names[name]), justify="right", no_wrap=True)
+        for name, row in zip(found.models, found.values.tolist(), strict=True):
+            table.add_row(line(names[name]), *("-" if math.isnan(value) else f"{value:.3f}" for value in row))
+        return table
+
+    console = page()
+    console.print(fit([layout, layout], {*found.models, *found.sites}, console.width))

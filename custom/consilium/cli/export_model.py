@@ -1,0 +1,50 @@
+"""The command `consilium export-model`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.cli.options import LONGEST_LINE
+from consilium.cli.predict import BestOption, CheckpointsOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.messages import Stage
+from consilium.report.clean import shown
+
+
+class ModelFormat(StrEnum):
+    """What a model is handed on as."""
+
+    PEFT = "peft"
+    MERGED = "merged"
+    BUNDLE = "bundle"
+    ONNX = "onnx"
+
+
+def export_model(
+    model: ModelArgument,
+    format: Annotated[
+        ModelFormat, typer.Option("--format", help="peft: the adapter; merged: whole weights; bundle: for MONAI; onnx: graphs")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="receives it; must be new")],
+    site: SiteOption = None,
+    stage: StageOption = Stage.GLOBAL,
+    best: BestOption = False,
+    checkpoints: CheckpointsOption = None,
+    force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
+) -> None:
+    """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
+    from consilium.use.export import check_destination, check_possible, export
+    from consilium.use.model import adapter_folder, open_model
+
+    check_destination(output, force)
+    check_possible(format.value, adapter_folder(model, site, stage, best))
+    own = site_of("cpu", checkpoints)
+    found = open_model(model, site, stage, own, best)
+    made = export(found, format.value, output, own, force)
+    size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
+    equal = "" if made.difference is None else f", logits within {made.difference:.1g} of the model's"
+    typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
+    for note in found.card.notes:
+        typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
+    typer.echo("note: the licence stands in the first lines of README.md; check it before you hand the model on", err=True)

@@ -1,0 +1,106 @@
+"""The command `consilium predict`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from consilium.cli.options import Format, FormatOption
+from consilium.errors import ConfigError
+from consilium.messages import Stage
+from consilium.report.clean import line, shown
+
+if TYPE_CHECKING:
+    from consilium.config.site import SiteConfig
+    from consilium.use.inputs import Boxes, Input
+    from consilium.use.model import TrainedModel
+    from consilium.use.predict import Outcome
+
+NAMED = 20
+"""Bad inputs that are named on the terminal; the others are counted."""
+ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, or an adapter folder that a run has kept")]
+SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
+StageOption = Annotated[Stage, typer.Option(help="which model of a run")]
+BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
+
+
+def predict(
+    model: ModelArgument,
+    images: Annotated[Path, typer.Argument(help="a picture, volume, DICOM series or .jsonl, or a folder of them")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for what is predicted")],
+    site: SiteOption = None,
+    stage: StageOption = Stage.GLOBAL,
+    best: BestOption = False,
+    overlays: Annotated[bool, typer.Option("--overlays", help="also a picture with the mask drawn on it")] = False,
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,
+    boxes: Annotated[Path | None, typer.Option(help="CSV or JSON of boxes, for a task prompted with them")] = None,
+    batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures at once; 0: as in training")] = 0,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
+    from consilium.use.asking import Asking
+    from consilium.use.inputs import find_inputs
+    from consilium.use.model import open_model
+    from consilium.use.predict import Wanted
+    from consilium.use.predict import predict as run
+
+    opened = open_model(model, site, stage, site_of(device, checkpoints), best)
+    inputs = find_inputs(images, opened.config.task.name == "language", out)
+    asking = Asking(opened, batch or opened.config.training.batch_size, _boxes(opened, boxes))
+    console = Console(stderr=True, quiet=format is Format.JSON)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("predicting", total=len(inputs))
+
+        def done(one: "Input") -> None:
+            progress.advance(bar)
+
+        outcome = run(asking, inputs, Wanted(out, overlays, probabilities, force), done)
+    _print(outcome, out, format)
+    if outcome.bad:
+        raise typer.Exit(1)
+
+
+def site_of(device: str, checkpoints: Path | None) -> "SiteConfig":
+    """Return where the base lies and what computes. Raises ConfigError for a device that cannot be."""
+    from pydantic import ValidationError
+
+    from consilium.config.site import SiteConfig
+
+    try:
+        return SiteConfig(device=device, checkpoints=checkpoints)
+    except ValidationError:
+        raise ConfigError(f"--device: {shown(device, 40)!r}: expected auto, cpu, cuda, cuda:NUMBER or mps") from None
+
+
+def _boxes(opened: "TrainedModel", path: Path | None) -> "Boxes | None":
+    from consilium.use.inputs import read_boxes
+
+    by_box = getattr(opened.config.task, "prompt", "none") == "box"
+    if by_box and path is None:
+        raise ConfigError("--boxes: the model was trained with boxes as prompts (task.prompt: box); give a CSV or JSON of them")
+    if path is not None and not by_box:
+        raise ConfigError("--boxes: the model takes no prompts (task.prompt: none); leave the boxes out")
+    return None if path is None else read_boxes(path, list(opened.config.task.classes))  # type: ignore[attr-defined]
+
+
+def _print(outcome: "Outcome", out: Path, format: Format) -> None:
+    if format is Format.JSON:
+        bad = [{"input": name, "reason": why} for name, why in outcome.bad]
+        print(json.dumps({"out": str(out), "written": outcome.written, "bad": bad}, indent=1))
+        return
+    errors = Console(stderr=True, soft_wrap=True)
+    for _, why in outcome.bad[:NAMED]:
+        errors.print(line(why, "red"))
+    if len(outcome.bad) > NAMED:
+        errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
+    count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
+    Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))

@@ -1,0 +1,163 @@
+"""What a run keeps of its models: a folder each, with the job, the tensors for us and for others, and a model card."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from consilium.adapters import layers
+from consilium.adapters.names import MEAN, SHIFT, is_base
+from consilium.config.job import JobConfig
+from consilium.errors import CheckpointError
+from consilium.federation.card import Card, page
+from consilium.messages import Tensors
+from consilium.models.registry import MODELS
+from consilium.privacy.plan import Plan
+from consilium.storage import PRIVATE, load_state, private_folder, save_state, write_atomic
+from consilium.strategies.strategy import Role, Strategy
+from consilium.tasks.registry import LOWER, TASKS
+
+ADAPTERS, TENSORS, CARD = "adapters", "consilium.safetensors", "README.md"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model's tensors as sites keep them (of the base, changes), and what else its forward pass takes.
+
+    `scaling` of the adapter, `share` of a local adapter; `similar`: with how many training records a sample would be compared
+    to weigh it, 0 for a fixed share; `rounds` done when it was made.
+    """
+
+    values: Tensors
+    rounds: int
+    scaling: float = 1.0
+    share: float = 0.0
+    similar: int = 0
+
+    @property
+    def forward(self) -> dict[str, float]:
+        """What the forward pass takes beside the tensors."""
+        return {"rounds": self.rounds, "scaling": self.scaling, "share": self.share, "similar": self.similar}
+
+
+def write_kept(folder: Path, kept: Kept, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None) -> None:
+    """Write an adapter folder anew, for this user alone. `others`: its tensors as other programs want them.
+
+    It takes the name last, so that a crash leaves no half folder under it.
+    """
+    made = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    private_folder(made)
+    card = replace(card, notes=(*card.notes, *_notes(kept, config)))
+    export_adapter(made, others, config, plan)
+    save_state(made / TENSORS, kept.values, {"forward": kept.forward, "card": card.to_dict()})
+    write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+    write_atomic(made / CARD, page(card).encode())
+    for path in made.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else PRIVATE)
+    shutil.rmtree(folder, ignore_errors=True)
+    made.rename(folder)
+
+
+def read_kept(folder: Path) -> tuple[Kept, Card]:
+    """Return what `write_kept` wrote. Raises CheckpointError for a folder without it, or a damaged one."""
+    path = folder / TENSORS
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no {TENSORS} there; give an adapter folder, such as RUN/sites/NAME/adapters/global")
+    values, meta = load_state(path)
+    if bad := sorted(name for name, tensor in values.items() if not torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
+    try:
+        return Kept(values, **meta["forward"]), Card.from_dict(meta["card"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: is of another version of consilium ({error}); open it with the one that made it"
+        ) from None
+
+
+def note_best(path: Path, kept: Kept, config: JobConfig, metric: str, score: float | None) -> None:
+    """Keep a model where its validation score is the best so far; under privacy none, because no noise covers the choice."""
+    if score is None or math.isnan(score) or config.privacy is not None:
+        return
+    if path.exists():
+        before = load_state(path)[1]["score"]
+        if (score >= before) if metric in LOWER else (score <= before):
+            return
+    save_state(path, kept.values, {"forward": kept.forward, "score": score})
+
+
+def read_best(path: Path) -> tuple[Kept, float] | None:
+    """Return what `note_best` has kept, None for nothing."""
+    if not path.exists():
+        return None
+    values, meta = load_state(path)
+    return Kept(values, **meta["forward"]), float(meta["score"])
+
+
+def leading(config: JobConfig, reported: Iterable[str]) -> str:
+    """Return the score that the job's models are judged by, of those reported."""
+    return TASKS[config.task.name].scores(config.task).lead(reported)
+
+
+def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch.Tensor], who: str) -> set[str]:
+    """Put `values` into the model, which runs without the blocks whose tensors are not among them; return these blocks.
+
+    Raises CheckpointError.
+    """
+    live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
+    absent = {name: strategy.block(name) for name in live if name not in values}
+    if lost := sorted(name for name, block in absent.items() if block is None):
+        why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
+        raise CheckpointError(f"{who}: no value for {lost[0]!r}: {why}")
+    blocks = {block for block in absent.values() if block is not None}
+    layers.leave_out(model, blocks)
+    layers.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
+    return blocks
+
+
+def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
+    """Tell whether sites keep some of an adapter's tensors for themselves."""
+    return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.places())
+
+
+def with_parameters(model: nn.Module, values: Tensors) -> Tensors:
+    """Return tensors as other programs want them: of the base the parameters themselves, by their names in it."""
+    own = {name: tensor for name, tensor in values.items() if not is_base(name)}
+    return own | layers.parameters_of(model, values)
+
+
+def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:
+    """Write a whole adapter of a job into `folder`, as its kind does, and beside it what privacy the job's `plan` keeps.
+
+    A vector behind the encoder has a file of its own.
+    """
+    kind, base = config.adapter_kind, MODELS[config.model.name]
+    own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}
+    kind.export(folder, own, config.adapter, base, f"{config.model.name}-{config.model.variant}")
+    if SHIFT in values:
+        save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
+    if plan is not None:
+        write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
+
+
+def _notes(kept: Kept, config: JobConfig) -> list[str]:
+    """Return what other programs, or anyone, cannot tell from the files."""
+    found = []
+    if kept.share:
+        what = f"each counting {1 - kept.share:g} and {kept.share:g}"
+        found.append(f"Beside the adapter runs the site's local one (`local/`), {what}.")
+    if kept.similar:
+        found.append(
+            f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
+            f"of the site, by {kept.share:g} at most. No file holds these records. Opened again, the model weighs every sample "
+            "by the most, so its scores differ from those above."
+        )
+    if kept.scaling != 1:
+        found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
+    return found

@@ -1,0 +1,85 @@
+"""What the sites of a run start from: fresh tensors, principal directions of the base, or an adapter that a run has kept."""
+
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from consilium.adapters.names import is_part
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
+from consilium.federation.build import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
+from consilium.federation.card import Card
+from consilium.federation.kept import TENSORS, Kept, read_kept
+from consilium.federation.site import checkpoint_hash
+from consilium.messages import Tensors
+from consilium.storage import file_hash
+
+
+class Start(NamedTuple):
+    """What all sites start from, and the SHA-256 of the base checkpoint ("" for the package's) it was made of, if any.
+
+    `adapter`: the SHA-256 of the adapter that a job goes on from, "" for none.
+    """
+
+    tensors: Tensors
+    checkpoint: str | None = None
+    adapter: str = ""
+
+
+def server_start(job: Job, own: SiteConfig) -> Start:
+    """Return what all sites start from. `own`: where the server finds files. Raises CheckpointError, ConfigError."""
+    if not job.config.trains:
+        return Start(job.initial)
+    if job.config.adapter.start is not None:
+        return _from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
+    return _from_base(job, own) if job.strategy.from_base else Start(job.initial)
+
+
+def _from_base(job: Job, own: SiteConfig) -> Start:
+    """Return the start of a strategy that makes it of the base's weights."""
+    config = job.config
+    base, _, adapter = kinds_of(config)
+    path = checkpoint_of(config.model, own, "the server's")
+    model = bare_model(config, path, weights=True)
+    adapter.shapes(model, config.adapter, base)  # which makes the layers that a target set wants
+    names = [name.removesuffix(".lora_A") for name in job.initial if name.endswith(".lora_A")]
+    weights = {name: cast(Tensor, model.get_submodule(name).weight).detach().float() for name in names}
+    start = job.strategy.start(job.initial, weights, config.adapter.product_scaling)
+    return Start(start, checkpoint_hash(path) if path else "")
+
+
+def _from_adapter(job: Job, folder: Path) -> Start:
+    """Return the tensors of an adapter folder; parts that only this job's strategy has start as usual."""
+    kept, card = read_kept(folder)
+    _check_alike(job.config, kept, card, folder)
+    if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
+        raise ConfigError(f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section")
+    found = {name: _taken(name, fresh, kept, folder) for name, fresh in job.initial.items()}
+    return Start(found, card.base_sha256, file_hash(folder / TENSORS))
+
+
+def _taken(name: str, fresh: Tensor, kept: Kept, folder: Path) -> Tensor:
+    """Return a tensor's first value. Raises ConfigError for one that is not there, or of another shape."""
+    if name not in kept.values:
+        if is_part(name):
+            return fresh
+        raise ConfigError(f"adapter.start: {folder} lacks {name!r}, which this job trains; use its model and adapter sections")
+    if kept.values[name].shape != fresh.shape:
+        shapes = f"{tuple(kept.values[name].shape)} of {name!r}, this job's is {tuple(fresh.shape)}"
+        raise ConfigError(f"adapter.start: {folder} has shape {shapes}; use its adapter section and classes")
+    return kept.values[name].to(fresh.dtype)
+
+
+def _check_alike(config: JobConfig, kept: Kept, card: Card, folder: Path) -> None:
+    """Raise ConfigError where the numbers would mean something else in this job."""
+    base = f"{config.model.name}-{config.model.variant}"
+    for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
+        if theirs != ours:
+            raise ConfigError(f"adapter.start: {folder} is of {what} {theirs!r}, this job's is {ours!r}; use that")
+    made_by = load_job(folder / "job.yaml", plugins=frozenset(config.packages))
+    scaling = made_by.adapter.product_scaling * kept.scaling
+    if scaling != config.adapter.product_scaling:
+        what = f"multiplies its products by {scaling:g}, this job by {config.adapter.product_scaling:g}"
+        raise ConfigError(f"adapter.start: {folder} {what}; give rank and alpha as there")

@@ -1,0 +1,34 @@
+"""Causal language models as `transformers` folders, with their tokenizers."""
+
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from consilium.models.saving import save_pretrained
+
+_LOAD = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(input_ids, attention_mask):
+    \"\"\"Map token ids and mask (N, T) to logits (N, T, vocabulary).\"\"\"
+    return model(input_ids=input_ids, attention_mask=attention_mask).logits
+"""
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """See Saved. Weights are written as they are in memory, in 32 bits: halved they would answer a little otherwise."""
+    end = tokenizer.eos_token_id
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    save_pretrained(folder, model)
+    tokenizer.save_pretrained(folder)
+    about = (
+        "A `transformers` folder with its tokenizer, in 32 bits, as it was evaluated. "
+        "Prompts must be built as in training: see `task:` in job.yaml."
+    )
+    return f"{about}\n\n```python\n{_LOAD}```\n"

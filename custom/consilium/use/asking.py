@@ -1,0 +1,144 @@
+"""Asking a model about the planes or tiles of one input, read as training read them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from consilium.data.datalist import DataList, Item
+from consilium.data.expand import expand
+from consilium.data.images import inner, read_image, shrink
+from consilium.errors import DataError
+from consilium.training.device import autocast
+from consilium.use.inputs import Boxes, Input
+from consilium.use.model import TrainedModel
+
+MOST_NUMBERS = 2**29
+"""Logits of one input that are held at once, 2 GiB."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plane, a tile or a picture: `image` (H, W, 3) of 8 bits, and the model's raw answer on its own pixels or for all."""
+
+    item: Item
+    image: np.ndarray
+    answer: Tensor
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A model and how to ask it. `boxes` by input, plane and class, where the task is prompted with them."""
+
+    opened: TrainedModel
+    batch_size: int
+    boxes: Boxes | None = None
+
+    @property
+    def task(self) -> Any:
+        """The job's task section."""
+        return self.opened.config.task
+
+    def parts(self, one: Input) -> list[Item]:
+        """Return the planes or tiles of an input, or the picture itself. Raises DataError."""
+        nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
+        found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
+        return list(found.splits["test"])
+
+    def segmented(self, one: Input) -> Iterator[Asked]:
+        """Yield logits (C, H, W) on each part's own pixels."""
+        for items, images, logits in self._batches(one):
+            for item, image, each in zip(items, images, logits, strict=True):
+                rows, columns = inner(image.shape, self.opened.config.model.image_side, self.task)
+                found = F.interpolate(each[None, :, :rows, :columns], image.shape[:2], mode="bilinear", align_corners=False)[0]
+                yield Asked(item, image, self._only_boxed(one, item, found))
+
+    def classified(self, one: Input) -> Iterator[Asked]:
+        """Yield the probabilities (C,) of each part."""
+        for items, images, logits in self._batches(one):
+            for item, image, each in zip(items, images, logits.softmax(1), strict=True):
+                yield Asked(item, image, each)
+
+    def _batches(self, one: Input) -> Iterator[tuple[Sequence[Item], list[np.ndarray], Tensor]]:
+        parts = self.parts(one)
+        for start in range(0, len(parts), self.batch_size):
+            items = parts[start : start + self.batch_size]
+            images = [read_image(item, self.task) for item in items]
+            yield items, images, self._ask(one, items, images)
+
+    @torch.no_grad()
+    def _ask(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor:
+        """Return the model's answers in float32 on the processor. Raises DataError where they are no numbers."""
+        config, model = self.opened.config, self.opened.model
+        device, side = next(model.parameters()).device, config.model.image_side
+        small = [shrink(image, side, self.task, config.model.padding) for image in images]
+        batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
+        prompts = self._prompts(one, items, images)
+        with autocast(device, config.training.precision):
+            found = model(batch) if prompts is None else model(batch, prompts.to(device))
+        found = found.float().cpu()
+        if not torch.isfinite(found).all():
+            raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
+        return found
+
+    def _prompts(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor | None:
+        """Return boxes (N, C, 4) in the model's pixels, NaN where there is none; None for a task without."""
+        if self.boxes is None:
+            return None
+        return torch.stack([self._boxes(one, item, image.shape) for item, image in zip(items, images, strict=True)])
+
+    def _boxes(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor:
+        found = torch.full((len(self.task.classes), 4), float("nan"))
+        rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+        ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(2)
+        for index, name in enumerate(self.task.classes):
+            if (box := self._box(one, item, name)) is not None:
+                found[index] = torch.tensor(box) * ratio
+        return found
+
+    def _box(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
+        """Return a class's box in a part's own pixels; of a tile what lies within it, None where nothing does."""
+        known = self.boxes or {}
+        box = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
+        if box is None or item.tile is None:
+            return box
+        x, y, width, height = item.tile
+        left, top, right, bottom = box
+        cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
+        return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
+
+    def _only_boxed(self, one: Input, item: Item, logits: Tensor) -> Tensor:
+        """Return logits, far below 0 for a class without a box: it was not asked for."""
+        if self.boxes is None:
+            return logits
+        missing = torch.tensor([self._box(one, item, name) is None for name in self.task.classes])
+        return logits.masked_fill(missing[:, None, None], -1e4)
+
+
+def joined(parts: Iterator[Asked], path: str) -> Iterator[Asked]:
+    """Yield planes as they come, and the tiles of a picture as one: where tiles overlap, the mean of their logits."""
+    first = next(parts, None)
+    if first is None or first.item.tile is None:
+        yield from () if first is None else (first, *parts)
+        return
+    tiles = [first, *parts]
+    rows = max(one.item.tile[1] + one.item.tile[3] for one in tiles if one.item.tile)
+    columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
+    if len(first.answer) * rows * columns > MOST_NUMBERS:
+        raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
+    yield _stitched(tiles, rows, columns)
+
+
+def _stitched(tiles: list[Asked], rows: int, columns: int) -> Asked:
+    total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
+    image = np.zeros((rows, columns, 3), np.uint8)
+    for one in tiles:
+        left, top, width, height = one.item.tile or (0, 0, columns, rows)
+        total[:, top : top + height, left : left + width] += one.answer
+        count[top : top + height, left : left + width] += 1
+        image[top : top + height, left : left + width] = one.image
+    return Asked(tiles[0].item, image, total / count.clamp(min=1))

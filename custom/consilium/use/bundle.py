@@ -1,0 +1,199 @@
+"""A model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
+
+Source of the layout: the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that
+it asks for; models/model.pt2 is the same as a program (torch.export), which needs no code of the model.
+"""
+
+import json
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.federation.card import Card
+from consilium.storage import PUBLIC, write_atomic
+from consilium.use.merge import merge_if_possible
+from consilium.use.probe import Inputs, answer, inputs_of, require_equal, takes_boxes
+
+SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+CODE = Path(__file__).with_name("bundle_pictures.py")
+"""What becomes the bundle's scripts/pictures.py."""
+WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
+"""By task: what writes the network's answers."""
+
+
+def check(config: JobConfig) -> None:
+    """Raise ConfigError for a task without pictures, or one whose answers are neither masks nor classes."""
+    if not config.model.image_side or config.task.name not in WRITERS:
+        what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
+        raise ConfigError(f"--format bundle: {what}; use merged")
+
+
+def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
+    """Write the bundle; return how to run it, in Markdown, and how far its logits are from the model's.
+
+    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    """
+    check(config)
+    inputs = inputs_of(config, None)
+    wanted = answer(model, inputs)
+    merge_if_possible(model, config)
+    program = _exported(model, inputs)
+    difference = require_equal("bundle", model, wanted, _answered(program, inputs))
+    (folder / "models").mkdir()
+    torch.export.save(program, folder / "models/model.pt2")
+    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
+    _write_json(folder / "configs/metadata.json", metadata(config, card))
+    _write_json(folder / "configs/inference.json", inference(config))
+    write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
+    write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
+    return _about(config), difference
+
+
+def _answered(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
+    """Return the logits of a program, whose inputs have an order and no names."""
+    module = program.module()
+    return answer(lambda **named: module(*named.values()), inputs)
+
+
+def _exported(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    """Return the model as a program that takes batches of any size."""
+    shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter about itself
+        return torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=4, ensure_ascii=False).encode(), PUBLIC)
+
+
+def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
+    """Return what configs/metadata.json holds."""
+    return {
+        "schema": SCHEMA,
+        "version": "0.1.0",
+        "changelog": {"0.1.0": f"written by consilium {card.version}"},
+        "monai_version": version("monai"),
+        "pytorch_version": torch.__version__.partition("+")[0],
+        "numpy_version": version("numpy"),
+        "required_packages_version": {"pillow": version("pillow")},
+        "optional_packages_version": {},
+        "name": card.job,
+        "task": f"{config.task.name} of pictures",
+        "description": f"{card.model} with adapter {card.adapter}, {card.name}, trained by {card.method}; see docs/README.md",
+        "authors": "not stated; see docs/README.md",
+        "copyright": "not stated; see docs/README.md",
+        "intended_use": "Research. Not a medical device, and not tested for use on patients.",
+        "network_data_format": {"inputs": _inputs(config), "outputs": {"pred": _answers(config)}},
+    }
+
+
+def _inputs(config: JobConfig) -> dict[str, Any]:
+    side, whole = config.model.image_side, {"dtype": "float32", "is_patch_data": False}
+    colours = {"0": "red", "1": "green", "2": "blue"}
+    image = {"type": "image", "format": "magnitude", "modality": "n/a", "num_channels": 3, "spatial_shape": [side, side]}
+    found = {"image": image | whole | {"value_range": [0, 255], "channel_def": colours}}
+    if takes_boxes(config):
+        box = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_classes(config))}
+        numbers = {"spatial_shape": [4], "value_range": [0, side - 1], "channel_def": _numbered(config)}
+        found["boxes"] = box | numbers | whole
+    return found
+
+
+def _answers(config: JobConfig) -> dict[str, Any]:
+    side = config.model.image_side
+    masks = config.task.name == "segmentation"
+    return {
+        "type": "image" if masks else "probabilities",
+        "format": "classes",
+        "modality": "n/a",
+        "num_channels": len(_classes(config)),
+        "spatial_shape": [side, side] if masks else [],
+        "dtype": "float32",
+        "value_range": [],
+        "is_patch_data": False,
+        "channel_def": _numbered(config),
+    }
+
+
+def _classes(config: JobConfig) -> list[str]:
+    return list(getattr(config.task, "classes", ()))
+
+
+def _numbered(config: JobConfig) -> dict[str, str]:
+    return {str(number): name for number, name in enumerate(_classes(config))}
+
+
+def inference(config: JobConfig) -> dict[str, Any]:
+    """Return what configs/inference.json holds: MONAI's names for its parts, so that other programs find them."""
+    settings: Any = config.task
+    window = [settings.window.center, settings.window.width] if settings.window else None
+    reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
+    boxes = {"boxes": "@boxes", "classes": _classes(config)} if takes_boxes(config) else {}
+    return {
+        "bundle_root": ".",
+        "dataset_dir": "$@bundle_root + '/images'",
+        "output_dir": "$@bundle_root + '/eval'",
+        **({"boxes": ""} if boxes else {}),
+        "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
+        "network_def": {
+            "_target_": "scripts.pictures.load_network",
+            "path": "$@bundle_root + '/models/model.pt2'",
+            "device": "@device",
+        },
+        "network": "$@network_def",
+        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **boxes},
+        "preprocessing": {
+            "_target_": "Compose",
+            "transforms": [{"_target_": "scripts.pictures.ReadPicture", **reader, "window": window}],
+        },
+        "dataset": {"_target_": "Dataset", "data": "@datalist", "transform": "@preprocessing"},
+        "inferer": {"_target_": "SimpleInferer"},
+        "postprocessing": {
+            "_target_": f"scripts.pictures.{WRITERS[config.task.name]}",
+            "folder": "@output_dir",
+            "classes": _classes(config),
+        },
+        "evaluator": {
+            "_target_": "scripts.pictures.Inference",
+            "device": "@device",
+            "network": "@network",
+            "dataset": "@dataset",
+            "inferer": "@inferer",
+            "postprocessing": "@postprocessing",
+        },
+        "run": ["$@evaluator.run()"],
+    }
+
+
+_ABOUT = """A MONAI bundle. It needs torch and `pip install monai fire pillow`, versions as in configs/metadata.json or later.
+It does not need the package consilium. In the bundle's folder:
+
+```bash
+python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT
+```
+
+IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{boxes}
+The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
+`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the processor.
+models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
+those of people you trust.
+"""
+_OUT = {
+    "segmentation": "OUT receives a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid.",
+    "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
+}
+_BOXES = """
+The network takes a box for every class. `--boxes FILE` gives them: a CSV of image, class, left, top, right, bottom in the
+picture's pixels, or a JSON list of the same. Without one the box is the whole picture.
+"""
+
+
+def _about(config: JobConfig) -> str:
+    return _ABOUT.format(out=_OUT[config.task.name], boxes=_BOXES if takes_boxes(config) else "")

@@ -1,0 +1,203 @@
+"""What this MONAI bundle does with pictures: reads and prepares them, runs the network, writes masks or classes.
+
+It needs MONAI, torch, numpy and Pillow only. A file of the package `consilium`, which copies it into every bundle.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
+MOST_COUNTED = 2**22
+
+
+def load_network(path: str, device: torch.device) -> nn.Module:
+    """Return the network of an exported program on a device."""
+    program = torch.export.load(path)
+    if device.type != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(program, str(device))
+    return Network(program.module())
+
+
+class Network(nn.Module):
+    """An exported program as a module like others. It has one mode, so `train` and `eval` change nothing."""
+
+    def __init__(self, program: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return logits."""
+        return self.program(*inputs)
+
+    def train(self, mode: bool = True) -> "Network":
+        """Return itself."""
+        return self
+
+
+def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the pictures of a folder, or the one file, for a Dataset; with their boxes where the network takes such.
+
+    `boxes`: a CSV of image, class, left, top, right, bottom in pixels, or a JSON list of the same; without one the box is the
+    whole picture.
+    """
+    path = Path(place)
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
+    if not found:
+        raise ValueError(f"{place}: no pictures there ({', '.join(ENDINGS)}); give --dataset_dir FOLDER or FILE")
+    names = [p.stem for p in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{place}: two pictures are called {twice!r}, and so would be what is written; run them one by one")
+    if not classes:
+        return [{"image": str(p)} for p in found]
+    known = {} if not boxes else _read_boxes(boxes)
+    unknown = [float("nan")] * 4
+    return [{"image": str(p), "boxes": [known.get(p.name, {}).get(c, unknown) for c in classes]} for p in found]
+
+
+def _read_boxes(path: str) -> dict[str, dict[str, list[float]]]:
+    text, found = Path(path).read_text(encoding="utf-8"), dict[str, dict[str, list[float]]]()
+    for row in json.loads(text) if path.endswith(".json") else csv.DictReader(text.splitlines()):
+        box = [float(row[side]) for side in ("left", "top", "right", "bottom")]
+        found.setdefault(row["image"], {})[row["class"]] = box
+    return found
+
+
+class ReadPicture:
+    """Opens data["image"] and makes it what the network takes: (3, S, S) float32 in 0..255, stretched or padded.
+
+    `window`: center and width of the values that become black and white; without it 8-bit values stay, and others map their
+    0.5 to 99.5 percentiles.
+    """
+
+    def __init__(self, side: int, resize: str, padding: Sequence[int], window: Sequence[float] | None = None) -> None:
+        self.side, self.resize, self.padding, self.window = side, resize, padding, window
+
+    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return "image", "file", "size" (rows, columns) of the picture and "inner", what of the square it takes."""
+        picture = eight_bits(read(data["image"]), self.window)
+        size = picture.shape[:2]
+        rows, columns = self._inner(size)
+        small = np.asarray(Image.fromarray(picture).resize((columns, rows), Image.Resampling.BILINEAR))
+        square = np.empty((self.side, self.side, 3), np.uint8)
+        square[:], square[:rows, :columns] = self.padding, small
+        image = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1))).float()
+        found = {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
+        if "boxes" not in data:
+            return found
+        scale = torch.tensor([columns / size[1], rows / size[0]]).repeat(2)
+        return {**found, "boxes": torch.tensor(data["boxes"], dtype=torch.float32) * scale}
+
+    def _inner(self, size: Sequence[int]) -> tuple[int, int]:
+        if self.resize == "stretch":
+            return self.side, self.side
+        rows, columns = (max(1, int(n * self.side / max(size) + 0.5)) for n in size)
+        return rows, columns
+
+
+def read(path: str) -> np.ndarray:
+    """Return (H, W) or (H, W, 3) numbers of a picture, turned as its EXIF tag says."""
+    with Image.open(path) as opened:
+        upright = ImageOps.exif_transpose(opened)
+        array = np.asarray(upright if upright.mode in MODES else upright.convert("RGB"))
+    return array.astype(np.uint8) * 255 if array.dtype == bool else array
+
+
+def eight_bits(values: np.ndarray, window: Sequence[float] | None) -> np.ndarray:
+    """Return (H, W, 3) of 8 bits."""
+    if not (values.dtype == np.uint8 and (values.ndim == 3 or window is None)):
+        low, high = percentiles(values) if window is None else (window[0] - window[1] / 2, window[0] + window[1] / 2)
+        share = (values.astype(np.float32) - low) / max(high - low, 1e-6)
+        values = (np.clip(share, 0, 1) * 255 + 0.5).astype(np.uint8)
+    return values[..., :3] if values.ndim == 3 else np.repeat(values[..., None], 3, 2)
+
+
+def percentiles(values: np.ndarray) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles, of every n-th value where there are many."""
+    flat = values.reshape(-1)
+    low, high = np.percentile(flat[:: max(1, flat.size // MOST_COUNTED)], [0.5, 99.5])
+    return float(low), float(high)
+
+
+class Writer(Protocol):
+    """Takes what the network says of one picture after the other."""
+
+    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
+        """Take the logits of one picture and what ReadPicture said of it."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class WriteMasks:
+    """Writes a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid."""
+
+    def __init__(self, folder: str, classes: Sequence[str]) -> None:
+        self.folder, self.classes = Path(folder), classes
+
+    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
+        """Write the masks where the logits (C, S, S), brought onto the picture's grid, are over 0."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows, columns = data["inner"]
+        own = F.interpolate(logits[None, :, :rows, :columns], tuple(data["size"]), mode="bilinear", align_corners=False)[0]
+        for name, mask in zip(self.classes, own > 0, strict=True):
+            picture = Image.fromarray(mask.cpu().numpy().astype(np.uint8) * 255)
+            picture.save(self.folder / f"{Path(data['file']).stem}_{name}.png")
+
+    def close(self) -> None:
+        """See Writer."""
+
+
+class WriteClasses:
+    """Writes classes.csv: a row for every picture with its likeliest class and the probability of each."""
+
+    def __init__(self, folder: str, classes: Sequence[str]) -> None:
+        self.folder, self.classes = Path(folder), classes
+        self.rows: list[list[str]] = []
+
+    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> None:
+        """Keep the row of logits (C,)."""
+        probabilities = logits.softmax(0).tolist()
+        likeliest = self.classes[int(logits.argmax())]
+        self.rows.append([Path(data["file"]).name, likeliest, *(f"{value:.6f}" for value in probabilities)])
+
+    def close(self) -> None:
+        """See Writer."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "classes.csv", "w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([["image", "class", *self.classes], *self.rows])
+
+
+class Inference:
+    """Runs the network on every picture of a dataset, one at a time, and hands its logits on."""
+
+    def __init__(
+        self, device: torch.device, network: nn.Module, dataset: Any, inferer: Callable[..., Tensor], postprocessing: Writer
+    ) -> None:
+        self.device, self.network, self.dataset = device, network, dataset
+        self.inferer, self.postprocessing = inferer, postprocessing
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do it."""
+        for data in self._samples():
+            inputs = [data[name][None].to(self.device) for name in ("image", "boxes") if name in data]
+            logits = self.inferer(inputs[0], self.network, *inputs[1:])
+            self.postprocessing(logits[0].float().cpu(), data)
+        self.postprocessing.close()
+
+    def _samples(self) -> Iterator[Mapping[str, Any]]:
+        return (self.dataset[index] for index in range(len(self.dataset)))

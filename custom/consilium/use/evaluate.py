@@ -1,0 +1,98 @@
+"""Scores of a kept model on any site's data, as the closing evaluation takes them; and of all models on all sites."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
+from consilium.errors import ConfigError, DataError
+from consilium.federation.build import build_task
+from consilium.federation.participants import site_names
+from consilium.federation.samples import site_data
+from consilium.messages import Stage
+from consilium.report.clean import shown
+from consilium.tasks.base import Task
+from consilium.tasks.registry import TASKS
+from consilium.training.device import autocast
+from consilium.use.model import TrainedModel, open_model, run_sites
+
+Split = Literal["training", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A score of every site's model on every site's data: `values` (models, sites), NaN where there is none."""
+
+    metric: str
+    models: tuple[str, ...]
+    sites: tuple[str, ...]
+    values: np.ndarray
+
+
+def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
+    """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
+    training = opened.config.training
+    with torch.no_grad(), autocast(next(opened.model.parameters()).device, training.precision):
+        found = task.evaluate(opened.model, split, training.batch_size, True)
+    if not found:
+        raise DataError(f"--split {split}: there are no samples in it; give another split")
+    return found
+
+
+def task_of(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> Task:
+    """Return the model's task on a site's data, read as the run read it; nothing of it is kept on disk. Raises DataError."""
+    own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
+    return build_task(opened.config, site_data(opened.config, name, own, folder), own)
+
+
+def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
+    """Return the metrics of a model on one site's folder, or its data list. Raises ConfigError, DataError."""
+    if not data.exists():
+        raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
+    site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
+    if site is None:
+        what = f"neither site.yaml nor {TASKS[opened.config.task.name].file}, nor a folder per class"
+        raise ConfigError(f"--data: {shown(data)}: {what}; give one site's folder")
+    with tempfile.TemporaryDirectory() as place:
+        return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
+
+
+def cross_sites(
+    run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, done: Callable[[str, str], None]
+) -> Matrix:
+    """Return the leading score of every site's model on every site's data, of a run in process. `done` is told of each cell.
+
+    `data`: the folder that the run's sites had; without it their phantoms. Raises ConfigError, DataError.
+    """
+    if not (models := run_sites(run)):
+        raise ConfigError(f"{run}: its sites keep no {stage} model; give the folder of a simulated run that came to its end")
+    first = open_model(run, models[0], stage, own, best)
+    sites = (
+        site_names("", data) if data is not None else sorted(path.name for path in (run / "sites").iterdir() if path.is_dir())
+    )
+    if data is None and first.config.data.phantoms is None:
+        raise ConfigError("--data: give the folder with a folder per site that the run was given")
+    given = Given(data)
+    with tempfile.TemporaryDirectory() as place:
+        tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
+        table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
+    names = {name for row in table for name in row[0]}
+    metric = TASKS[first.config.task.name].scores(first.config.task).lead(names)
+    values = np.array([[cell.get(metric, np.nan) for cell in row] for row in table])
+    return Matrix(metric, tuple(models), tuple(sites), values)
+
+
+def _row(
+    opened: TrainedModel, name: str, tasks: Mapping[str, Task], split: str, done: Callable[[str, str], None]
+) -> list[dict[str, float]]:
+    """Return one model's metrics at every site, {} where the site has nothing in the split."""
+    found = []
+    for site, task in tasks.items():
+        found.append(scores(opened, task, split) if task.has(split) else {})
+        done(name, site)
+    return found

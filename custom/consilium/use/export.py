@@ -1,0 +1,200 @@
+"""Handing a model on: as a PEFT folder, as merged weights, as a MONAI bundle, as ONNX. What is written has been compared."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError
+
+from consilium import __version__
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError, ConfigError
+from consilium.federation.build import checkpoint_of, tokenizer_of
+from consilium.federation.card import FILES
+from consilium.federation.kept import CARD, Kept, read_kept
+from consilium.report.clean import cell
+from consilium.storage import PUBLIC, write_atomic
+from consilium.use import bundle, merge, onnx
+from consilium.use.model import TrainedModel
+
+Format = Literal["peft", "merged", "bundle", "onnx"]
+RECORD = "export.json"
+"""Says what wrote a folder; one without it is never replaced."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: its folder, and by how much its logits differ at most from the model's; None for a mere copy."""
+
+    folder: Path
+    difference: float | None
+
+
+def check_possible(format: Format, folder: Path) -> None:
+    """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
+    kept, _ = read_kept(folder)
+    config = load_job(folder / "job.yaml", plugins=None)
+    _check_blend(kept, format)
+    if format == "peft":
+        _check_peft(folder, config)
+    elif format == "merged":
+        merge.check(config)
+    elif format == "onnx":
+        onnx.check(config)
+    else:
+        bundle.check(config)
+
+
+def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False) -> Exported:
+    """Write a model into a new `folder`; `force` replaces an earlier export there. The model is used up.
+
+    The folder takes its name last, so that a crash leaves no half one. Raises ConfigError, CheckpointError.
+    """
+    check_destination(folder, force)
+    check_possible(format, found.folder)
+    with _new(folder) as made:
+        about, difference = _write(found, format, made, own)
+        _copy_licences(found, own, made)
+        name = f"docs/{CARD}" if format == "bundle" else CARD
+        write_atomic(made / name, _page(found, format, about, difference).encode(), PUBLIC)
+        record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
+        write_atomic(made / RECORD, json.dumps(record | {"difference": difference}, indent=1).encode(), PUBLIC)
+        _as_the_umask_says(made)
+    return Exported(folder, difference)
+
+
+def check_destination(folder: Path, force: bool) -> None:
+    """Raise ConfigError unless `folder` is new, empty, or an earlier export that is to be replaced."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir() or folder.is_symlink():
+        raise ConfigError(f"--output {folder}: is there and is no folder; choose another name")
+    if any(folder.iterdir()) and not (folder / RECORD).is_file():
+        raise ConfigError(f"--output {folder}: is there and is no earlier export; choose another folder")
+    if any(folder.iterdir()) and not force:
+        raise ConfigError(f"--output {folder}: is there; choose another folder, or replace it with --force")
+
+
+def _check_blend(kept: Kept, format: Format) -> None:
+    """Raise ConfigError for a model that no file of weights can be."""
+    if kept.similar:
+        what = "is weighed anew for every sample, by the site's own records, which stay there"
+        raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
+    if format == "peft" and kept.share:
+        raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
+    if format == "peft" and kept.scaling != 1:
+        raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
+
+
+@contextmanager
+def _new(folder: Path) -> Iterator[Path]:
+    """Give the block an empty folder, which replaces `folder` if the block comes to its end."""
+    folder = folder.absolute()
+    made = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    try:
+        yield made
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _as_the_umask_says(made: Path) -> None:
+    """Give all files the mode of those that we wrote; some libraries make theirs private."""
+    mode = (made / RECORD).stat().st_mode
+    for path in made.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> tuple[str, float | None]:
+    """Write the format's own files; return how to use them and how far the logits are from the model's."""
+    if format == "peft":
+        return _copy_peft(found, made), None
+    model, config = found.model.cpu(), found.config
+    if format == "merged":
+        return merge.write(made, model, config, tokenizer_of(config, own))
+    return onnx.write(made, model, config) if format == "onnx" else bundle.write(made, model, config, found.card)
+
+
+_PEFT = """An adapter for PEFT, on the unchanged base:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, ".")
+```
+"""
+_DECODER = """
+decoder.safetensors has the parameters of the base that were trained beside it:
+`base.load_state_dict(load_file("decoder.safetensors"), strict=False)` before the line above.
+"""
+
+
+def _check_peft(folder: Path, config: JobConfig) -> None:
+    """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
+    if not (folder / "adapter_config.json").is_file():
+        what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
+        raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
+    if (folder / "feature_shift.safetensors").is_file():
+        raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
+
+
+def _copy_peft(found: TrainedModel, made: Path) -> str:
+    """Copy what PEFT reads of an adapter folder."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", "decoder.safetensors"):
+        if (found.folder / name).is_file():
+            shutil.copyfile(found.folder / name, made / name)
+    return _PEFT + (_DECODER if (made / "decoder.safetensors").is_file() else "")
+
+
+def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
+    """Copy job.yaml, the privacy record, and the licences that lie beside the adapter or in the base's folder."""
+    base = checkpoint_of(found.config.model, own)
+    for name in ("job.yaml", "privacy.json"):
+        if (found.folder / name).is_file():
+            shutil.copyfile(found.folder / name, made / name)
+    for place in (base, found.folder):
+        for pattern in LICENCES if place is not None and place.is_dir() else ():
+            for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
+                shutil.copyfile(path, made / path.name)
+
+
+def _page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
+    """Return the model card, as it is beside the adapter, and how to use what was written."""
+    path = found.folder / CARD
+    card = path.read_text(encoding="utf-8").partition(FILES)[0] if path.is_file() else ""
+    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_inputs(found.config)]
+    if difference is not None:
+        parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
+
+
+def _inputs(config: JobConfig) -> list[str]:
+    """Return how pictures become inputs, and what the logits are of, for a task of pictures."""
+    side, resize = config.model.image_side, getattr(config.task, "resize", None)
+    if not side or resize is None:
+        return []
+    pad = f"the longer side becomes {side} pixels, the rest is padded right and below with RGB {config.model.padding}"
+    how = f"stretched to {side} x {side} pixels" if resize == "stretch" else pad
+    window = getattr(config.task, "window", None)
+    ends = (window.center - window.width / 2, window.center + window.width / 2) if window else ()
+    grey = f"Values from {ends[0]:g} to {ends[1]:g} become 0 to 255. " if ends else ""
+    names = ", ".join(cell(name) for name in getattr(config.task, "classes", ()))
+    mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
+    order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
+    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip(), *order]

@@ -1,0 +1,115 @@
+"""Opening a model that a run has kept: the one way, with the checks that nothing else repeats. Nothing pickled is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig, allowed_plugins
+from consilium.errors import CheckpointError, ConfigError
+from consilium.federation.build import build_model, checkpoint_of
+from consilium.federation.card import BEST, Card
+from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read_kept
+from consilium.federation.site import checkpoint_hash
+from consilium.messages import Stage
+from consilium.report.clean import shown
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that is ready to be used: `model` has its adapter loaded, in evaluation mode, on its device.
+
+    `folder`: the adapter folder that it came from; `card`: what is known of it; `kept`: its tensors, as sites keep them; `own`:
+    where its base was found.
+    """
+
+    config: JobConfig
+    model: nn.Module
+    folder: Path
+    card: Card
+    kept: Kept
+    own: SiteConfig
+
+
+def open_model(
+    path: Path,
+    site: str | None = None,
+    stage: Stage = Stage.GLOBAL,
+    own: SiteConfig = SiteConfig(),  # noqa: B008
+    best: bool = False,
+) -> TrainedModel:
+    """Return the model of an adapter folder, or of a run's folder: that of a `site`, or else what the run's sites share.
+
+    `best`: by validation, instead of the last. `own` says where the base's checkpoint lies and which device to use.
+    Raises ConfigError, CheckpointError.
+    """
+    folder = adapter_folder(path, site, stage, best)
+    kept, card = read_kept(folder)
+    config = load_job(folder / "job.yaml", plugins=allowed_plugins(own, simulated=True))
+    _check_base(config, card, own, folder)
+    model = build_model(config, own)
+    try:
+        load_values(model, config.strategy, kept.values, str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / TENSORS}: does not fit its job.yaml ({error}); copy the whole folder again") from None
+    _run_as_kept(model, config, kept)
+    return TrainedModel(config, model.eval(), folder, card, kept, own)
+
+
+def adapter_folder(path: Path, site: str | None = None, stage: Stage = Stage.GLOBAL, best: bool = False) -> Path:
+    """Return the adapter folder that is meant. Raises ConfigError, naming what there is, where there is none."""
+    if (path / TENSORS).is_file():
+        if site is not None:
+            raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
+    if site is not None and Path(site).name != site:
+        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_listed(run_sites(path))}")
+    folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage}{BEST if best else ''}"
+    if (folder / TENSORS).is_file():
+        return folder
+    raise ConfigError(_nothing_there(path, site, folder))
+
+
+def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
+    """Return the line that says why a run has no such adapter, and what it has."""
+    sites = run_sites(path)
+    if site is not None and site not in sites:
+        return f"--site {shown(site)}: {path} keeps no model of it; it has: {_listed(sites)}"
+    there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
+    if there:
+        return f"{folder}: no such model; there is: {_listed(there)}"
+    if sites:
+        return f"{path}: its sites share no whole adapter; give --site, one of: {_listed(sites)}"
+    return f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder"
+
+
+def run_sites(path: Path) -> list[str]:
+    """Return the sites of a run whose models are in its folder."""
+    return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
+
+
+def _check_base(config: JobConfig, card: Card, own: SiteConfig, folder: Path) -> None:
+    """Raise CheckpointError where the base here is not the one that the adapter was trained on."""
+    checkpoint = checkpoint_of(config.model, own, "your")
+    found = checkpoint_hash(checkpoint) if checkpoint else ""
+    if found != card.base_sha256:
+        here = f"{checkpoint} has sha256 {found}" if checkpoint else "the package's weights are here"
+        remedy = "give the checkpoint that the model card names (--checkpoints)"
+        raise CheckpointError(f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; {remedy}")
+
+
+def _run_as_kept(model: nn.Module, config: JobConfig, kept: Kept) -> None:
+    """Have the forward pass take the adapter as it did when the model was scored."""
+    kind = config.adapter_kind
+    if kind.scale:
+        kind.scale(model, config.adapter, kept.scaling)
+    if LOCAL_ADAPTER in config.strategy.parts and kind.mix:
+        kind.mix(model, config.adapter, kept.share)

@@ -1,0 +1,92 @@
+"""A model as ONNX graphs, each checked by onnxruntime as soon as it is written."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.models.registry import MODELS, Graph
+from consilium.use.merge import merge_if_possible
+from consilium.use.probe import Inputs, answer, inputs_of, require_equal
+
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+MOST_BYTES = 2**30
+"""Of weights inside a graph's file, which protobuf limits to 2 GiB; more lie beside it."""
+
+
+def check(config: JobConfig) -> None:
+    """Raise ConfigError for a language model, or where the extra is missing."""
+    if MODELS[config.model.name].tokenizer is not None:
+        what = "writes token after token with a memory of its own, which no single graph is"
+        raise ConfigError(f"--format onnx: a language model {what}; use merged, and your runtime's own converter")
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium[onnx]'")
+
+
+def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
+    """Write a graph for each part of the model; return how to run them, in Markdown, and how far logits are from the model's.
+
+    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    """
+    check(config)
+    inputs = inputs_of(config, None)
+    wanted, base = answer(model, inputs), MODELS[config.model.name]
+    merge_if_possible(model, config)
+    parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}
+    held: Inputs = dict(inputs)
+    for name, part in parts.items():
+        _write(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
+        held[part.output] = _run(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
+    difference = require_equal("onnx", model, wanted, list(held.values())[-1])
+    return _about(parts, inputs), difference
+
+
+def _write(path: Path, part: Graph, inputs: Inputs) -> None:
+    """Export a part whose batch may have any size."""
+    numbers = sum(p.numel() for p in part.module.parameters())
+    shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter about itself
+            torch.onnx.export(
+                part.module.eval(), (), str(path), kwargs=inputs, input_names=list(inputs), output_names=[part.output],
+                dynamo=True, dynamic_shapes=shapes, external_data=4 * numbers > MOST_BYTES, verbose=False,
+            )  # fmt: skip
+    finally:
+        logger.setLevel(level)
+
+
+def _run(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
+
+
+def _about(parts: Mapping[str, Graph], inputs: Inputs) -> str:
+    """Return Markdown with the Python that runs the graphs one after the other."""
+    lines = [f'{name} = onnxruntime.InferenceSession("{name}.onnx")' for name in parts]
+    run = []
+    for name, part in parts.items():
+        fed = ", ".join(f'"{key}": {key}' for key in part.inputs)
+        run.append(f"    {part.output} = {name}.run(None, {{{fed}}})[0]")
+    shapes = ", ".join(f"{name} {tuple(tensor.shape[1:])}" for name, tensor in inputs.items())
+    body = [
+        "import onnxruntime", "", *lines, "", "",
+        f"def logits({', '.join(inputs)}):",
+        f'    """Map float32 arrays (N first: {shapes}; pictures are RGB in 0..255) to logits."""',
+        *run,
+        f"    return {list(parts.values())[-1].output}",
+    ]  # fmt: skip
+    code = "\n".join(body)
+    what = "One ONNX graph" if len(parts) == 1 else f"{len(parts)} ONNX graphs, one behind the other"
+    return f"{what}, checked by onnxruntime; batches may have any size.\n\n```python\n{code}\n```\n"

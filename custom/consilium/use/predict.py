@@ -1,0 +1,242 @@
+"""What a model says of new inputs, written beside nothing of the user's: masks, a table of classes, or answers."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consilium.data import volumes
+from consilium.errors import ConfigError, DataError
+from consilium.report.panels import overlay
+from consilium.storage import PRIVATE, private_folder, write_atomic
+from consilium.use.asking import Asked, Asking, joined
+from consilium.use.inputs import Input
+from consilium.use.labels import label_map, legend
+from consilium.use.texts import answers
+from consilium.use.writing import (
+    is_dicom,
+    mask_name,
+    with_ending,
+    write_dicom,
+    write_nifti,
+    write_pages,
+    write_picture,
+)
+
+CLASSES, LABELS = "classes.csv", "labels.json"
+SIDE = 1024
+"""Pixels of an overlay's longest side, at most."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where predictions go, and what beside the masks is wanted; `force`: files there may be replaced."""
+
+    out: Path
+    overlays: bool = False
+    probabilities: bool = False
+    force: bool = False
+
+
+@dataclass
+class Outcome:
+    """What came of a run over inputs: files written, and the inputs that could not be used, with the reason."""
+
+    written: list[str] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+
+def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[[Input], None]) -> Outcome:
+    """Predict every input; one that cannot be used is noted, and the rest goes on. `done` is told of each.
+
+    Raises ConfigError, before anything is written, where files would be replaced.
+    """
+    name = asking.opened.config.task.name
+    work = {"segmentation": _masks, "classification": _classes, "language": _answers}.get(name)
+    if work is None:
+        raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification and language only")
+    _check_free(_files(name, inputs, wanted), wanted)
+    private_folder(wanted.out)
+    outcome = Outcome()
+    work(asking, _tried(inputs, outcome, done), wanted, outcome)
+    return outcome
+
+
+Try = Callable[[Callable[[], None]], None]
+
+
+def _tried(inputs: list[Input], outcome: Outcome, done: Callable[[Input], None]) -> Iterator[tuple[Input, Try]]:
+    """Yield every input with what runs its work and notes a DataError of it."""
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except DataError as error:
+            outcome.bad.append((one.name, str(error)))
+
+    for one in inputs:
+        yield one, run
+        volumes.forget()
+        done(one)
+
+
+def _files(task: str, inputs: list[Input], wanted: Wanted) -> list[str]:
+    """Return the names of all files that would be written. Raises ConfigError where two inputs would share one."""
+    if task == "classification":
+        return [CLASSES]
+    found = [one.name if task == "language" else mask_name(one.name) for one in inputs]
+    if twice := sorted({name for name in found if found.count(name) > 1})[:1]:
+        raise ConfigError(f"two inputs would be written to {twice[0]!r}; rename one of them")
+    masks = task == "segmentation"
+    more = [with_ending(name, "overlay", ".png") for name in found if masks and wanted.overlays]
+    more += [_probability_name(name) for name in found if masks and wanted.probabilities]
+    return [*found, *more, *([LABELS] if masks else [])]
+
+
+def _check_free(names: list[str], wanted: Wanted) -> None:
+    if wanted.out.exists() and not wanted.out.is_dir():
+        raise ConfigError(f"{wanted.out}: is a file; give a folder")
+    there = [name for name in names if (wanted.out / name).exists()]
+    if there and not wanted.force:
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
+
+
+def _probability_name(name: str) -> str:
+    low = name.lower()
+    ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
+    return with_ending(name, "probabilities", ending)
+
+
+# segmentation ---------------------------------------------------------------------------------------------------------
+
+
+def _masks(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+    values = {str(value): list(meant) for value, meant in legend(asking.task.classes).items()}
+    write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
+    for one, run in tried:
+        run(lambda one=one: _mask(asking, one, wanted, outcome))  # type: ignore[misc]
+
+
+def _mask(asking: Asking, one: Input, wanted: Wanted, outcome: Outcome) -> None:
+    name, names = mask_name(one.name), list(asking.task.classes)
+    parts = joined(asking.segmented(one), str(one.path))
+    found = _Volume(one, asking, wanted) if volumes.is_volume(one.path) else None
+    best: Asked | None = None
+    for part in parts:
+        if found is None:
+            write_picture(wanted.out / name, label_map(part.answer, names, legend(asking.task.classes)))
+            if wanted.probabilities:
+                write_pages(wanted.out / _probability_name(name), part.answer.sigmoid().numpy())
+        else:
+            found.put(part)
+        best = part if best is None or _area(part) > _area(best) else best
+    if found is not None:
+        found.write(wanted.out / name, wanted.out / _probability_name(name))
+    outcome.written.append(name)
+    if wanted.overlays and best is not None:
+        _overlay(wanted.out / with_ending(name, "overlay", ".png"), best)
+
+
+def _area(part: Asked) -> int:
+    return int((part.answer > 0).any(0).sum())
+
+
+class _Volume:
+    """The planes of a volume, put back where they came from."""
+
+    def __init__(self, one: Input, asking: Asking, wanted: Wanted) -> None:
+        self.one, self.names, self.dicom = one, list(asking.task.classes), is_dicom(one.path)
+        self.grid, self.card = volumes.header(one.path).grid, asking.opened.card
+        self.values = legend(asking.task.classes)
+        shape, count = self.grid.shape, len(self.names)
+        kind = np.uint8 if max(self.values) < 256 else np.uint16
+        self.labels = np.zeros(shape, kind)
+        self.masks = np.zeros((count, *shape), bool) if self.dicom else None
+        self.shares = np.zeros((count, *shape), np.float32) if wanted.probabilities else None
+
+    def put(self, part: Asked) -> None:
+        """Take a plane."""
+        axis, number = part.item.axis, part.item.slice or 0
+        if self.masks is None:
+            self.grid.put(self.labels, axis, number, label_map(part.answer, self.names, self.values))
+        for index, logits in enumerate(part.answer):
+            if self.masks is not None:
+                self.grid.put(self.masks[index], axis, number, (logits > 0).numpy())
+            if self.shares is not None:
+                self.grid.put(self.shares[index], axis, number, logits.sigmoid().numpy())
+
+    def write(self, path: Path, beside: Path) -> None:
+        """Write the mask, and the probabilities where they are wanted."""
+        if self.masks is None:
+            write_nifti(path, self.labels, self.one.path)
+            if self.shares is not None:
+                write_nifti(beside, self.shares.transpose(1, 2, 3, 0), self.one.path)
+            return
+        model = f"{self.card.job} {self.card.name}"
+        write_dicom(path, self.masks.transpose(3, 2, 1, 0), self.names, self.one.path, model)
+        if self.shares is not None:
+            write_dicom(beside, self.shares.transpose(3, 2, 1, 0), self.names, self.one.path, model)
+
+
+def _overlay(path: Path, part: Asked) -> None:
+    """Draw what the model says on the picture, of a volume on the plane of which it says most."""
+    rows, columns = part.image.shape[:2]
+    side = max(rows, columns)
+    image = np.zeros((side, side, 3), np.uint8)
+    image[:rows, :columns] = part.image
+    masks = torch.zeros(len(part.answer), side, side, dtype=torch.bool)
+    masks[:, :rows, :columns] = part.answer > 0
+    shown = min(max(side, 256), SIDE)
+    drawn = overlay(torch.from_numpy(image.transpose(2, 0, 1).copy()), masks, shown)
+    file = io.BytesIO()
+    scale = shown / side
+    drawn.crop((0, 0, max(1, round(columns * scale)), max(1, round(rows * scale)))).save(file, "PNG")
+    write_atomic(path, file.getvalue())
+
+
+# classification and language ------------------------------------------------------------------------------------------
+
+
+def _classes(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+    rows: list[list[Any]] = []
+
+    def ask(one: Input) -> None:
+        found = [_row(one, part, asking.task.classes) for part in asking.classified(one)]
+        rows.extend(found)
+        outcome.written.append(one.name)
+
+    for one, run in tried:
+        run(lambda one=one: ask(one))  # type: ignore[misc]
+    file = io.StringIO()
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in asking.task.classes)])
+    table.writerows(rows)
+    write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
+
+
+def _row(one: Input, part: Asked, classes: list[str]) -> list[Any]:
+    chances: Tensor = part.answer
+    best = int(chances.argmax())
+    numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
+    return [one.name, part.item.part, classes[best], *numbers]
+
+
+def _answers(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+    def ask(one: Input) -> None:
+        bad, rows = list[DataError](), list[dict[str, Any]]()
+        rows += answers(asking.opened, one.path, asking.batch_size, bad)
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        write_atomic(wanted.out / one.name, "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+        outcome.written.append(one.name)
+        outcome.bad.extend((one.name, str(error)) for error in bad)
+
+    for one, run in tried:
+        run(lambda one=one: ask(one))  # type: ignore[misc]

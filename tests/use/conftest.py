@@ -1,0 +1,20 @@
+"""One finished run of two sites that all tests of this folder open."""
+
+from pathlib import Path
+
+import pytest
+
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from tests.conftest import small_config
+
+SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a FedIT run of one round: all is shared, and the site's own model is another."""
+    folder = tmp_path_factory.mktemp("use") / "run"
+    simulate(assemble_job(small_config("fedit", rounds=1, lr=1e-2)), SITES, folder, lambda event: None)
+    return folder

@@ -1,0 +1,187 @@
+"""MONAI bundles: MONAI runs them in a process of its own, without this package, and they answer as the model does."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from consilium.config.job import JobConfig
+from consilium.data.datalist import Item
+from consilium.data.images import inner, read_image, read_picture
+from consilium.errors import ConfigError
+from consilium.federation.card import Card
+from consilium.use import bundle, bundle_pictures, probe
+from tests.conftest import small_text
+from tests.use.handing import CELLS, FUNDUS, changed, trained
+
+FORMAT = {"type", "format", "modality", "num_channels", "spatial_shape", "dtype", "value_range", "is_patch_data", "channel_def"}
+TENSOR = {
+    "type": "object",
+    "required": sorted(FORMAT),
+    "properties": {
+        "type": {"enum": ["image", "series", "tuples", "probabilities"]},
+        "num_channels": {"type": "integer", "minimum": 1},
+        "spatial_shape": {"type": "array", "items": {"type": ["integer", "string"]}},
+        "dtype": {"type": "string"},
+        "value_range": {"type": "array", "items": {"type": "number"}},
+        "is_patch_data": {"type": "boolean"},
+        "channel_def": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+}
+TEXTS = ("version", "monai_version", "pytorch_version", "numpy_version", "task", "description", "authors", "copyright")
+SCHEMA = {
+    "type": "object",
+    "required": [*TEXTS, "optional_packages_version", "network_data_format"],
+    "properties": {
+        **{name: {"type": "string", "minLength": 1} for name in TEXTS},
+        "version": {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
+        "network_data_format": {
+            "type": "object",
+            "required": ["inputs", "outputs"],
+            "properties": {key: {"type": "object", "additionalProperties": TENSOR} for key in ("inputs", "outputs")},
+        },
+    },
+}
+"""What MONAI's bundle specification (docs.monai.io, mb_specification) asks of metadata.json; its own schema is downloaded."""
+PADDED = changed(FUNDUS, task={"classes": {"disc": [1, 2], "optic cup": [2]}, "resize": "pad"})
+
+
+def card(config: JobConfig) -> Card:
+    return Card.of(config, "global", 2, "")
+
+
+def picture(path: Path, shape: tuple[int, ...], kind: Any = np.uint8) -> Path:
+    """Write smooth blobs of colours, or grey of 16 bits."""
+    rng = np.random.default_rng(len(path.name))
+    small = rng.random((4, 5, *shape[2:]))
+    rows, columns = (np.arange(n) * m // n for n, m in zip(shape[:2], small.shape[:2], strict=True))
+    whole = small[rows[:, None], columns] * (255 if kind is np.uint8 else 3000)
+    Image.fromarray(whole.astype(kind)).save(path)
+    return path
+
+
+def monai(folder: Path, *words: str) -> None:
+    """Run MONAI's command in the bundle, with a package `consilium` that cannot be imported."""
+    blocked = folder.parent / "blocked" / "consilium"
+    blocked.mkdir(parents=True, exist_ok=True)
+    (blocked / "__init__.py").write_text("raise ImportError('the bundle must not need it')")
+    environment = os.environ | {"PYTHONPATH": str(blocked.parent)}
+    command = [sys.executable, "-W", "ignore", "-m", "monai.bundle", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def run(folder: Path, images: Path, *words: str) -> None:
+    names = ("--dataset_dir", str(images), "--output_dir", str(folder / "out"), "--device", "$torch.device('cpu')")
+    monai(folder, "run", "--config_file", "configs/inference.json", *names, *words)
+
+
+@pytest.mark.slow
+def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
+    model, folder, images = trained(PADDED), tmp_path / "bundle", tmp_path / "images"
+    folder.mkdir()
+    images.mkdir()
+    files = [picture(images / "wide.png", (50, 90, 3)), picture(images / "grey.png", (70, 40), np.uint16)]
+    settings: Any = PADDED.task
+    wanted = {}
+    for file in files:
+        item = Item(file, None)
+        logits = probe.answer(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
+        size = read_image(item, settings).shape[:2]
+        rows, columns = inner(size, 64, settings)
+        own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
+        wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
+    bound = probe.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
+    _, difference = bundle.write(folder, model, PADDED, card(PADDED))
+    assert difference <= bound
+    run(folder, images)
+    assert {path.name for path in (folder / "out").iterdir()} == set(wanted)
+    for name, plane in wanted.items():
+        mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out" / name)).copy()), plane.abs() > bound
+        assert mask.shape == plane.shape
+        assert set(mask.unique().tolist()) <= {0, 255}
+        assert torch.equal((mask > 0)[sure], (plane > 0)[sure])
+    masks = torch.cat([(plane > 0).flatten() for plane in wanted.values()]).float().mean()
+    assert 0.02 < float(masks) < 0.98, "an empty or a full mask would prove little"
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    monai(folder, "verify_metadata", "--meta_file", "configs/metadata.json", "--filepath", str(tmp_path / "schema.json"))
+    about = ("--meta_file", "configs/metadata.json", "--config_file", "configs/inference.json")
+    monai(folder, "verify_net_in_out", "network_def", *about, "--device", "cpu")
+
+
+@pytest.mark.slow
+def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
+    model, folder = trained(CELLS), tmp_path / "bundle"
+    folder.mkdir()
+    file = picture(tmp_path / "a cell.png", (64, 64, 3))
+    logits = probe.answer(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
+    bundle.write(folder, model, CELLS, card(CELLS))
+    run(folder, file)
+    with open(folder / "out/classes.csv", encoding="utf-8", newline="") as lines:
+        head, row = csv.reader(lines)
+    classes: list[str] = CELLS.task.classes  # type: ignore[attr-defined]
+    assert head == ["image", "class", *classes]
+    assert row[:2] == ["a cell.png", classes[int(logits.argmax())]]
+    assert [float(value) for value in row[2:]] == pytest.approx(logits.softmax(0).tolist(), abs=2e-5)
+
+
+@pytest.mark.slow
+def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: Path) -> None:
+    config = changed(FUNDUS, task={"classes": ["a"], "prompt": "box"})
+    model, folder = trained(config), tmp_path / "bundle"
+    folder.mkdir()
+    file = picture(tmp_path / "one.png", (128, 128, 3))
+    image = read_picture(Item(file, None), 64)[None]
+    box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
+    wanted = [probe.answer(model, {"images": image, "boxes": boxes}) for boxes in (box, whole)]
+    bound = probe.tolerance(model, torch.cat(wanted))
+    bundle.write(folder, model, config, card(config))
+    (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")
+    for logits, words in zip(wanted, [("--boxes", str(tmp_path / "boxes.csv")), ()], strict=True):
+        run(folder, file, *words)
+        plane = F.interpolate(logits, (128, 128), mode="bilinear", align_corners=False)[0, 0]
+        mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out/one_a.png")).copy()) > 0, plane.abs() > bound
+        assert torch.equal(mask[sure], (plane > 0)[sure])
+
+
+@pytest.mark.parametrize("resize", ["stretch", "pad"])
+@pytest.mark.parametrize("window", [None, {"center": 900, "width": 1500}])
+def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:
+    config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
+    settings: Any = config.task
+    made = bundle.inference(config)["preprocessing"]["transforms"][0]
+    reader = bundle_pictures.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
+    files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
+    files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]
+    black = tmp_path / "bits.png"
+    Image.open(files[1]).convert("1").save(black)
+    turned = tmp_path / "turned.jpg"
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    Image.open(files[0]).save(turned, exif=sideways)
+    for file in [*files, black, turned]:
+        found = reader({"image": str(file)})
+        assert torch.equal(found["image"], read_picture(Item(file, None), 64, settings, config.model.padding)), file.name
+
+
+def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no pictures there"):
+        bundle_pictures.find_pictures(str(tmp_path))
+    for name in ("a.png", "a.jpg"):
+        picture(tmp_path / name, (8, 8, 3))
+    with pytest.raises(ValueError, match="two pictures are called 'a'"):
+        bundle_pictures.find_pictures(str(tmp_path))
+
+
+def test_a_language_model_has_no_bundle() -> None:
+    with pytest.raises(ConfigError, match=r"^--format bundle: bundles are of pictures, .*; use merged$"):
+        bundle.check(small_text())

@@ -1,0 +1,179 @@
+"""`consilium export-model`: what it writes for others, and what it says where it writes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError, ConfigError
+from consilium.federation.build import build_model
+from consilium.federation.card import Card
+from consilium.federation.kept import Kept, with_parameters, write_kept
+from consilium.models.sam.network import build_sam
+from consilium.use import probe
+from consilium.use.export import check_destination, export
+from consilium.use.model import open_model
+from tests.conftest import run, small_config, small_text
+from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, trained
+
+LORA = changed(FUNDUS, adapter={"rank": 2, "targets": "encoder-qkv", "decoder": "share"})
+
+
+def kept(folder: Path, config: JobConfig, **forward: Any) -> Path:
+    """Write an adapter folder as a run leaves it; return it."""
+    model = trained(config)
+    values = layers.values(model)
+    card = Card.of(config, "global", 1, "")
+    write_kept(folder, Kept(values, 1, **forward), with_parameters(model, values), config, card)
+    return folder
+
+
+def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    folder = kept(tmp_path / "kept", LORA)
+    found = open_model(folder, own=HERE)
+    inputs = probe.inputs_of(LORA, None)
+    wanted = probe.answer(found.model, inputs)
+    made = export(found, "peft", tmp_path / "peft", HERE)
+    assert made.difference is None
+    assert {path.name for path in made.folder.iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "decoder.safetensors", "export.json", "job.yaml",
+    }  # fmt: skip
+    base = build_sam("tiny", None, 64, 2)
+    assert base.load_state_dict(load_file(made.folder / "decoder.safetensors"), strict=False).unexpected_keys == []
+    answered = probe.answer(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
+    assert float((answered - wanted).abs().max()) <= probe.tolerance(base, wanted)
+    page = (made.folder / "README.md").read_text()
+    assert page.startswith("---\nlicense: unknown\n")
+    assert "Not a medical device" in page
+    assert "consilium.safetensors" not in page, "it is not there"
+
+
+def test_the_command_writes_a_merged_model_with_card_and_licence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = kept(tmp_path / "kept", CELLS)
+    page = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(page.replace("license: unknown", "license: cc-by-4.0"))
+    (folder / "LICENSE.txt").write_text("CC BY 4.0")
+    assert run(monkeypatch, "export-model", folder, "--format", "merged", "-o", tmp_path / "new" / "a name") == 0
+    out = tmp_path / "new" / "a name"
+    assert "merged of global" in capsys.readouterr().out
+    assert (out / "LICENSE.txt").read_text() == "CC BY 4.0"
+    page = (out / "README.md").read_text()
+    assert page.startswith("---\nlicense: cc-by-4.0\n")
+    assert "in the order of the classes: round, elongated, target, teardrop, spiky." in page
+    record = json.loads((out / "export.json").read_text())
+    assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
+    model, inputs = open_model(folder, own=HERE).model, probe.inputs_of(CELLS, None)
+    wanted = probe.answer(model, inputs)
+    with torch.no_grad():
+        found = loaded(page, out, monkeypatch)(**inputs)
+    assert float((found - wanted).abs().max()) <= probe.tolerance(model, wanted)
+    assert list((tmp_path / "new").iterdir()) == [out], "nothing half-written beside it"
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "as the umask says, whoever wrote it"
+
+
+def test_a_folder_that_is_there_is_only_replaced_when_asked_and_when_it_is_an_export(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    check_destination(folder, False)
+    folder.mkdir()
+    check_destination(folder, False)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"is there and is no earlier export; choose another folder$"):
+        check_destination(folder, True)
+    (folder / "export.json").write_text("{}")
+    check_destination(folder, True)
+    with pytest.raises(ConfigError, match=r"is there; choose another folder, or replace it with --force$"):
+        check_destination(folder, False)
+    with pytest.raises(ConfigError, match=r"is there and is no folder; choose another name$"):
+        check_destination(folder / "thesis.tex", True)
+
+
+def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+    folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
+    out.mkdir()
+    (out / "export.json").write_text("{}")
+    (out / "old").write_text("of another version")
+    export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
+    assert not (out / "old").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
+    out.mkdir()
+    (out / "export.json").write_text("{}")
+
+    def full(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("consilium.use.export._copy_licences", full)
+    with pytest.raises((OSError, CheckpointError), match="No space left"):
+        export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
+    assert (out / "export.json").read_text() == "{}"
+
+
+REFUSED: dict[str, tuple[JobConfig, dict[str, Any], str, str]] = {
+    "a blend": (small_config("feddpa"), {"share": 0.5, "similar": 5}, "merged", "--stage personalized: its local adapter is"),
+    "two adapters": (small_config("feddpa"), {"share": 0.3}, "peft", "the model is two adapters, 0.7 and 0.3; use merged"),
+    "a scaled one": (LORA, {"scaling": 0.5}, "peft", "the adapter is scaled by 0.5, which PEFT does not read; use merged"),
+    "bottlenecks for PEFT": (small_config("fedsca"), {}, "peft", "'bottleneck' is none that PEFT knows; use merged, bundle"),
+    "bottlenecks to merge": (small_config("fedsca"), {}, "merged", "there is nothing to merge into; use bundle or onnx"),
+    "a vector for PEFT": (changed(FUNDUS, strategy="feddbe"), {}, "peft", "has a vector behind its encoder"),
+    "a text's graph": (small_text(), {}, "onnx", "a language model writes token after token"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_a_format_cannot_hold_is_refused_in_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, forward, format, why = REFUSED[case]
+    folder = kept(tmp_path / "kept", config, **forward)
+    monkeypatch.setattr("consilium.use.model.build_model", _never)
+    assert run(monkeypatch, "export-model", folder, "--format", format, "-o", tmp_path / "out") == 2
+    said = capsys.readouterr().err.strip()
+    assert why in said
+    assert "\n" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def _never(*args: object) -> None:
+    raise AssertionError("it takes minutes to load a large base; refuse before")
+
+
+def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
+    config = small_config({"name": "feddpa", "weighting": "fixed"})
+    folder = kept(tmp_path / "kept", config, share=0.3)
+    model, inputs = open_model(folder, own=HERE).model, probe.inputs_of(config, None)
+    wanted = probe.answer(model, inputs)
+    alone = probe.answer(build_model(config, SiteConfig(device="cpu")), inputs)
+    made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)
+    assert made.difference is not None
+    assert made.difference <= probe.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--format", "pickle"), "pickle"),
+        (("--format", "merged", "--site", "x"), "is one adapter, not a run"),
+    ],
+)
+def test_wrong_words_are_one_line(
+    words: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = kept(tmp_path / "kept", LORA)
+    assert run(monkeypatch, "export-model", folder, *words, "-o", tmp_path / "out") == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,204 @@
+"""What a run keeps is what its table scored, and a folder that is not whole is refused in one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError
+from consilium.federation.build import assemble_job, build_task
+from consilium.federation.card import Card, page
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import simulate
+from consilium.federation.kept import Kept, note_best, read_best, read_kept, write_kept
+from consilium.federation.samples import site_data
+from consilium.federation.start import server_start
+from consilium.messages import Stage
+from consilium.use.model import TrainedModel, open_model
+from tests.conftest import small_config
+from tests.use.conftest import SITES
+
+
+def dice(opened: TrainedModel, folder: Path, site: str) -> float:
+    task = build_task(opened.config, site_data(opened.config, site, SiteConfig(), folder))
+    return task.evaluate(opened.model, "test", opened.config.training.batch_size)["dice"]
+
+
+def test_every_model_that_a_run_keeps_has_the_tables_score(finished: Path, tmp_path: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    for site, stage in (("site-1", Stage.GLOBAL), ("site-1", Stage.PERSONALIZED), ("site-2", Stage.PERSONALIZED)):
+        assert dice(open_model(finished, site, stage), tmp_path / site, site) == results[site][f"test/{stage}/dice"]
+    assert results["site-1"]["test/global/dice"] != results["site-1"]["test/personalized/dice"]
+    assert dice(open_model(finished), tmp_path / "site-2", "site-2") == results["site-2"]["test/global/dice"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    ["fediat", "fedsca", "fedala", "fedra", "dp_dylora", "frlora", "feddbe", {"name": "feddpa", "weighting": "fixed"}],
+)
+def test_the_models_of_other_algorithms_have_it_too(strategy: str | dict[str, Any], tmp_path: Path) -> None:
+    simulate(assemble_job(small_config(strategy, lr=1e-2)), SITES, tmp_path / "run", lambda event: None)
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    for stage in (Stage.GLOBAL, Stage.PERSONALIZED):
+        opened = open_model(tmp_path / "run", "site-1", stage)
+        assert dice(opened, tmp_path / "site-1", "site-1") == results["site-1"][f"test/{stage}/dice"]
+
+
+def test_the_card_says_what_it_is_and_shows_the_tables_scores(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    site, whole = open_model(finished, "site-1").card, open_model(finished).card
+    assert site.scores is not None
+    assert whole.scores is not None
+    assert site.scores["dice"][0] == results["site-1"]["test/global/dice"]
+    each = [results[name]["test/global/dice"] for name in SITES]
+    assert whole.scores["dice"][0] == pytest.approx(sum(each) / 2)
+    assert list(whole.scores["dice"][1:]) == [min(each), max(each)]
+    assert (whole.sites, whole.training, site.training) == (2, 8, 4)
+    text = (finished / "sites/site-1/adapters/global/README.md").read_text()
+    assert {"license: unknown", "base_model: sam-tiny"} <= set(text.splitlines())
+    assert "Not a medical device" in text
+    assert "no guarantee" in text
+
+
+def test_a_sites_files_are_its_users_alone(finished: Path) -> None:
+    folder = finished / "sites/site-1/adapters"
+    assert {p.name for p in folder.iterdir()} == {"global", "personalized", "global-best", "personalized-best"}
+    assert {p.stat().st_mode & 0o077 for p in folder.rglob("*")} == {0}
+
+
+def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp_path: Path) -> None:
+    for metric, scores, best in (("dice", [0.5, 0.7, 0.7, 0.6], 1), ("loss", [0.5, 0.2, 0.2, 0.6], 1)):
+        path = tmp_path / metric
+        for number, score in enumerate([*scores, float("nan"), None]):
+            note_best(path, Kept({"a": torch.ones(1)}, number), small_config(), metric, score)
+        found = read_best(path)
+        assert found is not None
+        assert (found[0].rounds, found[1]) == (best, scores[best])
+
+
+def test_a_private_job_keeps_no_best_model(tmp_path: Path) -> None:
+    privacy = {"unit": "site", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
+    config = type(small_config()).model_validate(small_config("ffa_lora").model_dump() | {"privacy": privacy})
+    note_best(tmp_path / "best", Kept({"a": torch.ones(1)}, 1), config, "dice", 0.9)
+    assert read_best(tmp_path / "best") is None
+
+
+def test_names_in_a_card_are_no_markup(finished: Path) -> None:
+    card = replace(open_model(finished).card, site="[x](http://e) | <b>\x1b[31m", job="# a\n# b")
+    text = page(card)
+    assert "<b>" not in text
+    assert "\x1b" not in text
+    assert "\n# b" not in text
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the shared adapter, to be damaged."""
+    return Path(shutil.copytree(finished / "adapters/global", tmp_path / "adapter"))
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "consilium.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def _flip(folder: Path) -> None:
+    path = folder / "consilium.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 64
+    path.write_bytes(data)
+
+
+def _changed(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        kept, card = change(*read_kept(folder))
+        config = open_model(folder).config
+        write_kept(folder, kept, kept.values, config, card)
+
+    return write
+
+
+def _nan(kept: Kept, card: Card) -> tuple[Kept, Card]:
+    name = next(iter(kept.values))
+    return replace(kept, values={**kept.values, name: kept.values[name] * float("nan")}), card
+
+
+def _fewer(kept: Kept, card: Card) -> tuple[Kept, Card]:
+    return replace(kept, values=dict(list(kept.values.items())[1:])), card
+
+
+def _other_base(kept: Kept, card: Card) -> tuple[Kept, Card]:
+    return kept, replace(card, base_sha256="ab" * 32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_cut, "not a readable state file"),
+        (_flip, "checksum does not match"),
+        (_changed(_nan), "has NaN or Inf"),
+        (_changed(_fewer), "does not fit its job.yaml"),
+        (_changed(_other_base), "made on a base with sha256 abab.* the package's weights are here"),
+        (lambda folder: (folder / "job.yaml").unlink(), r"job\.yaml"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(copy: Path, damage: Callable[[Path], None], said: str) -> None:
+    damage(copy)
+    with pytest.raises(ConsiliumError, match=f"^[^\n]*{said}[^\n]*$"):
+        open_model(copy)
+
+
+@pytest.mark.parametrize(
+    ("site", "stage", "said"),
+    [
+        ("site-9", Stage.GLOBAL, "keeps no model of it; it has: site-1, site-2"),
+        ("../site-1", Stage.GLOBAL, "not a site's name"),
+        (None, Stage.PERSONALIZED, "no such model; there is: global"),
+        ("site-1", Stage.PRETRAINED, "there is: global, global-best, personalized, personalized-best"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_with_those_that_are(
+    finished: Path, site: str | None, stage: Stage, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_model(finished, site, stage)
+
+
+def test_a_run_goes_on_from_an_adapter(finished: Path, tmp_path: Path) -> None:
+    folder = finished / "adapters/global"
+    raw = small_config("fediat", rounds=1).model_dump()
+    raw["adapter"]["start"] = str(folder)
+    job = assemble_job(type(small_config()).model_validate(raw))
+    begun = Coordinator(job, tmp_path / "next", lambda event: None)
+    begun.close()
+    kept = load_file(folder / "consilium.safetensors")
+    assert all(torch.equal({**begun.state.shared, **begun.state.initial}[name], tensor) for name, tensor in kept.items())
+    assert begun.checkpoint == ""
+    (line,) = [json.loads(text) for text in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
+    assert len(line["adapter_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "said"),
+    [
+        ("adapter", {"rank": 2, "alpha": 2}, "has shape .* this job's is"),
+        ("adapter", {"alpha": 8}, "multiplies its products by 1, this job by 2"),
+        ("adapter", {"targets": "encoder-qkv"}, "has .* which this job's adapter lacks"),
+        ("adapter", {"start": "nowhere"}, "no consilium.safetensors there"),
+        ("adapter", {"start": "${SITE}/a"}, "needs the server's checkpoint folder"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(finished: Path, section: str, changed: dict[str, Any], said: str) -> None:
+    raw = small_config("fedit").model_dump()
+    raw["adapter"]["start"] = str(finished / "adapters/global")
+    raw[section] |= changed
+    with pytest.raises((ConfigError, CheckpointError), match=said):
+        server_start(assemble_job(type(small_config()).model_validate(raw)), SiteConfig())

@@ -1,0 +1,42 @@
+"""ONNX graphs: onnxruntime runs them by the page's own code, in any batch, and they answer as the model did."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.errors import ConfigError
+from consilium.use import onnx, probe
+from tests.conftest import small_config, small_text
+from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
+
+BOXES = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "box"})
+JOBS = {"encoder and decoder": FUNDUS, "boxes": BOXES, "bottlenecks, not merged": small_config("fedsca"), "a classifier": CELLS}
+
+
+@pytest.mark.slow  # the exporter takes seconds for each
+@pytest.mark.parametrize("name", JOBS)
+def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    config = JOBS[name]
+    model = trained(config)
+    inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in probe.inputs_of(config, None).items()}
+    wanted = probe.answer(model, inputs)
+    page, _ = onnx.write(tmp_path, model, config)
+    graphs = {"model.onnx"} if config is CELLS else {"image_encoder.onnx", "mask_decoder.onnx"}
+    assert {path.name for path in tmp_path.iterdir()} == graphs
+    run: Any = loaded(page, tmp_path, monkeypatch)
+    found = torch.from_numpy(run(*(value.numpy() for value in inputs.values())))
+    assert float((found - wanted).abs().max()) <= probe.tolerance(model, wanted)
+
+
+def test_language_models_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"^--format onnx: a language model writes token after token .*; use merged"):
+        onnx.check(small_text())
+
+
+def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else object())
+    with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium\[onnx\]'$"):
+        onnx.check(FUNDUS)
