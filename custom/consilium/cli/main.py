@@ -19,6 +19,7 @@ from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.report import report
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
@@ -33,6 +34,7 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
 app.command()(compare)
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

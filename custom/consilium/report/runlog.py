@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
 
 LOCK = ".run.lock"
+SIMULATION = "simulation.json"
+"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
 
 

@@ -106,7 +106,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         frozenset({*results, *joined} - {POOLED}),
         rounds,
         _epsilon(config, folder),
-        _trained(config, folder / "server" / "state.safetensors"),
+        trained_parameters(config, folder / "server" / "state.safetensors"),
         config.strategy.pools_data,
         labels or {},
     )
@@ -165,7 +165,7 @@ def _epsilon(config: JobConfig, folder: Path) -> float | None:
     return None if found is None else float(found)
 
 
-def _trained(config: JobConfig, path: Path) -> dict[Role, int] | None:
+def trained_parameters(config: JobConfig, path: Path) -> dict[Role, int] | None:
     """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it.
 
     None where that does not hold all that trains: a decoder that its site keeps.
