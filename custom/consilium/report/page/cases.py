@@ -123,16 +123,21 @@ def _case(folder: Path | None, raw: Any, units: Sequence[str], values: Mapping[S
     scores = {stage: found[unit] for stage, found in values.items() if not math.isnan(found[unit])}
     said = {stage: _said(_dict(raw.get("said")).get(stage)) for stage in Stage}
     pictures = _pictures(folder, which) if folder else []
-    texts = (shown(raw.get(name, ""), LONGEST) for name in (REFERENCE, "prompt"))
-    return Case(which, units[unit], scores, *texts, {s: one for s, one in said.items() if one}, pictures)
+    reference, prompt = (passage(raw.get(name, "")) for name in (REFERENCE, "prompt"))
+    return Case(which, units[unit], scores, reference, prompt, {s: one for s, one in said.items() if one}, pictures)
 
 
 def _said(raw: Any) -> Any:
     """Return a model's answer, or its classes with their probabilities; None for neither."""
     if isinstance(raw, str):
-        return shown(raw, LONGEST) or "(nothing)"
+        return passage(raw) or "(nothing)"
     pairs = [one for one in _list(raw) if isinstance(one, list) and len(one) == 2]
     return [(shown(name, 60), value) for name, one in pairs if (value := number(one)) is not None and 0 <= value <= 1] or None
+
+
+def passage(text: object) -> str:
+    """Return a text in its own lines, each of visible characters."""
+    return "\n".join(shown(line, LONGEST) for line in str(text)[:LONGEST].splitlines())
 
 
 def _pictures(folder: Path, which: str) -> list[tuple[str, str, str]]:

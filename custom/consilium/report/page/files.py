@@ -6,8 +6,9 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from consilium.errors import ConfigError
 
@@ -18,7 +19,7 @@ MOST_RECORD, LONGEST_LINE = 2 * 1024**3, 16 * 1024**2
 Line = dict[str, Any]
 
 
-def opened(path: Path) -> IO[bytes] | None:
+def opened(path: Path) -> BufferedReader | None:
     """Return a plain file, opened; None for what is missing, a link, a folder, a pipe, or may not be read."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -65,7 +66,7 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
     return found, damaged
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _lines(file: BufferedReader) -> Iterator[bytes]:
     while text := file.readline(LONGEST_LINE):
         if text.strip():
             yield text

@@ -130,7 +130,7 @@ def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str,
         axis.set_yticks(range(len(rows)), list(map(str, rows)))
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.grid(False, axis="y")
-        axis.set_xlabel(f"{shown(label, 60)}, each point one {units}")
+        axis.set_xlabel(shown(label, 60))
         told = "; ".join(
             f"{stage}: median {_short(float(np.median(v)))}, from {_short(v[0])} to {_short(v[-1])}"
             for stage, v in rows.items()

@@ -32,7 +32,7 @@ def render(template: str, title: str, lead: str, source: str, sections: list[str
     )
     environment.filters["seen"] = seen
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # ours, no one's text
-    frame = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
+    frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
     frame |= {"today": time.strftime("%Y-%m-%d"), "contents": [(one, HEADINGS[one]) for one in sections]}
     return environment.get_template(template).render(frame | dict(values))
 

@@ -64,7 +64,13 @@ def lead(record: Record) -> str:
     """Return what the run is, in a line."""
     config = record.config
     parts = [config.strategy.name, f"{config.model.name} {getattr(config.model, 'variant', '')}".strip(), config.adapter.kind]
-    return f"{', '.join(parts)}; {config.task.name}, {len(record.sites)} sites, {config.training.rounds} rounds"
+    counts = f"{counted(len(record.sites), 'site')}, {counted(config.training.rounds, 'round')}"
+    return f"{', '.join(parts)}; {config.task.name}, {counts}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def about(record: Record) -> list[tuple[str, str]]:
@@ -87,7 +93,7 @@ def warnings(record: Record, pictures: bool) -> list[str]:
     if record.results is None:
         found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
     if record.damaged:
-        found.append(f"{record.damaged} lines of metrics.jsonl are damaged and count nowhere on this page.")
+        found.append(f"Damaged lines of metrics.jsonl: {record.damaged}. They count nowhere on this page.")
     return found
 
 

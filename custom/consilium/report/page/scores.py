@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from consilium.messages import SKIPPED, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.means import BY_N, INTERVAL, MEAN, Results, cell, mean_cell, number
-from consilium.report.page.record import Record
+from consilium.report.page.record import Curve, Record
 from consilium.tasks.registry import COUNT, HIGH, LOW, Scores
 
 MEANT = {
@@ -98,10 +97,10 @@ def gains(results: Results, metric: str, label: str) -> str:
     if not rows:
         return ""
     before, after = (sum(one[key] for one in rows) / len(rows) for key in keys)
-    whose = f"On the mean of {len(rows)} sites" if len(rows) > 1 else "At one site"
-    return f"{whose} {label} went from {number(before)} (pretrained) to {number(after)} (global)."
+    whose = f", mean of {len(rows)} sites" if len(rows) > 1 else ""
+    return f"{label}{whose}: {number(before)} pretrained, {number(after)} global."
 
 
-def losses(record: Record) -> Mapping[str, Any]:
+def losses(record: Record) -> dict[str, Curve]:
     """Return the training loss by site and rounds done."""
     return record.curves(TRAIN_LOSS, after=True)

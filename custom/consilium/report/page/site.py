@@ -61,10 +61,7 @@ def _scores(record: Record | None, cases: Cases | None, site: str) -> dict[str, 
     closing = {site: cases.metrics} if cases else {}
     facts = [("site", site)]
     if record is not None:
-        facts += [
-            ("job's digest", record.config.digest),
-            ("state", "finished" if record.results is not None else "not finished"),
-        ]
+        facts.append(("state", "finished" if record.results is not None else "not finished"))
     warnings = (
         ["This page is the hospital's own: it shows test samples of this site, patients where the data are real."]
         if cases

@@ -3,6 +3,8 @@
 import io
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 from markupsafe import Markup, escape
 from matplotlib import rc_context
@@ -24,9 +26,9 @@ STYLE = {
 }  # fmt: skip
 
 
-def drawing() -> "rc_context":
+def drawing() -> AbstractContextManager[None]:
     """Return the block in which figures are made and written."""
-    return rc_context(STYLE)
+    return rc_context(cast(Any, STYLE))
 
 
 def inline(figure: Figure, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
