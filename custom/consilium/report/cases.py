@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from consilium.messages import Stage
+from consilium.report import predictions
 from consilium.report.panels import overlay, panel, traced
-from consilium.report.predictions import PREDICTIONS, write_predictions
+from consilium.report.predictions import PREDICTIONS
 from consilium.storage import write_atomic
 from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
 
@@ -64,7 +65,7 @@ class Closing:
         `about`: what else cases.json says.
         """
         with self._telling(PREDICTIONS):
-            write_predictions(folder / PREDICTIONS, self.first)
+            predictions.write_predictions(folder / PREDICTIONS, self.first)
         with self._telling(CASES):
             if self.by is not None:
                 _write(folder, self, self.by, about)

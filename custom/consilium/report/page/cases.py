@@ -171,7 +171,7 @@ def picture(path: Path) -> str | None:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def spread(found: Cases) -> Table | None:
+def spread(found: Cases, site: str) -> Table | None:
     """Return the quartiles of what the units scored, a row per model."""
     rows = []
     for stage, values in found.values.items():
@@ -180,4 +180,4 @@ def spread(found: Cases) -> Table | None:
             ends = np.quantile(known, [0, 0.25, 0.5, 0.75, 1])
             rows.append([str(stage), str(len(known)), *(written(float(value)) for value in ends)])
     columns = ["model", f"{found.units}s", "lowest", "first quarter", "median", "third quarter", "highest"]
-    return Table(f"{found.score} of each {found.units}", columns, rows) if rows else None
+    return Table(f"{found.score} of each {found.units}, {site}", columns, rows) if rows else None

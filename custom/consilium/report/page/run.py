@@ -124,7 +124,7 @@ def site_parts(record: Record) -> list[dict[str, Any]]:
 def site_part(name: str, site: str, cases: Cases) -> dict[str, Any]:
     """Return one site's own scores and cases. `name` tells its figures from others'."""
     figure = plots.distribution(name, cases.values, cases.score, cases.units, site)
-    return {"name": site, "cases": cases, "distribution": figure, "spread": spread(cases)}
+    return {"name": site, "cases": cases, "distribution": figure, "spread": spread(cases, site)}
 
 
 def _units(own: Sequence[Mapping[str, Any]]) -> str:

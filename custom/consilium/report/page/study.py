@@ -33,7 +33,7 @@ def study_page(
     for number, group in enumerate(groups):
         table = table_of(group, stage, group.first.metric)
         for plot, make in PLOTS.items():
-            with drawing():
+            with drawing(grid=False):
                 figure, why = make(table)
                 if figure is None:
                     undrawn.append(titled(group, f"no figure of {SHOWS[plot].lower()}: {why}"))

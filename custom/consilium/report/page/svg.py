@@ -26,9 +26,9 @@ STYLE = {
 }  # fmt: skip
 
 
-def drawing() -> AbstractContextManager[None]:
-    """Return the block in which figures are made and written."""
-    return rc_context(cast(Any, STYLE))
+def drawing(grid: bool = True) -> AbstractContextManager[None]:
+    """Return the block in which figures are made and written; without `grid` those draw one that want it."""
+    return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
 def inline(figure: Figure, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
