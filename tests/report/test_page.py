@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
-from tests.conftest import run
+from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -269,3 +273,29 @@ def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
         assert told in said
         assert said.count("\n") == 1
         assert "\x1b" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "score", "pictures"),
+    [
+        (small_config(rounds=1), "dice", 2 * 2 * 4),  # two test pictures: the best and the worst
+        (small_cells(rounds=1), "", 2 * 3),
+        (small_text(rounds=1), "loss", 0),
+    ],
+    ids=["pictures", "classes", "texts"],
+)
+def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictures: int, tmp_path: Path) -> None:
+    events: list[dict] = []
+    simulate(assemble_job(config), {site: SiteConfig() for site in SITES}, tmp_path, lambda event: events.append(dict(event)))
+    assert [event for event in events if event["event"] == "undrawn"] == []
+    results = json.loads((tmp_path / "results.json").read_text())
+    for site in SITES:
+        kept = json.loads((tmp_path / "sites" / site / "cases.json").read_text())
+        assert set(kept["values"]) == {"pretrained", "global", "personalized"}
+        for stage, values in kept["values"].items() if score else ():
+            assert sum(values) / len(values) == pytest.approx(results[site][f"test/{stage}/{score}"], rel=1e-4)
+    page = run_page(read_record(tmp_path))
+    assert page.count("data:image/jpeg") == pictures
+    assert page.count("<h4>Best:") == 2
+    assert "Best" in site_page(tmp_path, SITES[0])

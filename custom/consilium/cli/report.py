@@ -44,13 +44,14 @@ def _place(run: Path, site: str) -> Path:
 def _page(run: Path, site: str) -> str:
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         return _study(run, site)
+    from consilium.report.cases import CASES
     from consilium.report.page.record import read_record
     from consilium.report.page.run import run_page
     from consilium.report.page.site import site_page, sites_of
 
     if site:
         return site_page(run, site)
-    if not (run / "job.yaml").exists() and (names := sites_of(run)):
+    if not (run / "job.yaml").exists() and (names := sites_of(run) or ["NAME"] * (run / CASES).is_file()):
         raise ConfigError(f"{run}: is a site's; name it: --site {shown(names[0], 80)}")
     return run_page(read_record(run))
 

@@ -11,7 +11,7 @@ from consilium.errors import ConfigError
 from consilium.messages import MetricKey, Stage
 from consilium.report.clean import shown
 from consilium.report.means import Results
-from consilium.report.page.files import Line, is_folder, number, read_json, read_lines
+from consilium.report.page.files import Line, number, read_json, read_lines
 from consilium.report.progress import without_repeats
 from consilium.report.runlog import SIMULATION
 from consilium.tasks.registry import TASKS, Scores
@@ -102,7 +102,7 @@ def is_simulation(folder: Path) -> bool:
 
 def read_record(folder: Path) -> Record:
     """Return the run of a folder. Raises ConfigError where it is none."""
-    if not is_folder(folder) and not folder.is_dir():
+    if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
     if not (folder / "job.yaml").is_file() or (folder / "job.yaml").is_symlink():
         raise ConfigError(f"{folder}: holds no run (no job.yaml); give the folder of `simulate --workspace`")
