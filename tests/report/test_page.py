@@ -14,6 +14,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
+from consilium.report.page import plots
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
@@ -33,6 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
     return Page(run_page(read_record(folder)))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the figures, which take most of a page's time."""
+    for name in ("curves", "models", "distribution"):
+        monkeypatch.setattr(plots, name, lambda *values: None)
 
 
 def add(folder: Path, *lines: object) -> None:
@@ -150,6 +158,7 @@ def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
     assert [name for _, attributes in page.tags for name in attributes if name.startswith("on")] == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     add(folder, "{torn", "[1]", "null", '{"event": "result", "site": 7, "round": 0, "phase": 0, "metrics": {}}')
@@ -161,6 +170,7 @@ def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     assert "0.600" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_has_not_ended_says_so_and_shows_validation(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rounds=3)
     (folder / "results.json").unlink()
@@ -172,6 +182,7 @@ def test_a_run_that_has_not_ended_says_so_and_shows_validation(tmp_path: Path) -
     assert "validation split" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("mark", ["owner", "no simulation"])
 def test_no_picture_of_a_patient_is_on_the_page_of_a_server(tmp_path: Path, mark: str) -> None:
     """Whatever lies in the folder: a federation's run has an owner, and a simulation has its mark."""
@@ -185,6 +196,7 @@ def test_no_picture_of_a_patient_is_on_the_page_of_a_server(tmp_path: Path, mark
         site_page(folder, "north")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_picture_is_a_plain_small_jpeg_or_none(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     place, secret = folder / "sites/north/cases", tmp_path / "secret.jpg"
@@ -211,6 +223,7 @@ def test_a_picture_is_a_plain_small_jpeg_or_none(tmp_path: Path) -> None:
     assert "<script" not in source
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_folders_that_are_links_are_not_entered(tmp_path: Path) -> None:
     other, folder = make_run(tmp_path / "other"), make_run(tmp_path / "run")
     (folder / "sites").rename(tmp_path / "away")
@@ -224,6 +237,7 @@ def test_folders_that_are_links_are_not_entered(tmp_path: Path) -> None:
         site_page(folder, "north")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_hospital_gets_its_own_part_only(folder: Path) -> None:
     page = Page(site_page(folder, "south"))
     assert page.source.count("data:image/jpeg") == 3 * 4
@@ -232,6 +246,7 @@ def test_a_hospital_gets_its_own_part_only(folder: Path) -> None:
     assert "There is no audit.jsonl here" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
     """A kit's folder: no record of the run, a state folder with runs in it, the ledger beside them."""
     run = make_run(tmp_path / "x").joinpath("sites", "north").rename(tmp_path / "state")
@@ -254,6 +269,7 @@ def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
         assert told in text, told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -273,6 +289,27 @@ def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
         assert told in said
         assert said.count("\n") == 1
         assert "\x1b" not in said
+
+
+def test_the_folder_of_a_study_becomes_its_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, method, lr in (("a", "FedIT", 1e-3), ("b", EVIL, 2e-3), ("c", "lost", 3e-3)):
+        training = small_config("fedit", rounds=2, lr=lr).model_dump(mode="json")["training"]
+        folder = make_run(tmp_path / "study/cells" / name, training=training)
+        state, reason = ("failed", "no memory") if name == "c" else ("done", "")
+        (folder / "cell.json").write_text(
+            json.dumps({"state": state, "reason": reason, "labels": {"method": method, "seed": "0"}, "overrides": []})
+        )
+    (tmp_path / "study/cells/c/results.json").unlink()
+    assert run(monkeypatch, "report", tmp_path / "study") == 0
+    page = Page((tmp_path / "study/report.html").read_text())
+    assert "Comparison of 2 finished runs" in page.text
+    for told in (EVIL, "FedIT", "failed: no memory", "0.650"):  # Dice of the global model: the mean of 0.6 and 0.7
+        assert told in page.text, told
+    assert page.of("script", "img") == []
+    assert "data:image/jpeg" not in page.source
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert run(monkeypatch, "report", tmp_path / "study", "--site", "north") == 2
 
 
 @pytest.mark.slow
