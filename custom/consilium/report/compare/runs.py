@@ -166,7 +166,13 @@ def _epsilon(config: JobConfig, folder: Path) -> float | None:
 
 
 def trained_parameters(config: JobConfig, path: Path) -> dict[Role, int] | None:
-    """Return the parameters of each role in the first rounds, of the adapter as the server's checkpoint has it.
+    """Return the parameters of each role, see `trained_tensors`."""
+    found = trained_tensors(config, path)
+    return None if found is None else {role: sum(size for one, size in found.values() if one is role) for role in Role}
+
+
+def trained_tensors(config: JobConfig, path: Path) -> dict[str, tuple[Role, int]] | None:
+    """Return role and size of each tensor in the first rounds, of the adapter as the server's checkpoint has it.
 
     None where that does not hold all that trains: a decoder that its site keeps.
     """
@@ -179,7 +185,7 @@ def trained_parameters(config: JobConfig, path: Path) -> dict[Role, int] | None:
     except ConfigError:  # a tensor that the server alone has
         return None
     best = {name: next(role for role in (Role.SHARED, Role.LOCAL, Role.FROZEN) if role in all) for name, all in roles.items()}
-    return {role: sum(sizes[name] for name, one in best.items() if one is role) for role in Role} if best else None
+    return {name: (role, sizes[name]) for name, role in best.items()} or None
 
 
 def _sizes(path: Path) -> dict[str, int]:

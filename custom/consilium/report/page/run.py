@@ -13,7 +13,7 @@ from consilium.report.page.privacy import statement
 from consilium.report.page.record import Record
 from consilium.report.page.render import render
 from consilium.report.page.scores import MEANT, gains, headline, losses, of_models
-from consilium.report.page.traffic import absences, parameters, times, traffic
+from consilium.report.page.traffic import absences, parameters, tensors, times, traffic
 
 MOST_SITES = 24
 """Sites whose pictures are on one page."""
@@ -46,6 +46,7 @@ def run_page(record: Record) -> str:
         "left_out": _left_out(own),
         "travelled": traffic(record),
         "parameters": parameters(record),
+        "tensors": tensors(record),
         "times": facts,
         "training": training,
         "absences": refusals[0],

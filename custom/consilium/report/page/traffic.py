@@ -8,7 +8,7 @@ from typing import Any
 
 from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_MEMORY, TRAIN_SECONDS
 from consilium.report.clean import shown
-from consilium.report.compare.runs import trained_parameters
+from consilium.report.compare.runs import trained_parameters, trained_tensors
 from consilium.report.page.record import Record
 from consilium.report.page.scores import Table
 from consilium.report.progress import when
@@ -16,6 +16,7 @@ from consilium.strategies.strategy import Role
 
 MOST_REFUSALS = 200
 """Refusals that are listed; the others are counted."""
+MOST_TENSORS = 500
 
 
 def traffic(record: Record) -> Table | None:
@@ -53,6 +54,15 @@ def parameters(record: Record) -> str:
     shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
     rest = [f"{local:,} stay at their site"] * bool(local) + [f"{frozen:,} do not train"] * bool(frozen)
     return f"{shared:,} of the adapter's parameters travel{''.join(f', {one}' for one in rest)}."
+
+
+def tensors(record: Record) -> Table | None:
+    """Return a row per tensor of the adapter that travels, with how many numbers it has; None where the run does not tell."""
+    path = record.folder / "server" / "state.safetensors"
+    found = None if path.is_symlink() or record.config.strategy.pools_data else trained_tensors(record.config, path)
+    rows = [[name, f"{size:,}"] for name, (role, size) in sorted((found or {}).items()) if role is Role.SHARED]
+    more = [f"{len(rows) - MOST_TENSORS} more tensors travel."] if len(rows) > MOST_TENSORS else []
+    return Table("Tensors that travel, by name", ["tensor", "numbers"], rows[:MOST_TENSORS], 0, more) if rows else None
 
 
 def times(record: Record) -> tuple[list[tuple[str, str]], Table | None]:
