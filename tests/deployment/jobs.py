@@ -1,6 +1,7 @@
 """A private job for kits of three wards, ways to weaken it, and what its run must leave."""
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -11,6 +12,9 @@ from consilium.errors import Reason
 from consilium.federation.runs import STATE
 from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger import Ledger
+from consilium.report.page.record import read_record
+from consilium.report.page.run import run_page
+from consilium.report.page.site import site_page
 from tests.conftest import small_config
 from tests.deployment.federation import Federation
 
@@ -60,5 +64,20 @@ def check_private_run(federation: Federation) -> None:
     (folder,) = {path.parent for path in federation.kit("site-1").rglob("adapters/global/adapter_config.json")}
     peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(folder))
     assert not list(federation.kit("site-3").rglob("adapter_config.json"))
-    pictures = federation.kits.rglob("predictions.png")  # of patients: with the sites that have them, and nowhere else
-    assert {path.relative_to(federation.kits).parts[0] for path in pictures} == {"site-1", "site-2"}
+    for name in ("predictions.png", "cases.json", "best-global.jpg"):  # of patients: with the sites that have them only
+        assert {path.relative_to(federation.kits).parts[0] for path in federation.kits.rglob(name)} == {"site-1", "site-2"}
+    check_reports(federation)
+
+
+def check_reports(federation: Federation) -> None:
+    """The server's page shows no patient, not even one that somebody put there; a site's has its own, and what left it."""
+    server, (own,) = federation.server_files(), {path.parent for path in federation.kit("site-1").rglob("cases.json")}
+    shutil.copytree(own, server / "sites" / "site-1")
+    page = run_page(read_record(server))
+    assert "data:image" not in page
+    assert "the server of a federation" in page
+    shutil.rmtree(server / "sites")
+    page = site_page(own.parents[1], "site-1")
+    assert page.count("data:image/jpeg") >= 4
+    assert "Messages that left this site" in page
+    assert "What all jobs together cost" in page

@@ -50,7 +50,7 @@ def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
         result = federation.download(job)
         assert json.loads((result / "meta.json").read_text())["job_id"] == job
         assert (result / "job/small/app/config/job.yaml").is_file()
-        assert not list(result.rglob("predictions.png"))
+        assert not [path for name in ("predictions.png", "cases*", "*.jpg") for path in result.rglob(name)]
         federation.shutdown()
 
 

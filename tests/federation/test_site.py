@@ -1,6 +1,7 @@
 """A site across rounds: replay, staleness, private factors on disk, what it reports."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,12 @@ def test_the_picture_of_predictions_stays_and_changes_no_number(small_job: MakeJ
     assert picture.stat().st_mode & 0o777 == 0o600
     assert found[True] == found[False]
     assert not found[True][0].tensors
+    kept = json.loads((tmp_path / "True" / "cases.json").read_text())
+    assert kept["by"] == "personalized"
+    assert [case["which"] for case in kept["cases"]] == ["best", "worst"]  # of two units
+    for stage, values in kept["values"].items():  # both pictures show both classes, so the mean of units is the score
+        assert sum(values) / 2 == pytest.approx(found[True][0].metrics[f"test/{stage}/dice"], abs=1e-5)
+    assert len(kept["values"]) == 3
     assert not (tmp_path / "False" / "predictions.png").exists()
 
 

@@ -33,6 +33,7 @@ from consilium.cli.options import (
 )
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.report import report
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
@@ -53,6 +54,7 @@ app.command()(compare)
 app.command()(predict)
 app.command()(evaluate)
 app.command()(export_model)
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

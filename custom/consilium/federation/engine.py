@@ -16,6 +16,8 @@ from consilium.federation.inside import Inside
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload
 from consilium.privacy.guard import Guard
+from consilium.report.runlog import SIMULATION
+from consilium.storage import write_atomic
 
 POOLED = "centralized"
 
@@ -64,6 +66,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
+    write_atomic(workspace / SIMULATION, b"{}")
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:

@@ -36,9 +36,10 @@ from consilium.messages import (
     Tensors,
 )
 from consilium.privacy.plan import Plan
+from consilium.report.cases import Closing
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
-from consilium.tasks.base import Examples, Task
+from consilium.tasks.base import Task
 from consilium.training.device import autocast
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ class Site(Keeping):
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
-        It also writes the folders of `adapters/`, the site's result of the run, and predictions.png, which stays here. In the
-        phase HELD_OUT it only returns validation metrics of the global model.
+        It also writes the folders of `adapters/`, the site's result of the run, and predictions.png and cases.json, which stay
+        here. In the phase HELD_OUT it only returns validation metrics of the global model.
         """
         held = self._restore(run)
         own, last = held.params, held.place
@@ -172,8 +173,7 @@ class Site(Keeping):
             return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload, full))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
-        examples: dict[Stage, Examples] = {}
-        models: dict[Stage, Kept] = {}
+        examples, models = Closing(), dict[Stage, Kept]()
         passes = self.strategy.closing_passes(layers.tensors(self.model)) if self.task.num_samples else None
         if last is not None and passes is None:
             self.load(own)
@@ -195,7 +195,7 @@ class Site(Keeping):
             metrics |= self._closing(split, Stage.PRETRAINED, payload, examples)
         metrics |= self._skipped()
         self.keep(run, models, metrics, self._base())
-        self._draw(examples, self.folder / run)
+        self._draw(examples, self.folder / run, metrics)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
@@ -242,22 +242,19 @@ class Site(Keeping):
             raise ConsiliumError(what, Reason.TRAINING)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
-    def _draw(self, examples: dict[Stage, Examples], run: Path) -> None:
-        """Write predictions.png and what diagnostics draw; what goes wrong with a picture never costs the scores."""
-        from consilium.report.predictions import PREDICTIONS, write_predictions
+    def _draw(self, closing: Closing, run: Path, metrics: dict[str, float]) -> None:
+        """Write what the evaluation shows, which stays here; what goes wrong with a picture never costs the scores."""
+        told = {"metrics": metrics, "privacy": self.plan.summary() if self.plan else None}
+        about = {"site": self.name, "job": self.config.title, "task": self.config.task.model_dump(mode="json"), **told}
+        for problem in closing.write(self.folder, about, lambda: diagnostics.draw(run, self.folder)):
+            self.observer({"event": "undrawn", "site": self.name, "reason": problem})
 
-        try:
-            write_predictions(self.folder / PREDICTIONS, examples)
-            diagnostics.draw(run, self.folder)
-        except Exception as error:
-            self.observer({"event": "undrawn", "site": self.name, "reason": f"{PREDICTIONS}: {type(error).__name__}: {error}"})
-
-    def _closing(self, split: str, stage: Stage, payload: Payload, examples: dict[Stage, Examples]) -> dict[str, float]:
-        """Return the closing metrics of the model as it is now; put what it says of a few pictures into `examples`."""
+    def _closing(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
+        """Return the closing metrics of the model as it is now; put what it says of a few samples into `closing`."""
+        metrics = self._evaluate(split, stage, payload, distances=True)
         with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
-            found = self.task.examples(self.model, split)
-        examples |= {} if found is None else {stage: found}
-        return self._evaluate(split, stage, payload, distances=True)
+            closing.look(stage, self.task, self.model, split)
+        return metrics
 
     def _file(self, run: str) -> Path:
         return self.folder / run / "state.safetensors"

@@ -23,12 +23,11 @@ from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_na
 from consilium.messages import Observer
 from consilium.registry import NO_PLUGINS, Plugins
 from consilium.report.predictions import PREDICTIONS
+from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
-GIVEN = "simulation.json"
-"""In that folder: what the simulation gives its sites, see config.site.Given."""
 
 
 def load(fl_ctx: FLContext) -> Job:
@@ -99,7 +98,7 @@ def _given() -> Given:
     """Return what a simulation of ours gives its sites; nothing elsewhere."""
     if not simulated():
         return Given()
-    raw = json.loads((Path(os.environ[OUTPUT]) / GIVEN).read_text(encoding="utf-8"))
+    raw = json.loads((Path(os.environ[OUTPUT]) / SIMULATION).read_text(encoding="utf-8"))
     return Given(**{key: Path(value) for key, value in raw.items() if value is not None})
 
 

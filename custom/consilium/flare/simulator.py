@@ -17,9 +17,10 @@ from consilium.config.site import Given
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
-from consilium.flare.context import GIVEN, OUTPUT
+from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.messages import Observer
+from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
 ASK = 0.2
@@ -80,7 +81,7 @@ def run_simulator(
 def tell(given: Given, workspace: Path) -> None:
     """Leave to the sites' processes what the simulation gives them."""
     told = {key: None if path is None else str(path) for key, path in vars(given).items()}
-    write_atomic(workspace / GIVEN, json.dumps(told).encode())
+    write_atomic(workspace / SIMULATION, json.dumps(told).encode())
 
 
 def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[str]:

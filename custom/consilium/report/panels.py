@@ -76,6 +76,18 @@ def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
     return canvas.resize((size, size), Image.Resampling.BOX)
 
 
+def traced(canvas: Image.Image, masks: Tensor) -> Image.Image:
+    """Return a square picture with masks (C, H, W) bool on it as thin white lines with a dark edge, seen on any ground."""
+    size = canvas.width
+    fine = canvas.resize((FINE * size, FINE * size), Image.Resampling.BICUBIC)
+    shapes = [_shape(mask, FINE * size) for mask in masks if mask.any()]
+    for colour, width in ((BLACK, 2), (WHITE, 1)):
+        for shape, corner in shapes:
+            outer = shape.filter(ImageFilter.MaxFilter(2 * width + 1))
+            fine.paste(colour, corner, ImageChops.subtract(outer, shape.filter(ImageFilter.MinFilter(2 * width + 1))))
+    return fine.resize((size, size), Image.Resampling.BOX)
+
+
 def _shape(mask: Tensor, size: int) -> tuple[Image.Image, tuple[int, int]]:
     """Return a mask (H, W) as 0 and 255 on a finer grid, its border smooth: what is not empty, and its upper left corner.
 

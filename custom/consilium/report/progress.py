@@ -24,7 +24,7 @@ def progress(folder: Path) -> dict[str, Any]:
     weight in the last mean it was part of and its share of that mean's whole weight (None before there is one).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
-    lines = _without_repeats(read_lines(folder / "metrics.jsonl"))
+    lines = without_repeats(read_lines(folder / "metrics.jsonl"))
     started = [x for x in lines if x["event"] == "started"]
     here = started[-1] if started else {"round": 0, "phase": 0, "sites": []}
     done = [x for x in lines if x["event"] == "concluded"]
@@ -68,7 +68,7 @@ def _place(line: Line) -> tuple[int, int]:
     return line["round"], line.get("phase", 0)
 
 
-def _without_repeats(lines: list[Line]) -> list[Line]:
+def without_repeats(lines: list[Line]) -> list[Line]:
     """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
     found: list[Line] = []
     for line in lines:

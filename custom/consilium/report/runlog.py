@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
 
 LOCK = ".run.lock"
+SIMULATION = "simulation.json"
+"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
 
 
@@ -210,14 +212,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def by_role(strategy: Strategy, sizes: Mapping[str, int]) -> dict[Role, int]:
-    """Return how many of the parameters have each role in round 1 and those of a period; what travels at times travels."""
+def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
+    """Return each tensor's role in round 1 and those of a period; what travels at times travels."""
     places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
-    found = dict.fromkeys(Role, 0)
-    for name, size in sizes.items():
-        roles = {strategy.role(name, *place) for place in places}
-        found[next(role for role in (Role.SHARED, Role.LOCAL, Role.FROZEN) if role in roles)] += size
-    return found
+    all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
+    return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}
+
+
+def by_role(strategy: Strategy, sizes: Mapping[str, int]) -> dict[Role, int]:
+    """Return how many of the parameters have each role, see `roles_of`."""
+    roles = roles_of(strategy, sizes)
+    return {role: sum(size for name, size in sizes.items() if roles[name] is role) for role in Role}
 
 
 def test_only(folder: Path) -> frozenset[str]:

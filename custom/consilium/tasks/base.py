@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +38,45 @@ class Classified:
 
 
 Examples = Segmented | Classified
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Prompts beside their reference answers and what the model wrote, one of each per record."""
+
+    prompts: tuple[str, ...]
+    references: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+Shown = Examples | Answered
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a closing evaluation scored, unit by unit (an image, a volume, a patient, a record).
+
+    `score`: how the values are called; `lower`: whether less is better; `names` of the units, such as their files'; `values`:
+    NaN where there is none; `samples`: which one of the split shows a unit.
+    """
+
+    score: str
+    lower: bool
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    samples: tuple[int, ...]
+
+
+@runtime_checkable
+class ShowsUnits(Protocol):
+    """What a task may have besides, so that its best, median and worst units are shown; see report/cases.py."""
+
+    scored: Scored | None
+    """Of the last closing evaluation."""
+
+    def show(self, model: "nn.Module", split: str, indices: Sequence[int]) -> Shown | None:
+        """Return these samples of a split, in order, with what the model says of them; None if none can be read."""
+        ...
 
 
 class Task(Protocol):

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
-from consilium.report.runlog import by_role, read_lines, test_only
+from consilium.report.runlog import read_lines, roles_of, test_only
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS, Scores
 
@@ -181,13 +181,28 @@ def _trained(config: JobConfig, folder: Path) -> dict[Role, int] | None:
     recorded = next((event for event in _events(folder / "metrics.jsonl") if event["event"] == "parameters"), None)
     if recorded is not None:
         return {role: int(recorded[role.value]) for role in Role}
+    return trained_parameters(config, folder / "server" / "state.safetensors")
+
+
+def trained_parameters(config: JobConfig, path: Path) -> dict[Role, int] | None:
+    """Return the parameters of each role, see `trained_tensors`."""
+    found = trained_tensors(config, path)
+    return None if found is None else {role: sum(size for one, size in found.values() if one is role) for role in Role}
+
+
+def trained_tensors(config: JobConfig, path: Path) -> dict[str, tuple[Role, int]] | None:
+    """Return role and size of each tensor in the first rounds, of the adapter as the server's checkpoint has it.
+
+    None where that does not hold all that trains: a decoder that its site keeps.
+    """
     if getattr(config.adapter, "decoder", "freeze") == "keep":
         return None
-    sizes = _sizes(folder / "server" / "state.safetensors")
+    sizes = _sizes(path)
     try:
-        return by_role(config.strategy, sizes) if sizes else None
+        roles = roles_of(config.strategy, sizes)
     except ConfigError:  # a tensor that the server alone has
         return None
+    return {name: (role, sizes[name]) for name, role in roles.items()} or None
 
 
 def _sizes(path: Path) -> dict[str, int]:

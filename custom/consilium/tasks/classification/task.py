@@ -17,7 +17,7 @@ from consilium.data.inspect import look_at_picture
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.errors import DataError
-from consilium.tasks.base import Batch, Classified, evaluating
+from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
 
@@ -45,6 +45,7 @@ class ClassificationTask:
     ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.num_samples = len(data.splits["training"])
+        self.scored: Scored | None = None
         self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
         labels = torch.tensor(self._labels["training"], dtype=torch.long)  # there may be none
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
@@ -103,17 +104,28 @@ class ClassificationTask:
             return {}
         found, labels, whose = torch.cat(logits), torch.tensor(self._labels[split])[kept], self._whose[split][kept]
         if self._by_patient:
+            kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
             found, labels, whose = of_patients(found, labels, whose)
+        self.scored = self._scored(split, kept, found, labels) if distances else None
         return score(found, labels, self.classes, distances) | (summary(found, labels, whose) if distances else {})
 
-    @torch.no_grad()
+    def _scored(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> Scored:
+        """Return the probability that each unit's true class was given: accuracy alone tells no two right answers apart."""
+        names = tuple(self.data.splits[split][index].name for index in kept)
+        values = logits.softmax(1)[torch.arange(len(labels)), labels].tolist()
+        return Scored("probability of the true class", False, names, tuple(values), tuple(kept))
+
     def examples(self, model: nn.Module, split: str) -> Classified | None:
-        """Return pictures of as many classes as can be; None if the split is empty.
+        """Return pictures of as many classes as can be; None if the split is empty."""
+        return self.show(model, split, spread(self._labels[split], EXAMPLES))
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Classified | None:
+        """Return these pictures with their classes; None if none can be read.
 
         The model sees one at a time, to save memory.
         """
-        picked = spread(self._labels[split], EXAMPLES)
-        batch = self._collate(split, self._samples.many(split, picked, to_float))
+        batch = self._collate(split, self._samples.many(split, indices, to_float))
         if not batch:
             return None
         device = next(model.parameters()).device

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.errors import DataError
-from consilium.tasks.base import Batch, evaluating
+from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
 from consilium.tasks.language.tokens import IGNORED, Encoder
@@ -32,6 +32,7 @@ class LanguageTask:
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.data, self.config, self.kind = data, config, config.evaluate
         self.num_samples = len(data.splits["training"])
+        self.scored: Scored | None = None
         self._encoder = Encoder(tokenizer, max_length, config.prompt, config.learn == "sequence")
         written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
         self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
@@ -68,22 +69,28 @@ class LanguageTask:
         if not self.has(split):
             return {}
         with evaluating(model):
-            found = self._likelihood(model, split, batch_size) | {CUT: self._cut[split] / len(self._pairs[split])}
+            losses, found = self._likelihood(model, split, batch_size)
+            self.scored = self._scored(split, losses) if distances else None
+            found |= {CUT: self._cut[split] / len(self._pairs[split])}
             if self.kind == "teacher_forced" and distances:
                 found |= self._forced(model, split, batch_size)
             elif self.kind == "label" or (self.kind in ("exact", "generation") and distances):
-                found |= self._judge(split, self.write(model, split, batch_size))
+                written = self.write(model, split, batch_size)
+                found |= self._judge(split, written)
+                if self.kind == "generation":
+                    each = text_scores.rouge_l_each(written, [text.outputs for text in self.data.splits[split]])
+                    self.scored = self._scored(split, each, "ROUGE-L", lower=False)
         return found
 
     @torch.no_grad()
-    def write(self, model: nn.Module, split: str, batch_size: int) -> list[str]:
-        """Return the model's greedy answer to every prompt of a split, at most `max_new_tokens` tokens each.
+    def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
+        """Return the model's greedy answer to every prompt of a split, or to these, at most `max_new_tokens` tokens each.
 
         Answers come behind the `max_length` tokens of the longest prompt, as far as the model has positions. Nothing of the
         checkpoint's generation_config.json counts: a penalty for repetition is no greedy answer.
         """
         most = min(self._encoder.max_length, _positions(model) - self.config.max_new_tokens)
-        texts, answers = self.data.splits[split], []
+        answers, texts = list[str](), self._texts(split, indices)
         rows = [self._encoder.prompt(text, max(most, 1))[0] for text in texts]
         device, generate = next(model.parameters()).device, cast(Any, model).generate
         how = self._greedy(texts[0])
@@ -116,13 +123,32 @@ class LanguageTask:
     def examples(self, model: nn.Module, split: str) -> None:
         """Return None: there is no picture to show."""
 
-    def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
-        means, total, count = 0.0, 0.0, 0
+    @torch.no_grad()
+    def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Answered:
+        """Return these records with the model's answers."""
+        texts = self._texts(split, indices)
+        with evaluating(model):
+            written = self.write(model, split, len(texts), indices)
+        prompts, references = (tuple(text.prompt_words for text in texts), tuple(text.outputs[0] for text in texts))
+        return Answered(prompts, references, tuple(written))
+
+    def _texts(self, split: str, indices: Sequence[int] | None = None) -> list[Text]:
+        texts = self.data.splits[split]
+        return list(texts) if indices is None else [texts[index] for index in indices]
+
+    def _scored(self, split: str, values: Sequence[float], score: str = "loss per answer token", lower: bool = True) -> Scored:
+        names = tuple(text.name for text in self.data.splits[split])
+        return Scored(score, lower, names, tuple(values), tuple(range(len(names))))
+
+    def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[float], dict[str, float]]:
+        """Return each record's mean loss per answer token, and the split's scores."""
+        each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(self._pairs[split], batch_size):
             losses, learned = token_losses(model, self._encoder.collate(part))
-            means += float((losses.sum(1) / learned.sum(1)).sum())
+            of_records = losses.sum(1) / learned.sum(1)
+            each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
-        return {"loss": means / len(self._pairs[split]), "perplexity": math.exp(min(total / count, 700.0))}
+        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
     def _judge(self, split: str, written: list[str]) -> dict[str, float]:
         texts, truth = self.data.splits[split], self._truth[split]

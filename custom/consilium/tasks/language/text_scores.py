@@ -33,12 +33,16 @@ def score(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
 
 
 def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Return the mean F-measure of the longest common subsequence with the best reference, words stemmed."""
+    """Return the mean of `rouge_l_each`."""
+    return sum(rouge_l_each(written, references)) / len(written)
+
+
+def rouge_l_each(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """Return each answer's F-measure of the longest common subsequence with its best reference, words stemmed."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    pairs = zip(written, references, strict=True)
-    return sum(scorer.score_multi(list(refs), one)["rougeL"].fmeasure for one, refs in pairs) / len(written)
+    return [scorer.score_multi(list(refs), one)["rougeL"].fmeasure for one, refs in zip(written, references, strict=True)]
 
 
 def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:

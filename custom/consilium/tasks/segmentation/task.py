@@ -19,7 +19,7 @@ from consilium.data.inspect import look_at_sample, seen_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.seeding import seed_for
-from consilium.tasks.base import Batch, Segmented, evaluating
+from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.segmentation.measures import counts, overlaps
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
@@ -53,6 +53,7 @@ class SegmentationTask:
         self.by_box, self.augment, self.settings, self.scores = prompt == "box", augment, settings, scores
         self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
+        self.scored: Scored | None = None
         self._dice, self._dice_each = DiceLoss(sigmoid=True), DiceLoss(sigmoid=True, reduction="none")
         self.workers = data.loading.workers
         self._samples = SampleCache(
@@ -105,16 +106,26 @@ class SegmentationTask:
         if not count:
             return {}
         found, table = units.scores()
+        self.scored = self._scored(items, found, units.shown, table["dice"]) if distances else None
         return {"loss": losses / count} | self._average(table) | (summary(found, table) if distances else {})
 
-    @torch.no_grad()
+    def _scored(self, items: Sequence[Item], units: Sequence[Item], shown: Sequence[Item], dice: Tensor) -> Scored:
+        """Return each unit's mean Dice over its classes, of dice (U, C)."""
+        places, whole = {item: index for index, item in enumerate(items)}, self.scores.per != "image"
+        names = tuple(item.image.name if whole else item.name for item in units)
+        return Scored("Dice", False, names, tuple(dice.nanmean(1).tolist()), tuple(places[item] for item in shown))
+
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
-        """Return the split's first pictures with their masks; None if it is empty.
+        """Return the split's first pictures with their masks; None if it is empty."""
+        return self.show(model, split, range(min(EXAMPLES, len(self.data.splits[split]))))
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Segmented | None:
+        """Return these pictures with their masks; None if none can be read.
 
         The model sees one at a time, to save memory.
         """
-        first = range(min(EXAMPLES, len(self.data.splits[split])))
-        found = self._samples.many(split, first, to_float)
+        found = self._samples.many(split, indices, to_float)
         if not found:
             return None
         items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]

@@ -38,13 +38,15 @@ class Plane:
 @dataclass
 class _Unit:
     """An image or a volume under way, whose pictures have `shape`. `planes` by number: the packed masks of prediction and
-    reference, where distances are wanted.
+    reference, where distances are wanted. `shown`: the picture with the largest reference, of `most` pixels.
     """
 
     item: Item
     shape: tuple[int, int]
     counts: Tensor
     known: Tensor
+    shown: Item
+    most: int = -1
     planes: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
@@ -56,6 +58,7 @@ class Units:
 
     def __init__(self, items: Sequence[Item], config: SegmentationScoresConfig, far: bool) -> None:
         self._config, self._far, self.rows = config, far, list[tuple[Item, Row]]()
+        self.shown = list[Item]()
         self._left = Counter(map(volume_of, items if config.per != "image" else ()))
         self._open = dict[object, _Unit]()
 
@@ -64,8 +67,10 @@ class Units:
         name, found = volume_of(plane.item), counts(plane.guess, plane.reference)
         self._end(but=name)
         rows, columns = plane.guess.shape[1:]
-        unit = self._open.setdefault(name, _Unit(plane.item, (rows, columns), torch.zeros_like(found), plane.known))
+        unit = self._open.setdefault(name, _Unit(plane.item, (rows, columns), torch.zeros_like(found), plane.known, plane.item))
         unit.counts, unit.known = unit.counts + found, unit.known & plane.known
+        if (size := int(found[2].sum())) > unit.most:
+            unit.shown, unit.most = plane.item, size
         if self._far:
             unit.planes[plane.item.slice or 0] = _packed(plane.guess), _packed(plane.reference)
         self._left[name] -= 1
@@ -73,13 +78,17 @@ class Units:
             self._end()
 
     def scores(self) -> tuple[list[Item], Row]:
-        """Return one item of each unit, and the scores (U, C) of all; a patient's are the means over its volumes."""
+        """Return one item of each unit, and the scores (U, C) of all; a patient's are the means over its volumes.
+
+        `shown` then has the picture of each unit that shows most of the reference; of a patient, in its first volume.
+        """
         self._end()
         items, table = [item for item, _ in self.rows], _table([row for _, row in self.rows])
         if self._config.per != "patient":
             return items, table
         whose = numbered([group_of(item) for item in items])
-        first = [items[int(np.flatnonzero(whose == number)[0])] for number in range(whose.max() + 1)]
+        places = [int(np.flatnonzero(whose == number)[0]) for number in range(whose.max() + 1)]
+        first, self.shown = [items[place] for place in places], [self.shown[place] for place in places]
         return first, {name: _means(values, whose) for name, values in table.items()}
 
     def _end(self, but: object = None) -> None:
@@ -93,6 +102,7 @@ class Units:
             self._config.per != "image" and unit.item.tile is not None
         )  # tiles overlap, and differ in scale: no one surface
         row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
+        self.shown.append(unit.shown)
         self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
 

@@ -1,0 +1,95 @@
+"""The command `consilium report`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from consilium.errors import ConfigError
+from consilium.report.clean import shown
+from consilium.storage import write_atomic
+
+if TYPE_CHECKING:
+    from consilium.report.compare.groups import Absent
+    from consilium.report.compare.runs import Run
+
+FILE, CELLS = "report.html", "cells"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN|STUDY", help="the folder of a run, or of a study's runs")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: report.html in the folder")
+    ] = None,
+    site: Annotated[
+        str, typer.Option(metavar="NAME", help="what this site may keep: its pictures, what left it, its ledger")
+    ] = "",
+) -> None:
+    """Write a run, finished or not, or a study as one page for any browser: no network, light and dark, printable."""
+    if not run.is_dir():
+        raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
+    target = output or _place(run, site) / FILE
+    if target.is_dir():
+        raise ConfigError(f"--output: {target}: is a folder; give a file, such as {target / FILE}")
+    write_atomic(target, _page(run, site).encode(errors="backslashreplace"))
+    typer.echo(f"{target}: written")
+
+
+def _place(run: Path, site: str) -> Path:
+    from consilium.report.page.site import site_folder
+
+    return site_folder(run, site) if site else run
+
+
+def _page(run: Path, site: str) -> str:
+    if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
+        return _study(run, site)
+    from consilium.report.cases import CASES
+    from consilium.report.page.record import read_record
+    from consilium.report.page.run import run_page
+    from consilium.report.page.site import site_page, sites_of
+
+    if site:
+        return site_page(run, site)
+    if not (run / "job.yaml").exists() and (names := sites_of(run) or ["NAME"] * (run / CASES).is_file()):
+        raise ConfigError(f"{run}: is a site's; name it: --site {shown(names[0], 80)}")
+    return run_page(read_record(run))
+
+
+def _study(folder: Path, site: str) -> str:
+    """Return the comparison of a study's finished cells. Raises ConfigError where there is none."""
+    from consilium.messages import Stage
+    from consilium.report.compare.groups import grouped
+    from consilium.report.compare.sheets import sheets
+    from consilium.report.page.study import study_page
+
+    if site:
+        raise ConfigError(f"--site: {folder} is a study's; give one of its runs in {folder / CELLS}")
+    found, absent = _cells(folder)
+    if not found:
+        raise ConfigError(f"{folder}: no cell is done; go on with consilium study run")
+    groups, why = grouped(found, absent)
+    notes = [*(f"other data: {one}" for one in why), *(one for group in groups for one in group.left)]
+    return study_page(folder.resolve().name, str(folder), groups, sheets(groups, Stage.GLOBAL), notes, Stage.GLOBAL)
+
+
+def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
+    """Return a study's finished runs, and why the others have no scores."""
+    from consilium.config.job import load_job
+    from consilium.report.compare.groups import Absent
+    from consilium.report.compare.runs import read_run
+    from consilium.report.page.files import folders
+    from consilium.study.cell import record_of
+
+    found: list[Run] = []
+    absent: list[Absent] = []
+    for cell in folders(folder / CELLS):
+        record = record_of(cell)
+        labels = {axis: value for axis, value in (record.labels or {}).items() if axis != "seed"}
+        try:
+            found.append(read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels))
+        except ConfigError as error:
+            if (cell / "job.yaml").is_file():
+                why = f"{record.state}: {record.reason}" if record.reason else str(error)
+                absent.append(Absent(labels, load_job(cell / "job.yaml", plugins=None).training.seed, why))
+    return found, absent

@@ -1,0 +1,71 @@
+"""The privacy statement of a page: what is promised to whom, and the noise that it took."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from consilium.report.clean import shown
+from consilium.report.page.files import number
+from consilium.report.page.record import Record
+
+NONE = (
+    "This job has no differential privacy. Updates left the sites as trained. The guard let only shared tensors and declared "
+    "numbers pass, but what can be inferred from them has no proven bound."
+)
+BY_RECORD = (
+    "Record-level differential privacy: each site trains by DP-SGD on its own data, so noise and epsilon differ by site. The "
+    "server does not know them; each site's own report does."
+)
+SCORES = (
+    "Scores are not covered by it. In a simulation no noise protects them. In a federation a private job's scores stay at the "
+    "site, unless its administrator shares them."
+)
+
+
+def statement(record: Record) -> tuple[Sequence[str], Sequence[tuple[str, str]]]:
+    """Return a run's privacy as sentences, and as pairs of texts."""
+    private = record.config.privacy
+    if private is None:
+        return [NONE], []
+    if record.privacy is not None:
+        sentences, facts = of_summary(record.privacy)
+        return [*sentences, SCORES], facts
+    facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
+    spent = [value for line in record.of("concluded") if (value := number(line.get("privacy/epsilon"))) is not None]
+    if private.unit == "record":
+        return [BY_RECORD, SCORES], facts
+    facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
+    return ["The run has not ended: what it promises is known at its end.", SCORES], facts
+
+
+def of_summary(found: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return what a privacy.json, or a site's own plan, says: the claim in a sentence, and its numbers."""
+    facts = [
+        (name, shown(found[name], 80)) for name in ("unit", "adjacency", "trust", "accountant", "calibration") if name in found
+    ]
+    clip, multiplier, releases = (number(found.get(name)) for name in ("clip", "noise_multiplier", "releases"))
+    facts += [("clip (C)", f"{clip:g}")] if clip is not None else []
+    facts += [("noise multiplier (sigma)", f"{multiplier:.4g}")] if multiplier is not None else []
+    facts += [("releases", f"{releases:.0f}")] if releases is not None else []
+    if clip is not None and multiplier is not None and found.get("calibration") != "paper":
+        facts.append(("noise", _noise(found, clip, multiplier)))
+    epsilons = found.get("epsilon")
+    items = epsilons.items() if isinstance(epsilons, dict) else ()
+    facts += [(f"epsilon at delta {shown(delta, 20)}", _epsilon(value)) for delta, value in items]
+    return [shown(found.get("claim", "privacy.json has no claim."), 600)], facts
+
+
+def _epsilon(value: Any) -> str:
+    known = number(value)
+    return "no bound" if known is None or math.isinf(known) else f"{known:.4g}"
+
+
+def _noise(found: Mapping[str, Any], clip: float, multiplier: float) -> str:
+    """Return in words how much noise was added where."""
+    if multiplier == 0:
+        return "none: the multiplier is 0, so nothing is protected"
+    if found.get("unit") == "record":
+        return f"in every training step, of deviation {multiplier * clip:.4g} on the sum of the batch's clipped gradients"
+    deviation = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
+    where = "by each site on its own update" if found.get("trust") == "local" else "by the server on the sum of the updates"
+    return f"of deviation {deviation:.4g} per number (whitened where a factor has a public peer), {where}, at every release"

@@ -1,0 +1,338 @@
+"""`consilium report`: what is on the page, that it needs nothing, and that nothing strange gets onto it."""
+
+import json
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.report.page import plots
+from consilium.report.page.record import read_record
+from consilium.report.page.run import run_page
+from consilium.report.page.site import site_page
+from tests.conftest import run, small_cells, small_config, small_text
+from tests.report.pages import SITES, Page, make_run
+
+EVIL = "<img src=x onerror=alert(1)>"
+CSS = Path("custom/consilium/report/page/templates/page.css")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page(run_page(read_record(folder)))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the figures, which take most of a page's time."""
+    for name in ("curves", "models", "distribution"):
+        monkeypatch.setattr(plots, name, lambda *values: None)
+
+
+def add(folder: Path, *lines: object) -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+
+
+def test_a_page_has_every_part_of_the_run(page: Page) -> None:
+    ids = [one["id"] for one in page.of("h2")]
+    assert ids == ["result", "curves", "sites", "travelled", "time", "absences", "privacy", "versions"]
+    for told in ("0.500", "0.600", "0.700", "0.650–0.750", "mean by n", "Best: a.png", "Worst: c.png", "4.0 s"):
+        assert told in page.text, told
+    assert "no differential privacy" in page.text
+    assert page.source.count("data:image/jpeg") == 2 * 3 * 4  # sites, cases, the reference and three models
+
+
+def test_what_travelled_is_summed_by_site(page: Page) -> None:
+    text = re.sub(r"\s+", " ", page.text)
+    assert "Tensors between sites and server, in training" in text
+    assert text.count("2.00 KiB") >= 2  # two updates of 1 KiB from each of two sites
+    assert text.count("8.00 KiB") == 1  # what both received in two rounds
+
+
+def test_a_page_needs_nothing_from_elsewhere(page: Page) -> None:
+    assert {tag for tag, _ in page.tags} & {
+        "script",
+        "link",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "foreignobject",
+    } == set()
+    sources = [
+        value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href", "xlink:href")
+    ]
+    assert sources
+    assert [one[:40] for one in sources if not one.startswith(("data:image/", "#"))] == []
+    assert re.findall(r"https?:|@import|url\((?!#)", page.source) == []
+    assert [name for _, attributes in page.tags for name in attributes if name.startswith("on")] == []
+    assert "default-src 'none'" in page.of("meta")[2]["content"]
+
+
+def test_a_page_can_be_read_aloud_and_walked_by_keys(page: Page) -> None:
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert [(a, b) for a, b in pairwise(levels) if b > a + 1] == []
+    assert page.of("html") == [{"lang": "en"}]
+    assert all(len(one["alt"]) > 10 for one in page.of("img"))
+    assert all(len(one["aria-label"]) > 20 and one["role"] == "img" for one in page.of("svg"))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {one["href"][1:] for one in page.of("a")} <= set(ids)
+    assert all(one.get("scope") in ("col", "row") for one in page.of("th"))
+    scrolls = [one for one in page.of("div") if one.get("class") == "scroll"]
+    assert scrolls
+    assert all(one["tabindex"] == "0" and one["aria-label"] for one in scrolls)
+
+
+def _colours(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+
+
+def _contrast(one: str, other: str) -> float:
+    """Return WCAG 2's contrast ratio of two colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark", "print"])
+def test_texts_and_lines_stand_out_from_the_ground(scheme: str) -> None:
+    blocks = re.findall(r":root \{[^}]*\}", (ROOT / CSS).read_text())
+    assert len(blocks) == 3
+    found = _colours(blocks[0]) | _colours(blocks[["light", "dark", "print"].index(scheme)])
+    assert _contrast("#000000", "#ffffff") == pytest.approx(21)
+    for text in ("text", "soft", "link", "warn", "good"):
+        assert _contrast(found[text], found["back"]) >= 4.5, text
+    assert _contrast(found["text"], found["panel"]) >= 4.5
+    assert _contrast(found["text"], found["warn-back"]) >= 4.5
+    for line in ("focus", *(f"c{number}" for number in range(1, 9))):
+        assert _contrast(found[line], found["back"]) >= 3, line
+
+
+def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    add(
+        folder,
+        {"event": "refused", "site": EVIL, "round": 1, "reason": "</p><script>alert(1)</script>\u202e\x1b[31m", "time": 1.0},
+    )
+    add(
+        folder,
+        {"event": "result", "site": 'font: "; id="x" $x$', "round": 0, "phase": 0, "metrics": {"train/loss": 1.0}, "time": 1.0},
+    )
+    add(
+        folder,
+        {"event": "result", "site": 'font: "; id="x" $x$', "round": 1, "phase": 0, "metrics": {"train/loss": 2.0}, "time": 1.0},
+    )
+    cases = folder / "sites/north/cases.json"
+    raw = json.loads(cases.read_text())
+    cases.write_text(json.dumps(raw | {"units": [EVIL, "b", "c"], "score": EVIL, "classes": [EVIL], "job": EVIL}))
+    page = Page(run_page(read_record(folder)))
+    assert EVIL in page.text
+    assert page.of("script") == []
+    assert all(one["src"].startswith("data:image/jpeg;base64,") for one in page.of("img"))
+    assert "\\u202e\\x1b[31m" in page.text
+    assert not {"\u202e", "\x1b"} & set(page.source)
+    assert [name for _, attributes in page.tags for name in attributes if name.startswith("on")] == []
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    add(folder, "{torn", "[1]", "null", '{"event": "result", "site": 7, "round": 0, "phase": 0, "metrics": {}}')
+    add(folder, '{"event": "started", "round": 1e400, "phase": 0, "sites": ["north"]}', "[" * 100_000)
+    add(folder, {"event": "final", "site": "north", "round": 2, "metrics": {"test/global/dice": "high", "x": float("nan")}})
+    (folder / "versions.json").write_text("{")
+    page = Page(run_page(read_record(folder)))
+    assert "Damaged lines of metrics.jsonl: 6" in page.text
+    assert "0.600" in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_has_not_ended_says_so_and_shows_validation(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rounds=3)
+    (folder / "results.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:20])
+    text = Page(run_page(read_record(folder))).text
+    assert "The run has not ended" in text
+    assert "1 of 3 rounds have ended" in text
+    assert "validation split" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("mark", ["owner", "no simulation"])
+def test_no_picture_of_a_patient_is_on_the_page_of_a_server(tmp_path: Path, mark: str) -> None:
+    """Whatever lies in the folder: a federation's run has an owner, and a simulation has its mark."""
+    folder = make_run(tmp_path / "run", simulated=mark == "owner")
+    if mark == "owner":
+        (folder / "owner.json").write_text("{}")
+    source = run_page(read_record(folder))
+    assert "data:image" not in source
+    assert "a.png" not in source
+    with pytest.raises(ConfigError, match="server"):
+        site_page(folder, "north")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_picture_is_a_plain_small_jpeg_or_none(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    place, secret = folder / "sites/north/cases", tmp_path / "secret.jpg"
+    Image.new("RGB", (16, 16), (1, 2, 3)).save(secret)
+    for number, name in enumerate(sorted(path.name for path in place.iterdir())):
+        (place / name).unlink()
+        if number == 0:
+            (place / name).write_text("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>")
+        elif number == 1:
+            (place / name).symlink_to(secret)
+        elif number == 2:
+            os.mkfifo(place / name)
+        elif number == 3:
+            (place / name).mkdir()
+        elif number == 4:
+            with open(place / name, "wb") as file:
+                file.truncate(2**33)
+        elif number == 5:
+            Image.new("RGB", (3000, 8)).save(place / name)
+        elif number == 6:
+            Image.new("RGB", (16, 16)).save(place / name, "PNG")
+    source = run_page(read_record(folder))
+    assert source.count("data:image/jpeg") == 3 * 4  # the other site's
+    assert "<script" not in source
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_folders_that_are_links_are_not_entered(tmp_path: Path) -> None:
+    other, folder = make_run(tmp_path / "other"), make_run(tmp_path / "run")
+    (folder / "sites").rename(tmp_path / "away")
+    (folder / "sites").symlink_to(other / "sites")
+    assert "data:image" not in run_page(read_record(folder))
+    (folder / "sites").unlink()
+    (folder / "sites").mkdir()
+    (folder / "sites/north").symlink_to(other / "sites/north")
+    assert "data:image" not in run_page(read_record(folder))
+    with pytest.raises(ConfigError, match="no such site"):
+        site_page(folder, "north")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_hospital_gets_its_own_part_only(folder: Path) -> None:
+    page = Page(site_page(folder, "south"))
+    assert page.source.count("data:image/jpeg") == 3 * 4
+    assert "south" in page.text
+    assert "north" not in page.text
+    assert "There is no audit.jsonl here" in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
+    """A kit's folder: no record of the run, a state folder with runs in it, the ledger beside them."""
+    run = make_run(tmp_path / "x").joinpath("sites", "north").rename(tmp_path / "state")
+    place = tmp_path / "kit/_consilium/runs/first/sites/north"
+    place.parent.mkdir(parents=True)
+    run.rename(place)
+    tensor = {"shape": [2, 3], "dtype": "float32", "bytes": 24, "norm": 2.5}
+    line = {
+        "time": 1.0,
+        "kind": "train",
+        "round": 0,
+        "phase": 0,
+        "tensors": {"a.lora_A": tensor},
+        "metrics": {},
+        "previous": "",
+    }
+    (place / "audit.jsonl").write_text(json.dumps(line) + "\n[]\n")
+    text = re.sub(r"\s+", " ", Page(site_page(tmp_path / "kit/_consilium/runs/first", "north")).text)
+    for told in ("a.lora_A", "2x3", "24 B", "2.5 to 2.5", "line 2 does not follow", "There is no ledger here"):
+        assert told in text, told
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    target = tmp_path / "out.html"
+    assert run(monkeypatch, "report", folder, "--site", SITES[0], "-o", target) == 0
+    assert target.stat().st_mode & 0o777 == 0o600
+    for words, told in (
+        ((tmp_path / "none",), "no such folder"),
+        ((tmp_path,), "holds no run"),
+        ((folder, "--site", "\x1b[31m"), "no such site"),
+        ((folder, "-o", tmp_path), "is a folder"),
+        ((folder / "sites/..", "--site", ".."), "no such site"),
+    ):
+        capsys.readouterr()
+        assert run(monkeypatch, "report", *words) == 2
+        said = capsys.readouterr().err
+        assert told in said
+        assert said.count("\n") == 1
+        assert "\x1b" not in said
+
+
+def test_the_folder_of_a_study_becomes_its_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, method, lr in (("a", "FedIT", 1e-3), ("b", EVIL, 2e-3), ("c", "lost", 3e-3)):
+        training = small_config("fedit", rounds=2, lr=lr).model_dump(mode="json")["training"]
+        folder = make_run(tmp_path / "study/cells" / name, training=training)
+        state, reason = ("failed", "no memory") if name == "c" else ("done", "")
+        (folder / "cell.json").write_text(
+            json.dumps({"state": state, "reason": reason, "labels": {"method": method, "seed": "0"}, "overrides": []})
+        )
+    (tmp_path / "study/cells/c/results.json").unlink()
+    assert run(monkeypatch, "report", tmp_path / "study") == 0
+    page = Page((tmp_path / "study/report.html").read_text())
+    assert "Comparison of 2 finished runs" in page.text
+    for told in (EVIL, "FedIT", "failed: no memory", "0.650"):  # Dice of the global model: the mean of 0.6 and 0.7
+        assert told in page.text, told
+    assert page.of("script", "img") == []
+    assert "data:image/jpeg" not in page.source
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert run(monkeypatch, "report", tmp_path / "study", "--site", "north") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "score", "pictures"),
+    [
+        (small_config(rounds=1), "dice", 2 * 2 * 4),  # two test pictures: the best and the worst
+        (small_cells(rounds=1), "", 2 * 3),
+        (small_text(rounds=1), "loss", 0),
+    ],
+    ids=["pictures", "classes", "texts"],
+)
+def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictures: int, tmp_path: Path) -> None:
+    events: list[dict] = []
+    simulate(assemble_job(config), {site: SiteConfig() for site in SITES}, tmp_path, lambda event: events.append(dict(event)))
+    assert [event for event in events if event["event"] == "undrawn"] == []
+    results = json.loads((tmp_path / "results.json").read_text())
+    for site in SITES:
+        kept = json.loads((tmp_path / "sites" / site / "cases.json").read_text())
+        assert set(kept["values"]) == {"pretrained", "global", "personalized"}
+        for stage, values in kept["values"].items() if score else ():
+            assert sum(values) / len(values) == pytest.approx(results[site][f"test/{stage}/{score}"], rel=1e-4)
+    page = run_page(read_record(tmp_path))
+    assert page.count("data:image/jpeg") == pictures
+    assert page.count("<h4>Best:") == 2
+    assert "Best" in site_page(tmp_path, SITES[0])
