@@ -86,12 +86,13 @@ def _run(
     format: Format,
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the closing metrics and the last training loss of every site."""
-    from consilium.federation.build import assemble_job
-    from consilium.report.predictions import PREDICTIONS, join_predictions
-    from consilium.report.view import LiveView
-    from consilium.tasks.registry import TASKS
+    with Console(stderr=True).status("loading PyTorch and the job ..."):  # of a terminal, not of a pipe
+        from consilium.federation.build import assemble_job
+        from consilium.report.predictions import PREDICTIONS, join_predictions
+        from consilium.report.view import LiveView
+        from consilium.tasks.registry import TASKS
 
-    ready = assemble_job(config, source)
+        ready = assemble_job(config, source)
     _check_workspace(folder, resume, engine)
     scores = TASKS[config.task.name].scores(config.task)
     with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.title, scores) as view:

@@ -19,7 +19,7 @@ from consilium.federation.diagnostics import check_deviation
 from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site, checkpoint_hash
 from consilium.federation.trained import base_shapes, check_base
-from consilium.messages import Observer, Tensors, allowed_metrics
+from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
@@ -183,8 +183,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
     """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
-    _, task, _ = kinds_of(config)
-    return task.build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
+    return kinds_of(config)[1].build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
 
 
 def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
@@ -213,8 +212,12 @@ def build_site(
     """
     if site.threads:
         torch.set_num_threads(site.threads)
+    observer(loading("data", name))
     data = site_data(job.config, name, site, folder, root)
     task = build_task(job.config, data, site)
+    if model is None:
+        observer(loading(job.config.model.title, name))
+        model = build_model(job.config, site)
     return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
 
 
@@ -271,21 +274,18 @@ def _site(
     site: SiteConfig,
     folder: Path,
     observer: Observer,
-    model: nn.Module | None,
+    model: nn.Module,
     task: Task,
     checkpoint: Path | None,
     data: DataList | None = None,
 ) -> Site:
-    model = model if model is not None else build_model(job.config, site)
-    plan = make_plan(job.config, job.strategy, task.num_samples, job.initial)
-    seed = site.privacy.noise_seed
+    plan, seed = make_plan(job.config, job.strategy, task.num_samples, job.initial), site.privacy.noise_seed
     return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 
 
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
-    return MODELS[config.model.name].build(
-        config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
-    )
+    build = MODELS[config.model.name].build
+    return build(config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing)
 
 
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:

@@ -14,7 +14,7 @@ from consilium.federation.build import Job, build_guard, build_model, build_pool
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.inside import Inside
 from consilium.federation.site import Site
-from consilium.messages import Hello, Kind, Observer, Payload
+from consilium.messages import Hello, Kind, Observer, Payload, loading
 from consilium.privacy.guard import Guard
 
 POOLED = "centralized"
@@ -55,6 +55,7 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
     A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
     folder = workspace / "sites"
+    observer(loading(job.config.model.title))
     model = build_model(job.config, next(iter(sites.values())))
     members = {name: _member(job, name, site, folder / name, observer, model) for name, site in sites.items()}
     trainers = members

@@ -19,7 +19,7 @@ from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import GIVEN, OUTPUT
 from consilium.flare.recipe import export
-from consilium.messages import Observer
+from consilium.messages import Observer, loading
 from consilium.storage import private_folder, write_atomic
 
 ASK = 0.2
@@ -54,6 +54,7 @@ def run_simulator(
     under `workspace`/flare. No process is left however this ends. Raises ConsiliumError with the reason if the job does not
     complete.
     """
+    observer(loading(f"FLARE and {len(sites)} sites, a process each"))
     tell(given, workspace)
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())

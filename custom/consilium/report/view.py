@@ -1,12 +1,14 @@
 """What a person sees of a run: a live table while it goes on, plain lines where there is no terminal, and the result."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,12 +26,17 @@ Headings = Callable[[str], dict[str, str]]
 """Return headings by metric, their words joined as told."""
 LINE = 2000
 """Characters of a line at most; names and reasons in it have their own bound."""
+AROUND = 7
+"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, what is left out."""
+READY, WAITING, DONE = "ready", "waiting", "done"
+IDLE = {"": "not asked", READY: READY, WAITING: WAITING, DONE: DONE}
+"""What a site that is not at work says, and how several of them are counted."""
 
 
 class LiveView:
-    """An observer that shows round, site, step, ETA and the leading score so far. Use as a context manager.
+    """An observer that shows what goes on, round, site, step, ETA and the leading score so far. Use as a context manager.
 
-    `losses`: the last training loss of every site.
+    `losses`: the last training loss of every site. Sites that a terminal has no lines for are counted below the others.
     """
 
     def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
@@ -37,8 +44,13 @@ class LiveView:
         self.sites: dict[str, dict[str, Any]] = {}
         self.losses: dict[str, float] = {}
         self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
-        self.score = scores.leading[0]
-        columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
+        self.score, self.loading, self._said = scores.leading[0], "", set[str]()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None),
+            TextColumn("{task.fields[eta]}"),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, expand=True)
         self._task = self._bar.add_task(shown(title), total=rounds, eta="")
         live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
@@ -66,11 +78,27 @@ class LiveView:
     def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
         return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
 
+    def _on_site(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = READY
+
+    def _on_loading(self, event: Mapping[str, Any]) -> None:
+        """Say what is loaded, by a site or (no "site") for all of them; without a terminal once, whoever loads it."""
+        what = f"loading {shown(event['what'])}"
+        if event["site"]:
+            self._row(event)["state"] = what
+        else:
+            self.loading = f"{what} ..."
+        if not self._live and what not in self._said:
+            self._said.add(what)
+            self._say(f"{what} ...")
+
     def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.round, self.asked = event["round"], len(event["sites"])
+        self.round, self.asked, self.loading = event["round"], len(event["sites"]), ""
         self.phase, self.phases = event["phase"], event["phases"]
         for row in self.sites.values():
-            row["part"] = 0.0
+            row |= {"state": "", "part": 0.0}
+        for name in event["sites"]:
+            self._row({"site": name})["state"] = WAITING
 
     def _on_privacy(self, event: Mapping[str, Any]) -> None:
         self._say(f"privacy: {event['claim']}")
@@ -103,7 +131,7 @@ class LiveView:
         if found := reported(metrics):  # a round may go without validation
             self.score = self.scores.lead(found)
         scored = {stage: score_of(metrics, stage, self.score) for stage in Stage}
-        row |= {k: v for k, v in scored.items() if v is not None} | {"state": "done", "part": 1.0}
+        row |= {k: v for k, v in scored.items() if v is not None} | {"state": DONE, "part": 1.0}
         if not closing:
             self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
         if not self._live:
@@ -133,23 +161,34 @@ class LiveView:
 
     def _render(self) -> Group:
         done = self._fraction() * self.rounds
-        self._bar.update(
-            self._task, completed=done, description=f"round {min(self.round + 1, self.rounds)}/{self.rounds}", eta=self._eta()
-        )
+        now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
+        self._bar.update(self._task, completed=done, description=now, eta=self._eta())
+        if not self.sites:
+            return Group(self._bar)
         layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
         return Group(self._bar, fit(layouts, self.sites, self.console.width))
 
+    def _picked(self, names: Iterable[str]) -> tuple[list[str], str | None]:
+        """Return the sites that are shown, those at work first where the terminal has no room, and what the others do."""
+        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))
+        room = max(self.console.height - AROUND, 1)
+        left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
+        rest = f"and {left.total()} more: {', '.join(f'{count} {state}' for state, count in left.items())}"
+        return sorted(first[:room]), rest if left else None
+
     def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
-        """Return a row per site with the first `count` numbers."""
+        """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""
         heading = self.scores.heading(self.score)
         headings = {"loss": "loss"} | {k: f"{heading}{joint}{k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
-        table = Table(Column("site", no_wrap=True), Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False)
+        site = Column("site", no_wrap=True, min_width=max(map(cell_len, names.values())))
+        table = Table(site, Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False, caption_justify="left")
         numbers = list(headings)[:count]
         for key in numbers:
             table.add_column(headings[key], justify="right", no_wrap=True)
-        for name in sorted(self.sites):
+        picked, table.caption = self._picked(names)
+        for name in picked:
             row = self.sites[name]
-            table.add_row(Text(names[name]), row["state"], *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
+            table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
         return table
 
 
