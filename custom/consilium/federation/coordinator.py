@@ -215,7 +215,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
-            self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             self.state = _merged(self.job, self.state, mean)

@@ -78,6 +78,8 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
             discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
     finally:
         coordinator.close()
+        for member in (*members.values(), *trainers.values()):
+            member.site.events.close()
     return coordinator
 
 

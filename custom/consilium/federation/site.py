@@ -37,6 +37,7 @@ from consilium.messages import (
 )
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
+from consilium.report.events import FOLDER, SiteEvents, size_of
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Examples, Task
@@ -83,7 +84,7 @@ class Site(LocalTraining):
         self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
-        self.data = data
+        self.data, self.events = data, SiteEvents(folder / FOLDER, config.training.rounds, self._undrawn)
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
@@ -152,6 +153,7 @@ class Site(LocalTraining):
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
+        self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
@@ -211,13 +213,12 @@ class Site(LocalTraining):
         layers.load(self.model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
-        """Return validation metrics, {} where the job wants none of this model in this round."""
+        """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
         config = self.config.training
-        return (
-            self._evaluate("validation", stage, payload, config.validation.full)
-            if config.validates(payload.round, stage)
-            else {}
-        )
+        if not config.validates(payload.round, stage):
+            return {}
+        self.events.pictures(payload.round, stage, lambda: self._examples("validation"))
+        return self._evaluate("validation", stage, payload, config.validation.full)
 
     def _skipped(self) -> dict[str, float]:
         """Return how many samples were left out, {} for none or for a task that leaves none out."""
@@ -242,12 +243,11 @@ class Site(LocalTraining):
             write_predictions(self.folder / PREDICTIONS, examples)
             diagnostics.draw(run, self.folder)
         except Exception as error:
-            self.observer({"event": "undrawn", "site": self.name, "reason": f"{PREDICTIONS}: {type(error).__name__}: {error}"})
+            self._undrawn(f"{PREDICTIONS}: {type(error).__name__}: {error}")
 
     def _closing(self, split: str, stage: Stage, payload: Payload, examples: dict[Stage, Examples]) -> dict[str, float]:
         """Return the closing metrics of the model as it is now; put what it says of a few pictures into `examples`."""
-        with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
-            found = self.task.examples(self.model, split)
+        found = self._examples(split)
         examples |= {} if found is None else {stage: found}
         return self._evaluate(split, stage, payload, distances=True)
 
