@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import geometries, upload_shapes
 from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
+from consilium.report.tracking import Tracker
 from consilium.seeding import seed_for
 from consilium.storage import sweep
 from consilium.strategies.strategy import Gathered, Role, ServerState
@@ -36,7 +38,7 @@ from consilium.strategies.strategy import Gathered, Role, ServerState
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    `own`: where the server finds the base's checkpoint, for strategies that start from its weights.
+    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs.
     welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
@@ -50,7 +52,8 @@ class Coordinator:
         own: SiteConfig = SiteConfig(),  # noqa: B008
     ) -> None:
         self.job, self.folder, self.observer = job, folder, observer
-        self.log = RunLog(folder, job.config, resume)
+        wanted = own.tracking and partial(Tracker, own.tracking.mlflow, folder, job.config, observer)
+        self.log = RunLog(folder, job.config, resume, wanted)
         sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from consilium.config.site import SiteConfig, check_packages
+from consilium.config.site import SiteConfig, TrackingConfig, check_packages
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
@@ -49,7 +49,14 @@ class Member:
         return self.guard.release_scores(task, self.site.evaluate(task.run, task.payload))
 
 
-def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
+def simulate(
+    job: Job,
+    sites: dict[str, SiteConfig],
+    workspace: Path,
+    observer: Observer,
+    resume: bool = False,
+    tracking: TrackingConfig | None = None,
+) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
     A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
@@ -64,7 +71,8 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
         trainers = {POOLED: Member(pooled, _guard_of_all(members))}
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
-    coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
+    own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
+    coordinator = Coordinator(job, workspace, observer, resume, own=own)
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:

@@ -80,7 +80,8 @@ def run_simulator(
 
 def tell(given: Given, workspace: Path) -> None:
     """Leave to the sites' processes what the simulation gives them."""
-    told = {key: None if path is None else str(path) for key, path in vars(given).items()}
+    told: dict[str, str | None] = {"tracking": given.tracking and given.tracking.mlflow}
+    told |= {key: path and str(path) for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
     write_atomic(workspace / GIVEN, json.dumps(told).encode())
 
 

@@ -4,6 +4,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +19,7 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
 from consilium.report.events import FOLDER, event_writer, size_of
+from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, ServerState
 
@@ -33,10 +35,13 @@ PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything"
 class RunLog:
     """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
 
+    `track` begins to hand the same numbers to MLflow.
     Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
     """
 
-    def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
+    def __init__(
+        self, folder: Path, config: JobConfig, resume: bool = False, track: Callable[[], Tracker] | None = None
+    ) -> None:
         self.folder = private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
@@ -51,6 +56,7 @@ class RunLog:
         self._classes = list(getattr(config.task, "classes", ()))
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
+        self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> None:
         """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
@@ -142,6 +148,7 @@ class RunLog:
         self._draw_confusions()
         self._scalars(MEANS, mean_metrics(list(self._results.values())), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+        self._finished = True
 
     def _draw(self) -> None:
         if self._figures or self._curves:
@@ -165,6 +172,8 @@ class RunLog:
         self._lock.release()
         for writer in self._writers.values():
             writer.close()
+        if self._tracker:
+            self._tracker.close(self._finished)
 
     def _line(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
@@ -173,6 +182,8 @@ class RunLog:
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer(site).add_scalar(tag(name), value, step)
+        if self._tracker:
+            self._tracker.metrics(site, values, step)
 
     def _writer(self, site: str) -> "SummaryWriter":
         if site not in self._writers:
