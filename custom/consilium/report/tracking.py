@@ -68,7 +68,7 @@ class Tracker:
         def log(client: "MlflowClient", run: str) -> None:
             from mlflow.entities import Metric
 
-            named = {tag(f"{source}/{name}").replace("(", "").replace(")", ""): value for name, value in values.items()}
+            named = {tag(f"{source.strip('()')}/{name}"): value for name, value in values.items()}
             client.log_batch(run, [Metric(name, value, now, step) for name, value in named.items()])
 
         self._todo.put(log)
@@ -78,9 +78,10 @@ class Tracker:
 
         def end(client: "MlflowClient", run: str) -> None:
             for path in (self._folder / name for name in ARTIFACTS if finished and (self._folder / name).exists()):
-                (client.log_artifacts if path.is_dir() else client.log_artifact)(
-                    run, str(path), *([path.name] if path.is_dir() else [])
-                )
+                if path.is_dir():
+                    client.log_artifacts(run, str(path), path.name)
+                else:
+                    client.log_artifact(run, str(path))
             client.set_terminated(run, "FINISHED" if finished else "KILLED")
 
         for last in (end, None):

@@ -41,7 +41,11 @@ def read_own(source: Path, options: Options) -> Reading:
     if not values:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
     classes = {"object": values} if len(values) == 1 else {f"value-{value}": [value] for value in values}
-    return Reading(found, classes, [f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"])
+    return Reading(
+        found,
+        classes,
+        [f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"],
+    )
 
 
 def _site(folder: Path) -> list[Found]:
