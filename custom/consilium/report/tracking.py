@@ -33,8 +33,9 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""MLflow reports its use to its makers unless it is told not to, waits for minutes, and calls a plain folder outdated."""
+"""MLflow reports its use to its makers unless it is told not to, waits for minutes, calls a folder outdated, and prints."""
 PATIENCE = 60.0
 """Seconds that the end of a run waits for MLflow to take the last numbers and files."""
 LONGEST, MOST = 500, 100

@@ -25,6 +25,8 @@ from consilium.data.opening import open_picture, reading
 from consilium.errors import DataError
 
 LAYOUT = "a folder per site with images/ and masks/, a mask for every picture under the same name; PNG, one channel, 0 outside"
+MODES = ("1", "L", "P", "I;16", "I")
+"""Pillow's names of pictures with one channel of whole numbers."""
 MOST = 32
 """A mask with more values than these is a photograph, or was saved as JPEG."""
 
@@ -65,10 +67,11 @@ def _site(folder: Path) -> list[Found]:
 def _values(mask: Path) -> set[int]:
     """Return the values of a label picture. Raises DataError for a picture that is none."""
     with reading(mask, *UNREADABLE), open_picture(mask) as picture:
-        mode, values = picture.mode, np.unique(np.asarray(picture)) if picture.mode in ("1", "L", "P", "I;16", "I") else []
-    if mode not in ("1", "L", "P", "I;16", "I") or len(values) > MOST:
+        mode = picture.mode
+        values = {int(value) for value in np.unique(np.asarray(picture))} if mode in MODES else set()
+    if mode not in MODES or len(values) > MOST:
         raise DataError(f"{mask}: is no label picture (mode {mode}); save it as PNG with one channel and a value per class")
-    return {int(value) for value in values}
+    return values
 
 
 SETS = {"own": Importer(LAYOUT, read_own)}
