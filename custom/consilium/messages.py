@@ -11,6 +11,12 @@ Tensors = dict[str, Tensor]
 Observer = Callable[[Mapping[str, Any]], None]
 """Receives progress events; see Site and Coordinator for their keys."""
 
+
+def loading(what: str, site: str = "") -> dict[str, str]:
+    """Return the event that a site, or a whole simulation, begins to load something, which may take minutes."""
+    return {"event": "loading", "site": site, "what": what}
+
+
 HELD_OUT = -1
 """The phase of an evaluation before a round's first phase, by a site that is not asked to train in it."""
 

@@ -18,7 +18,7 @@ from consilium.federation.engine import simulate
 from consilium.federation.samples import site_data
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
-from consilium.report.view import result_table
+from consilium.report.closing import result_table
 from consilium.storage import load_state
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import train

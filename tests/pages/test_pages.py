@@ -26,6 +26,8 @@ NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
     "jobs/README.md": [
         "consilium simulate jobs/nuclei_fediat",
+        "consilium data import own",
+        "consilium simulate jobs/quickstart --mlflow",
         "consilium allow WORKSPACE",
         "consilium study run iat_table1",
         "python -m consilium.models",
@@ -33,6 +35,7 @@ NOT_RUN = {
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",
         "consilium data import fundus",
+        "consilium data import own",
         "consilium data import pannuke",
     ],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],

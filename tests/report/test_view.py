@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from consilium.messages import Stage
+from consilium.report.closing import result_table
 from consilium.report.means import mean_of, weighted_mean_of
-from consilium.report.view import LiveView, result_table
+from consilium.report.view import LiveView
 from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores

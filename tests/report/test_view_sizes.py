@@ -8,8 +8,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.messages import Stage
+from consilium.report.closing import result_table
 from consilium.report.tables import shortened
-from consilium.report.view import LiveView, result_table
+from consilium.report.view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 
 LONG = ("histology-university-hospital-north", "histology-university-hospital-south", "site-1")

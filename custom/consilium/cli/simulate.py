@@ -23,10 +23,11 @@ from consilium.config.site import find_site
 from consilium.errors import ConfigError
 from consilium.federation.participants import site_names
 from consilium.report.clean import line, shown
+from consilium.schema import validate
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
-    from consilium.config.site import Given
+    from consilium.config.site import Given, TrackingConfig
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 INTERRUPTED = 130
@@ -56,6 +57,7 @@ def simulate(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the workspace's last finished round (inprocess)")
     ] = False,
+    mlflow: Annotated[str, typer.Option(metavar="URI", help="also to MLflow: http://HOST:PORT or file:///PATH")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
     """Run a job on this machine: live view, then a table per site."""
@@ -65,7 +67,7 @@ def simulate(
     folder = workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     from consilium.config.site import Given
 
-    given = Given(*(None if path is None else path.resolve() for path in (data, checkpoints)))
+    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     try:
         with stoppable():
             results, losses = _run(config, source, engine, names, given, folder, resume, format)
@@ -73,6 +75,17 @@ def simulate(
         Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
         raise typer.Exit(INTERRUPTED) from None
     _print_results(results, losses, config, folder, format)
+
+
+def _tracking(uri: str) -> "TrackingConfig | None":
+    """Return where the run's numbers go as well. Raises ConfigError."""
+    if not uri:
+        return None
+    from consilium.config.site import TrackingConfig
+    from consilium.report.tracking import check_installed
+
+    check_installed()
+    return validate(TrackingConfig, {"mlflow": uri}, Path("--mlflow"))
 
 
 def _run(
@@ -86,12 +99,13 @@ def _run(
     format: Format,
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the closing metrics and the last training loss of every site."""
-    from consilium.federation.build import assemble_job
-    from consilium.report.predictions import PREDICTIONS, join_predictions
-    from consilium.report.view import LiveView
-    from consilium.tasks.registry import TASKS
+    with Console(stderr=True).status("loading PyTorch and the job ..."):  # of a terminal, not of a pipe
+        from consilium.federation.build import assemble_job
+        from consilium.report.predictions import PREDICTIONS, join_predictions
+        from consilium.report.view import LiveView
+        from consilium.tasks.registry import TASKS
 
-    ready = assemble_job(config, source)
+        ready = assemble_job(config, source)
     _check_workspace(folder, resume, engine)
     scores = TASKS[config.task.name].scores(config.task)
     with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.title, scores) as view:
@@ -102,7 +116,7 @@ def _run(
         else:
             from consilium.federation.engine import simulate as run_inprocess
 
-            run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume)
+            run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume, given.tracking)
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
     except OSError as error:  # a damaged picture, a full disk: the scores are there all the same
@@ -181,9 +195,9 @@ def _is_word(path: str) -> bool:
 def _print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
 ) -> None:
+    from consilium.report.closing import result_table
     from consilium.report.predictions import PREDICTIONS
     from consilium.report.runlog import test_only
-    from consilium.report.view import result_table
     from consilium.tasks.registry import TASKS
 
     surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]

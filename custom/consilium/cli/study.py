@@ -125,7 +125,7 @@ def study_run(
 ) -> None:
     """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
     chosen = _load(study, smoke, small, workspace)
-    given = Given(*(None if path is None else path.resolve() for path in (data, checkpoints)))
+    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     try:
         with stoppable():
             failed = _run(chosen, only or [], given, workers)

@@ -27,7 +27,7 @@ from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, Va
 from consilium.config.meanings import MEANINGS
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.config.server import ServerConfig
-from consilium.config.site import CacheConfig, SiteConfig
+from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
@@ -253,6 +253,7 @@ def site_reference() -> str:
         ("site.yaml", SiteConfig),
         ("An entry of `datasets:`", DatasetConfig),
         ("`cache:`", CacheConfig),
+        ("`tracking:`", TrackingConfig),
         ("`capacity:`", CapacityConfig),
         ("`privacy:`", HospitalPrivacyPolicy),
     ]

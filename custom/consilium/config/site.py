@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlparse
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DatasetName
@@ -34,6 +35,23 @@ class CacheConfig(Section):
     gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 20.0
 
 
+class TrackingConfig(Section):
+    """Where the server hands a run's numbers, settings and shared files to, while it goes on and at its end.
+
+    `mlflow`: an MLflow server (http or https), or a folder (file:///PATH). Needs the extra `mlflow`.
+    """
+
+    mlflow: str
+
+    @field_validator("mlflow")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        found = urlparse(value)
+        if not ((found.scheme in ("http", "https") and found.hostname) or (found.scheme == "file" and found.path != "")):
+            raise ValueError(f"{value!r} is no address of MLflow; write http://HOST:PORT, https://HOST or file:///PATH")
+        return value
+
+
 class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
@@ -49,7 +67,8 @@ class SiteConfig(Section):
 
     `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
     trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
-    site's word, which neither data nor jobs change.
+    site's word, which neither data nor jobs change. `tracking`: in a server's site.yaml only; a job cannot name a place where
+    a server sends numbers.
     """
 
     datalist: Path | None = None
@@ -69,6 +88,7 @@ class SiteConfig(Section):
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
+    tracking: TrackingConfig | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -117,10 +137,14 @@ def load_site(path: Path) -> SiteConfig:
 
 @dataclass(frozen=True)
 class Given:
-    """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for."""
+    """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for.
+
+    `tracking` is for its server.
+    """
 
     data: Path | None = None
     checkpoints: Path | None = None
+    tracking: TrackingConfig | None = None
 
 
 def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) -> SiteConfig:
@@ -129,6 +153,8 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) 
     See read_site_folder for the simulation's folder. Raises ConfigError if there is one and it holds nothing for this site.
     """
     site = _find_site(name, given.data, kit_local)
+    if site.tracking:
+        raise ConfigError(f"{name}: tracking: only a server tracks runs; move it to the server's site.yaml, or remove it")
     return site if site.checkpoints or not given.checkpoints else site.model_copy(update={"checkpoints": given.checkpoints})
 
 

@@ -19,7 +19,7 @@ from consilium.federation.diagnostics import check_deviation
 from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
-from consilium.messages import Observer, Tensors, allowed_metrics
+from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
@@ -163,8 +163,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
     """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
-    _, task, _ = kinds_of(config)
-    return task.build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
+    return kinds_of(config)[1].build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
 
 
 def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
@@ -193,8 +192,12 @@ def build_site(
     """
     if site.threads:
         torch.set_num_threads(site.threads)
+    observer(loading("data", name))
     data = site_data(job.config, name, site, folder, root)
     task = build_task(job.config, data, site)
+    if model is None:
+        observer(loading(job.config.model.title, name))
+        model = build_model(job.config, site)
     return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
 
 
@@ -251,7 +254,7 @@ def _site(
     site: SiteConfig,
     folder: Path,
     observer: Observer,
-    model: nn.Module | None,
+    model: nn.Module,
     task: Task,
     checkpoint: Path | None,
     data: DataList | None = None,

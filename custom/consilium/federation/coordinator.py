@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from consilium.privacy.plan import Plan, make_plan
 from consilium.privacy.release import geometries, upload_shapes
 from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
+from consilium.report.tracking import Tracker
 from consilium.seeding import seed_for
 from consilium.storage import sweep
 from consilium.strategies.strategy import Gathered, ServerState
@@ -37,7 +39,7 @@ from consilium.strategies.strategy import Gathered, ServerState
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    `own`: where the server finds the base's checkpoint, for strategies that start from its weights.
+    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs.
     welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
@@ -51,7 +53,8 @@ class Coordinator:
         own: SiteConfig = SiteConfig(),  # noqa: B008
     ) -> None:
         self.job, self.folder, self.observer = job, folder, observer
-        self.log = RunLog(folder, job.config, resume)
+        wanted = partial(Tracker, own.tracking.mlflow, folder, job.config, observer) if own.tracking else None
+        self.log = RunLog(folder, job.config, resume, wanted)
         sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
@@ -219,7 +222,7 @@ class Coordinator:
                 raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
-            self.log.concluded(self.state, sorted(self.accepted), self._epsilon())
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             self.state = _merged(self.job, self.state, mean)

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from consilium.config.site import SiteConfig, check_packages
+from consilium.config.site import SiteConfig, TrackingConfig, check_packages
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.inside import Inside
 from consilium.federation.site import Site
-from consilium.messages import Hello, Kind, Observer, Payload
+from consilium.messages import Hello, Kind, Observer, Payload, loading
 from consilium.privacy.guard import Guard
 from consilium.report.runlog import SIMULATION
 from consilium.storage import write_atomic
@@ -51,12 +51,20 @@ class Member:
         return self.guard.release_scores(task, self.site.evaluate(task.run, task.payload))
 
 
-def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: Observer, resume: bool = False) -> Coordinator:
+def simulate(
+    job: Job,
+    sites: dict[str, SiteConfig],
+    workspace: Path,
+    observer: Observer,
+    resume: bool = False,
+    tracking: TrackingConfig | None = None,
+) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
     A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
     folder = workspace / "sites"
+    observer(loading(job.config.model.title))
     model = build_model(job.config, next(iter(sites.values())))
     members = {name: _member(job, name, site, folder / name, observer, model) for name, site in sites.items()}
     trainers = members
@@ -65,7 +73,8 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
         trainers = {POOLED: Member(pooled, _guard_of_all(members))}
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
-    coordinator = Coordinator(job, workspace, observer, resume, own=next(iter(sites.values())))
+    own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
+    coordinator = Coordinator(job, workspace, observer, resume, own=own)
     write_atomic(workspace / SIMULATION, b"{}")
     try:
         _welcome(coordinator, trainers)
@@ -80,6 +89,8 @@ def simulate(job: Job, sites: dict[str, SiteConfig], workspace: Path, observer: 
             discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
     finally:
         coordinator.close()
+        for member in (*members.values(), *trainers.values()):
+            member.site.events.close()
     return coordinator
 
 

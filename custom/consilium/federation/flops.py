@@ -110,7 +110,7 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
     side = config.model.image_side
     found = {"image": torch.zeros(1, 3, side, side)}
     boxed = getattr(config.task, "prompt", "none") == "box"
-    return found | ({"box": torch.zeros(1, len(config.task.classes), 4)} if boxed else {})
+    return found | ({"box": torch.zeros(1, len(getattr(config.task, "classes", ())), 4)} if boxed else {})
 
 
 def _answer(model: nn.Module, given: dict[str, Tensor]) -> Tensor:

@@ -17,10 +17,11 @@ from consilium.errors import CheckpointError
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
+from consilium.report.events import SiteEvents
 from consilium.seeding import seed_for
 from consilium.strategies.local import Pass
 from consilium.strategies.strategy import Strategy
-from consilium.tasks.base import Task
+from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.blending import blended
 from consilium.training.device import autocast, peak_memory
@@ -30,7 +31,7 @@ from consilium.training.loop import Progress, train
 
 
 class LocalTraining:
-    """What a site's training needs; see Site."""
+    """What a site's training needs, and what it shows of it; see Site."""
 
     name: str
     config: JobConfig
@@ -42,6 +43,15 @@ class LocalTraining:
     plan: Plan | None
     noise_seed: int | None
     should_stop: Callable[[], None]
+    events: SiteEvents
+
+    def _examples(self, split: str) -> Examples | None:
+        """Return what the model as it is now says of a few pictures."""
+        with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
+            return self.task.examples(self.model, split)
+
+    def _undrawn(self, reason: str) -> None:
+        self.observer({"event": "undrawn", "site": self.name, "reason": reason})
 
     def _scale(self, factor: float) -> None:
         """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
@@ -91,7 +101,10 @@ class LocalTraining:
             self.should_stop()
             place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
             self.observer(place | asdict(progress))
+            step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"
+            self.events.step(step, {f"{group}/loss": progress.loss, f"{group}/lr": progress.lr})
 
+        before = sum(self.strategy.phases(round) for round in range(payload.round)) + payload.phase
         config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
         private, goes_on = dpsgd(self.plan, self._noise_seed(payload, number)), config.optimizer_state == "kept"
         kept, drift = optimizer if goes_on else None, self._drift(payload, params)

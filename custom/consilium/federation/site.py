@@ -37,6 +37,7 @@ from consilium.messages import (
 )
 from consilium.privacy.plan import Plan
 from consilium.report.cases import Closing
+from consilium.report.events import FOLDER, SiteEvents, size_of
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
@@ -83,7 +84,7 @@ class Site(Keeping):
         self.name, self.config, self.strategy, self.limits = name, config, strategy, limits
         self.model, self.task, self.folder = model, task, folder
         self.observer, self.plan, self.noise_seed, self.checkpoint = observer, plan, noise_seed, checkpoint
-        self.data = data
+        self.data, self.events = data, SiteEvents(folder / FOLDER, config.training.rounds, self._undrawn)
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
@@ -155,6 +156,7 @@ class Site(Keeping):
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
+        self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
@@ -208,13 +210,12 @@ class Site(Keeping):
         return start
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
-        """Return validation metrics, {} where the job wants none of this model in this round."""
+        """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
         config = self.config.training
-        return (
-            self._evaluate("validation", stage, payload, config.validation.full)
-            if config.validates(payload.round, stage)
-            else {}
-        )
+        if not config.validates(payload.round, stage):
+            return {}
+        self.events.pictures(payload.round, stage, lambda: self._examples("validation"))
+        return self._evaluate("validation", stage, payload, config.validation.full)
 
     def _validate_last(self, run: str, kept: Kept, payload: Payload) -> None:
         """Let the last global model, which is in place, be the best one too; no round has scored it on validation data."""
@@ -247,7 +248,7 @@ class Site(Keeping):
         told = {"metrics": metrics, "privacy": self.plan.summary() if self.plan else None}
         about = {"site": self.name, "job": self.config.title, "task": self.config.task.model_dump(mode="json"), **told}
         for problem in closing.write(self.folder, about, lambda: diagnostics.draw(run, self.folder)):
-            self.observer({"event": "undrawn", "site": self.name, "reason": problem})
+            self._undrawn(problem)
 
     def _closing(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
         """Return the closing metrics of the model as it is now; put what it says of a few samples into `closing`."""

@@ -15,7 +15,7 @@ from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
+from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plugins, find_site, kit_plugins, load_site
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
@@ -87,10 +87,10 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
 
 
 def own_config(fl_ctx: FLContext) -> SiteConfig:
-    """Return the server's own configuration, of which its checkpoint folder counts here. Raises ConfigError."""
+    """Return the server's own configuration, of which checkpoint folder and tracking count here. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if simulated() or not path.is_file():
-        return SiteConfig(checkpoints=_given().checkpoints)
+        return SiteConfig(checkpoints=_given().checkpoints, tracking=_given().tracking)
     return load_site(path)
 
 
@@ -99,7 +99,9 @@ def _given() -> Given:
     if not simulated():
         return Given()
     raw = json.loads((Path(os.environ[OUTPUT]) / SIMULATION).read_text(encoding="utf-8"))
-    return Given(**{key: Path(value) for key, value in raw.items() if value is not None})
+    tracking = raw.pop("tracking", None)
+    paths = {key: Path(value) for key, value in raw.items() if value is not None}
+    return Given(**paths, tracking=tracking and TrackingConfig(mlflow=tracking))
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:

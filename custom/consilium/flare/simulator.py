@@ -19,7 +19,7 @@ from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
-from consilium.messages import Observer
+from consilium.messages import Observer, loading
 from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
@@ -55,6 +55,7 @@ def run_simulator(
     under `workspace`/flare. No process is left however this ends. Raises ConsiliumError with the reason if the job does not
     complete.
     """
+    observer(loading(f"FLARE and {len(sites)} sites, a process each"))
     tell(given, workspace)
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
@@ -80,7 +81,8 @@ def run_simulator(
 
 def tell(given: Given, workspace: Path) -> None:
     """Leave to the sites' processes what the simulation gives them."""
-    told = {key: None if path is None else str(path) for key, path in vars(given).items()}
+    told: dict[str, str | None] = {"tracking": given.tracking.mlflow if given.tracking else None}
+    told |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
     write_atomic(workspace / SIMULATION, json.dumps(told).encode())
 
 

@@ -21,6 +21,11 @@ class ModelConfig(Section):
     checkpoint_sha256: Sha256 | None = None
 
     @property
+    def title(self) -> str:
+        """What a person reads while it is loaded."""
+        return f"model {self.name} {self.variant}"
+
+    @property
     def image_side(self) -> int:
         """Pixels a side of the pictures it takes; 0 for a model that takes none."""
         return 0

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
@@ -50,6 +51,14 @@ def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
     stages = {str(stage): found[stage] for stage in Stage if stage in found}
     if stages:
         _write(path, _page(next(iter(stages.values())), stages))
+
+
+def drawn(found: Mapping[Stage, Examples]) -> np.ndarray:
+    """Return what a model says of its examples as a page (H, W, 3) uint8, at half the size of a printed one."""
+    stages = {str(stage): one for stage, one in found.items()}
+    page = _page(next(iter(stages.values())), stages)
+    body = above([page.heading, *page.rows, page.key])
+    return np.asarray(body.resize((body.width // 2, body.height // 2), Image.Resampling.BOX))
 
 
 def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:

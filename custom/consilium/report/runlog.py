@@ -2,39 +2,48 @@
 
 import json
 import platform
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
+from consilium.report.events import FOLDER, event_writer, size_of
+from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
-from consilium.strategies.strategy import Role, ServerState, Strategy
+from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
+    from torch.utils.tensorboard import SummaryWriter
 
 LOCK = ".run.lock"
 SIMULATION = "simulation.json"
 """Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
+MEANS = "(mean of sites)"
+"""The folder of means over sites in TensorBoard; no site can have this name."""
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
 
 
 class RunLog:
     """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
 
+    `track` begins to hand the same numbers to MLflow.
     Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
     """
 
-    def __init__(self, folder: Path, config: JobConfig, resume: bool = False) -> None:
+    def __init__(
+        self, folder: Path, config: JobConfig, resume: bool = False, track: Callable[[], Tracker] | None = None
+    ) -> None:
         self.folder = private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
@@ -43,9 +52,13 @@ class RunLog:
         self._results: dict[str, dict[str, float]] = {}
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
+        self._phase: list[dict[str, float]] = []
+        self._sizes = config.privacy is None or config.privacy.trust != "central"  # which trusts this server, not its readers
+        self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
         write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
+        self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> None:
         """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
@@ -85,18 +98,25 @@ class RunLog:
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
         place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
         self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
-        self._scalars(site, values, result.round)
+        self._scalars(site, values | ({"update/norm": size_of(result.tensors)} if self._sizes else {}), result.round)
+        self._phase.append(values)
 
     def refused(self, refusal: dict[str, Any]) -> None:
         """Record why a site's message was not used; see Coordinator.refuse."""
         self._line(refusal)
 
-    def concluded(self, state: ServerState, sites: list[str], epsilon: float | None = None) -> None:
-        """Record that a phase ended, whose results are in its mean, and the epsilon of the plan so far."""
+    def concluded(
+        self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: Gathered | None = None
+    ) -> None:
+        """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
         line = {"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites}
         self._line(line | ({} if epsilon is None else {"privacy/epsilon": epsilon}))
-        if epsilon is not None:
-            self._scalars("server", {"privacy/epsilon": epsilon}, state.round)
+        told = {} if epsilon is None else {"privacy/epsilon": epsilon}
+        if isinstance(mean, dict) and all(isinstance(tensor, Tensor) for tensor in mean.values()):
+            told["update/norm"] = size_of(mean)
+        self._scalars("server", told, state.round)
+        self._scalars(MEANS, mean_metrics(self._phase), state.round)
+        self._phase = []
 
     def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
         """Record what a strategy says about a phase; the curves are drawn at the end."""
@@ -144,7 +164,9 @@ class RunLog:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
         self._draw()
         self._draw_confusions()
+        self._scalars(MEANS, mean_metrics(list(self._results.values())), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+        self._finished = True
 
     def _draw(self) -> None:
         if self._figures or self._curves:
@@ -168,6 +190,8 @@ class RunLog:
         self._lock.release()
         for writer in self._writers.values():
             writer.close()
+        if self._tracker:
+            self._tracker.close(self._finished)
 
     def _line(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
@@ -176,12 +200,12 @@ class RunLog:
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer(site).add_scalar(tag(name), value, step)
+        if self._tracker:
+            self._tracker.metrics(site, values, step)
 
     def _writer(self, site: str) -> "SummaryWriter":
         if site not in self._writers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers[site] = SummaryWriter(str(self.folder / "tb_events" / site))
+            self._writers[site] = event_writer(self.folder / FOLDER / site)
         return self._writers[site]
 
 
@@ -230,6 +254,12 @@ def test_only(folder: Path) -> frozenset[str]:
     path = folder / "metrics.jsonl"
     lines = read_lines(path) if path.is_file() else []
     return frozenset(line["site"] for line in lines if line["event"] == "joined" and line.get("test_only"))
+
+
+def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of every metric over the sites that report it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: statistics.fmean(metrics[name] for metrics in found if name in metrics) for name in names}
 
 
 def payload_bytes(tensors: Tensors) -> int:

@@ -30,11 +30,12 @@ class Stopped(ConsiliumError):
 
 @dataclass(frozen=True)
 class Progress:
-    """After an optimizer step: `step` of `steps` (1-based) and the loss averaged so far."""
+    """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step."""
 
     step: int
     steps: int
     loss: float
+    lr: float
 
 
 Watch = Callable[[Progress], None]
@@ -91,7 +92,7 @@ def train(
                 group["lr"] = rate
             running += take_step(LocalStep(params, anchors, scalars, memory), regularize)
             _move(active, drift, rate / sum(rates))
-            watch(Progress(step, total, running / step))
+            watch(Progress(step, total, running / step, rate))
     if kept is not None:
         kept.update(optim.memory(optimizer, list(active)))
     model.eval()

@@ -23,8 +23,9 @@ from consilium.messages import Payload
 from consilium.privacy import audit
 from consilium.report import progress
 from consilium.report.clean import cell, line, shown, tag
+from consilium.report.closing import result_table
 from consilium.report.runlog import RunLog
-from consilium.report.view import LiveView, result_table
+from consilium.report.view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 

@@ -14,6 +14,7 @@ _ROOM = "consilium.data.importers"
 IMPORTERS: Registry[Importer] = Registry(
     "data set",
     {
+        "own": f"{_ROOM}.own:SETS",
         "polyp": f"{_ROOM}.polyps:SETS",
         "polyp-pranet": f"{_ROOM}.polyps:SETS",
         "fundus": f"{_ROOM}.pictures:SETS",

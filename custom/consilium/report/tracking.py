@@ -1,0 +1,155 @@
+"""A run's numbers in MLflow, where the server's administrator wants them; whatever becomes of that, the run goes on.
+
+The numbers, settings and files are those that the server has anyway, and that who submitted the job may download.
+"""
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.messages import Observer
+from consilium.report.clean import shown, tag
+from consilium.storage import private_folder, write_atomic
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapter")
+"""What goes to MLflow of a run that came to its end, where the server has it; no picture."""
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""MLflow reports its use to its makers unless it is told not to, waits for minutes, calls a folder outdated, and prints."""
+PATIENCE = 60.0
+"""Seconds that the end of a run waits for MLflow to take the last numbers and files."""
+LONGEST, MOST = 500, 100
+"""Characters of a setting, and settings a message, that MLflow takes."""
+KEPT = Path("server", "mlflow.json")
+"""Where the server notes MLflow's name of the run, so that a resumed run goes on in it."""
+
+
+def check_installed() -> None:
+    """Raise ConfigError where there is no MLflow to call."""
+    if find_spec("mlflow") is None:
+        raise ConfigError("mlflow: is not installed; pip install 'consilium[mlflow]', or leave the option out")
+
+
+class Tracker:
+    """Hands a run's numbers to MLflow in a thread of its own. The first failure ends it, with one line for the observer."""
+
+    def __init__(self, uri: str, folder: Path, config: JobConfig, observer: Observer) -> None:
+        self._uri, self._folder, self._config, self._observer = uri, folder, config, observer
+        self._todo: queue.SimpleQueue[Callable[[MlflowClient, str], None] | None] = queue.SimpleQueue()
+        self._over = False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow")
+        self._thread.start()
+
+    def metrics(self, source: str, values: Mapping[str, float], step: int) -> None:
+        """Note numbers of a site, of the server or of all sites."""
+        if self._over or not values:
+            return
+        now = int(time.time() * 1000)
+
+        def log(client: "MlflowClient", run: str) -> None:
+            from mlflow.entities import Metric
+
+            named = {tag(f"{source.strip('()')}/{name}"): value for name, value in values.items()}
+            client.log_batch(run, [Metric(name, value, now, step) for name, value in named.items()])
+
+        self._todo.put(log)
+
+    def close(self, finished: bool) -> None:
+        """Hand over the files of a `finished` run and end; wait for that, but not long."""
+
+        def end(client: "MlflowClient", run: str) -> None:
+            for path in (self._folder / name for name in ARTIFACTS if finished and (self._folder / name).exists()):
+                if path.is_dir():
+                    client.log_artifacts(run, str(path), path.name)
+                else:
+                    client.log_artifact(run, str(path))
+            client.set_terminated(run, "FINISHED" if finished else "KILLED")
+
+        for last in (end, None):
+            self._todo.put(last)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._fail(f"took over {PATIENCE:.0f} seconds for the last numbers")
+
+    def _work(self) -> None:
+        try:
+            os.environ.update(ENVIRONMENT)
+            client, run = self._begin()
+            while (do := self._todo.get()) is not None:
+                do(client, run)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            secretless = re.sub(r"//[^/@\s]*@", "//", why)
+            text = f"MLflow has stopped, the run goes on without: {shown(' '.join(secretless.split()))}"
+            self._observer({"event": "warning", "text": text})
+
+    def _begin(self) -> "tuple[MlflowClient, str]":
+        """Return a client and the run's name in MLflow: the one of before the interruption, or a new one."""
+        if urlparse(self._uri).scheme == "file":
+            private_folder(Path(url2pathname(urlparse(self._uri).path)))
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(self._uri)
+        if (run := self._former(client)) is None:
+            run = self._create(client)
+            write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
+        return client, run
+
+    def _former(self, client: "MlflowClient") -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = str(json.loads((self._folder / KEPT).read_text(encoding="utf-8"))["run"])
+            client.update_run(run, "RUNNING")
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # it went to another MLflow before
+                return None
+            raise
+        return run
+
+    def _create(self, client: "MlflowClient") -> str:
+        from mlflow.entities import Param
+
+        name = self._config.name
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        run = client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id
+        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in flattened(self._config.model_dump())]
+        for start in range(0, len(settings), MOST):
+            client.log_batch(run, params=settings[start : start + MOST])
+        return run
+
+
+def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings with their dotted names, without those that are not set."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{before}{name}.")
+        elif value is not None:
+            yield f"{before}{name}", value

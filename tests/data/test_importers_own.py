@@ -1,0 +1,67 @@
+"""A folder of one's own: what is paired, which classes it has, and one line for everything that is not as it must be."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from consilium.data.importers.registry import import_set
+from consilium.errors import DataError
+
+
+def put(root: Path, site: str, name: str, values: tuple[int, ...] = (0, 255), ending: str = "png") -> None:
+    """Write a picture of 8 x 8 pixels, and a mask whose rows have these values."""
+    for folder in ("images", "masks"):
+        (root / site / folder).mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (10, 20, 30)).save(root / site / "images" / f"{name}.jpg")
+    rows = np.resize(np.array(values, dtype=np.uint8), 8)
+    Image.fromarray(np.repeat(rows[:, None], 8, 1)).save(root / site / "masks" / f"{name}.{ending}")
+
+
+def test_pairs_by_name_and_one_class_of_one_value(tmp_path: Path) -> None:
+    for site in ("north", "South 2"):
+        for number in range(10):
+            put(tmp_path / "raw", site, f"{number}")
+    (tmp_path / "raw" / "notes").mkdir()
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert told["classes"] == {"object": [255]}
+    assert set(told["sites"]) == {"north", "south-2"}
+    found = json.loads((tmp_path / "lists" / "north" / "datalist.json").read_text())
+    assert [len(found[split]) for split in ("training", "validation", "test")] == [7, 1, 2]
+    for entry in found["training"]:
+        assert Path(entry["image"]).stem == Path(entry["label"]).stem
+
+
+def test_every_value_is_a_class(tmp_path: Path) -> None:
+    for number, values in enumerate([(0, 1), (0, 1, 2), (0,)]):
+        put(tmp_path / "raw", "a", f"{number}", values)
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert told["classes"] == {"value-1": [1], "value-2": [2]}
+
+
+def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
+    def told() -> str:
+        with pytest.raises(DataError) as error:
+            import_set("own", tmp_path, tmp_path / "lists")
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "expected a folder per site with images/ and masks/" in told()
+    put(tmp_path, "a", "1", (0,))
+    assert "all masks are empty" in told()
+    put(tmp_path, "a", "2", tuple(range(0, 256, 32)), "jpg")
+    put(tmp_path, "a", "2")
+    assert "has the same name as" in told()
+    (tmp_path / "a" / "masks" / "2.png").unlink()
+    Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "a" / "masks" / "2.jpg", quality=100)
+    assert "is no label picture (mode L); save it as PNG" in told()
+    (tmp_path / "a" / "masks" / "2.jpg").unlink()
+    assert "expected a mask named 2" in told()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a" / "masks" / "2.png")
+    assert "is no label picture (mode RGB)" in told()
+    Image.new("L", (4, 8), 1).save(tmp_path / "a" / "masks" / "2.png")
+    assert "expected the 8x8 pixels" in told()
+    (tmp_path / "a" / "masks" / "2.png").write_text("no picture")
+    assert "cannot be read as a picture" in told()
