@@ -1,5 +1,6 @@
 """Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
+import gc
 import os
 import shutil
 import sys
@@ -22,6 +23,12 @@ from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
 JOBS = Path(__file__).parent.parent / "jobs"
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that is loaded by now to itself: the collector would walk it again and again, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -80,8 +87,8 @@ class Snapshot:
 
 
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
-    """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
-    phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
+    """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site, one each to validate and test on."""
+    phantoms = {"kind": "fundus", "training": 4, "validation": 1, "test": 1}
     name = strategy if isinstance(strategy, str) else strategy["name"]
     adapter: dict[str, Any] = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
     if STRATEGIES[name].ranks_differ:
