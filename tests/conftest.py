@@ -137,4 +137,15 @@ def training_only(config: JobConfig, test: int = 0) -> JobConfig:
 @pytest.fixture
 def small_job() -> Callable[..., Job]:
     """Return a maker of small jobs: small_job("fedit", rounds=1)."""
-    return lambda strategy="fediat", **training: assemble_job(small_config(strategy, **training))
+    return lambda strategy="fediat", **training: assembled(small_config(strategy, **training))
+
+
+_assembled: dict[str, Job] = {}
+
+
+def assembled(config: JobConfig) -> Job:
+    """Return a job of this package's kinds, with tensors of its own; equal ones are laid out once a process."""
+    key = config.model_dump_json()
+    if key not in _assembled:
+        _assembled[key] = assemble_job(config)
+    return Job(config, {name: tensor.clone() for name, tensor in _assembled[key].initial.items()})
