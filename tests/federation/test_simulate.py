@@ -49,7 +49,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+ELSEWHERE = ("dp_dylora", "fedhera", "fedra", "fedsca", "flexlora", "flora", "frlora")
+"""Strategies of which other default tests run whole jobs; that they learn, the slow suite shows."""
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[pytest.mark.slow] * (n in ELSEWHERE)) for n in sorted(STRATEGIES)])
 def test_every_strategy_runs_and_learns(strategy: str, finished: Callable[[str], Path]) -> None:
     results = json.loads((finished(strategy) / "results.json").read_text())
     assert results.keys() == {"site-1", "site-2"}
