@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -192,9 +192,9 @@ class KindField:
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 
     def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
-        return {self.key: getattr(value, self.key)} | _adapter(type(value)).dump_python(
-            value, mode="json" if info.mode == "json" else "python"
-        )
+        section: type = type(value)
+        mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
+        return {self.key: getattr(value, self.key)} | _adapter(section).dump_python(value, mode=mode)
 
 
 @cache

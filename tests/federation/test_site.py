@@ -160,12 +160,12 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def tested_twice(**training: Any) -> Job:
+def on_two_pictures(**training: Any) -> Job:
     return assemble_job(training_only(small_config(**training), test=2))
 
 
 def test_the_picture_of_predictions_stays_and_changes_no_number(tmp_path: Path) -> None:
-    job, found = tested_twice(), {}
+    job, found = on_two_pictures(), {}
     for shown in (True, False):
         site = make_site(job, tmp_path / str(shown))
         site.train("run", payload(job))
@@ -196,7 +196,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_score(
 
 def test_a_picture_shows_the_models_as_they_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both test pictures are shown, so the mean of their Dice is the test score, stage by stage."""
-    job, seen = tested_twice(lr=1e-2, local_steps=4), {}
+    job, seen = on_two_pictures(lr=1e-2, local_steps=4), {}
     monkeypatch.setattr(predictions, "write_predictions", lambda path, found: seen.update(found))
     site = make_site(job, tmp_path)
     site.train("run", payload(job))
