@@ -1,5 +1,6 @@
 """Shared pieces: one thread or OMP_NUM_THREADS, so that every process sums alike, and a job of a second a round."""
 
+import gc
 import os
 import shutil
 import sys
@@ -22,6 +23,12 @@ from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
 JOBS = Path(__file__).parent.parent / "jobs"
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that is loaded by now to itself: the collector would walk it again and again, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -80,8 +87,8 @@ class Snapshot:
 
 
 def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> JobConfig:
-    """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site."""
-    phantoms = {"kind": "fundus", "training": 4, "validation": 2, "test": 2}
+    """Return a job of seconds: tiny SAM at 64 pixels, four training phantoms a site, one each to validate and test on."""
+    phantoms = {"kind": "fundus", "training": 4, "validation": 1, "test": 1}
     name = strategy if isinstance(strategy, str) else strategy["name"]
     adapter: dict[str, Any] = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
     if STRATEGIES[name].ranks_differ:
@@ -130,4 +137,15 @@ def training_only(config: JobConfig, test: int = 0) -> JobConfig:
 @pytest.fixture
 def small_job() -> Callable[..., Job]:
     """Return a maker of small jobs: small_job("fedit", rounds=1)."""
-    return lambda strategy="fediat", **training: assemble_job(small_config(strategy, **training))
+    return lambda strategy="fediat", **training: assembled(small_config(strategy, **training))
+
+
+_assembled: dict[str, Job] = {}
+
+
+def assembled(config: JobConfig) -> Job:
+    """Return a job of this package's kinds, with tensors of its own; equal ones are laid out once a process."""
+    key = config.model_dump_json()
+    if key not in _assembled:
+        _assembled[key] = assemble_job(config)
+    return Job(config, {name: tensor.clone() for name, tensor in _assembled[key].initial.items()})

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,13 @@ def modules(statement: ast.Import | ast.ImportFrom) -> list[str]:
     return [f"{statement.module}.{alias.name}" for alias in statement.names]
 
 
+@cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return list(imports(ast.parse(path.read_text())))
+
+
 def imported(path: Path) -> list[str]:
-    return [module for statement in imports(ast.parse(path.read_text())) for module in modules(statement)]
+    return [module for statement in statements(path) for module in modules(statement)]
 
 
 def test_there_are_no_more_rooms_than_this_and_each_has_its_place() -> None:
@@ -67,13 +73,14 @@ def test_only_flare_imports_nvflare() -> None:
 
 def test_imports_are_absolute() -> None:
     """The tests above read them by name."""
-    assert [p.name for p in FILES for s in imports(ast.parse(p.read_text())) if isinstance(s, ast.ImportFrom) and s.level] == []
+    assert [p.name for p in FILES for s in statements(p) if isinstance(s, ast.ImportFrom) and s.level] == []
 
 
 def test_files_are_short() -> None:
     assert {str(p.relative_to(PACKAGE)) for p in FILES if len(p.read_text().splitlines()) > MOST_LINES} == set()
 
 
+@cache
 def names(path: Path) -> set[str]:
     """Return what a file defines: classes, functions and their arguments."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -81,6 +88,7 @@ def names(path: Path) -> set[str]:
     return named | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
+@cache
 def texts(path: Path) -> set[str]:
     nodes = ast.walk(ast.parse(path.read_text()))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -8,8 +8,9 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -168,7 +169,7 @@ class KindField:
         if wrong := [own for own in _literal(section, self.key) if own != name][:1]:
             raise self._misnamed(name, wrong[0])
         rest = {key: part for key, part in value.items() if key != self.key}
-        made: Any = TypeAdapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
+        made: Any = _adapter(section).validate_python(rest if self.key not in _fields(section) else {self.key: name} | rest)
         if (own := getattr(made, self.key, None)) != name:  # job.yaml is written by the one and read by the other
             raise self._misnamed(name, own)
         return made
@@ -191,9 +192,15 @@ class KindField:
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 
     def _write(self, value: Any, info: SerializationInfo) -> dict[str, Any]:
-        return {self.key: getattr(value, self.key)} | TypeAdapter(type(value)).dump_python(
-            value, mode="json" if info.mode == "json" else "python"
-        )
+        section: type = type(value)
+        mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
+        return {self.key: getattr(value, self.key)} | _adapter(section).dump_python(value, mode=mode)
+
+
+@cache
+def _adapter(section: type) -> TypeAdapter[Any]:
+    """Return what reads and writes a section's class; to make it takes longer than to read a job."""
+    return TypeAdapter(section)
 
 
 def _section(kind: Any) -> type:

@@ -47,16 +47,24 @@ def test_export_is_configuration_only_and_refuses_to_mix(
     assert "exists; remove it or give another folder" in capsys.readouterr().err
 
 
-def test_a_bundle_is_the_whole_package_and_runs_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return the folder for code of an exported bundle."""
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(small_config().model_dump()))
     assert run(monkeypatch, "export", job, "-o", tmp_path / "out", "--bundle", "--format", "json") == 0
     assert json.loads(capsys.readouterr().out)["bundle"] is True
-    custom, package = tmp_path / "out/small/app/custom", Path(__file__).parents[2] / "custom/consilium"
+    return tmp_path / "out/small/app/custom"
+
+
+def test_a_bundle_is_the_whole_package(custom: Path) -> None:
+    package = Path(__file__).parents[2] / "custom/consilium"
     there = {p.relative_to(package) for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert {p.relative_to(custom / "consilium") for p in custom.rglob("*") if p.is_file()} == there
+
+
+@pytest.mark.slow  # a process of seconds
+def test_a_bundle_runs_alone(custom: Path) -> None:
     code = "import consilium.flare.executor\nfrom consilium.models.sam import network as n\n"
     code += "n.build_sam('tiny', None, 64, 1); print(n.__file__)"
     done = subprocess.run(

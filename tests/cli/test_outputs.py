@@ -92,7 +92,7 @@ def terminal(columns: int) -> Iterator[tuple[io.TextIOWrapper, list[bytes]]]:
     os.close(master)
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.slow)])
 def test_to_a_terminal(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     with terminal(columns) as (file, seen):

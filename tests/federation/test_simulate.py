@@ -20,7 +20,7 @@ from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from consilium.storage import load_state
 from consilium.strategies.registry import STRATEGIES
-from tests.conftest import small_cells, small_config, training_only
+from tests.conftest import Snapshot, small_cells, small_config, training_only
 
 MakeJob = Callable[..., Job]
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2, 3)}
@@ -42,14 +42,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def run(strategy: str) -> Path:
         options = {"lora_fair": {"name": "lora_fair", "loss": "frobenius"}}  # its search for the cosine takes ten seconds
         config = small_config(options.get(strategy, strategy), rounds=2, lr=1e-2, local_steps=3)
-        job, folder = assemble_job(training_only(config, test=2)), tmp_path_factory.mktemp(strategy)
+        job, folder = assemble_job(training_only(config, test=1)), tmp_path_factory.mktemp(strategy)
         simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, folder, quiet)
         return folder
 
     return run
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+ELSEWHERE = ("dp_dylora", "fedhera", "fedra", "fedsca", "flexlora", "flora", "frlora")
+"""Strategies of which other default tests run whole jobs; that they learn, the slow suite shows."""
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[pytest.mark.slow] * (n in ELSEWHERE)) for n in sorted(STRATEGIES)])
 def test_every_strategy_runs_and_learns(strategy: str, finished: Callable[[str], Path]) -> None:
     results = json.loads((finished(strategy) / "results.json").read_text())
     assert results.keys() == {"site-1", "site-2"}
@@ -84,19 +88,17 @@ def test_the_servers_adapter_is_the_sites_where_all_is_shared(
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    job = assemble_job(training_only(small_config(rounds=3), test=1))
-    simulate(job, SITES, tmp_path / "whole", quiet)
-
-    def crash(event: Mapping[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 1 and event["site"] == "site-2" and event["step"] == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        simulate(job, SITES, tmp_path / "broken", crash)
-    simulate(job, SITES, tmp_path / "broken", quiet, resume=True)
-    one, other = server(tmp_path / "whole"), server(tmp_path / "broken")
+    """It breaks in round 1 of three, after the first site has answered and in the midst of the second one's training."""
+    job, sites = assemble_job(training_only(small_config(rounds=3), test=1)), {n: SITES[n] for n in ("site-1", "site-2")}
+    place = {"event": "step", "round": 1, "site": "site-2", "step": 2}
+    snapshot = Snapshot(tmp_path / "run", lambda event: place.items() <= event.items())
+    simulate(job, sites, tmp_path / "run", snapshot)
+    whole, seen = snapshot.restore(), list[Mapping[str, Any]]()
+    simulate(job, sites, tmp_path / "run", seen.append, resume=True)
+    assert {(e["round"], e["site"]) for e in seen if e["event"] == "step"} == {(1, "site-2"), (2, "site-1"), (2, "site-2")}
+    one, other = server(whole), server(tmp_path / "run")
     assert all(torch.equal(one[n], other[n]) for n in one)
-    results = [json.loads((tmp_path / w / "results.json").read_text()) for w in ("whole", "broken")]
+    results = [json.loads((run / "results.json").read_text()) for run in (whole, tmp_path / "run")]
     assert results[0] == results[1]
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,12 +15,13 @@ from PIL import Image
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
-from consilium.federation.build import Job, build_site
+from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.site import Site
 from consilium.messages import HELD_OUT, Payload, SiteInfo
 from consilium.report import predictions
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
+from tests.conftest import small_config, training_only
 
 MakeJob = Callable[..., Job]
 
@@ -159,8 +161,12 @@ def test_evaluation_reports_three_models_and_exports_an_adapter(small_job: MakeJ
     assert (tmp_path / "adapters/global/adapter_model.safetensors").is_file()
 
 
-def test_the_picture_of_predictions_stays_and_changes_no_number(small_job: MakeJob, tmp_path: Path) -> None:
-    job, found = small_job(), {}
+def on_two_pictures(**training: Any) -> Job:
+    return assemble_job(training_only(small_config(**training), test=2))
+
+
+def test_the_picture_of_predictions_stays_and_changes_no_number(tmp_path: Path) -> None:
+    job, found = on_two_pictures(), {}
     for shown in (True, False):
         site = make_site(job, tmp_path / str(shown))
         site.train("run", payload(job))
@@ -195,11 +201,9 @@ def test_a_picture_that_cannot_be_drawn_costs_no_score(
     assert "no space left" in event["reason"]
 
 
-def test_a_picture_shows_the_models_as_they_are_scored(
-    small_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_shows_the_models_as_they_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both test pictures are shown, so the mean of their Dice is the test score, stage by stage."""
-    job, seen = small_job(lr=1e-2, local_steps=4), {}
+    job, seen = on_two_pictures(lr=1e-2, local_steps=4), {}
     monkeypatch.setattr(predictions, "write_predictions", lambda path, found: seen.update(found))
     site = make_site(job, tmp_path)
     site.train("run", payload(job))

@@ -20,6 +20,7 @@ TIERS = {"low": {"train": 1, "download": 3}, "medium": {"train": 2, "download": 
 def config() -> JobConfig:
     raw = small_text("fedit", rounds=3, local_steps=2, lr=3e-3, batch_size=2).model_dump()
     raw["strategy"] = {"name": "fedhera", "tiers": TIERS, "seed": 1}
+    raw["data"]["phantoms"] |= {"training": 8, "validation": 1, "test": 1}
     raw["adapter"] = {"kind": "dual_rank", "rank": 12}
     raw["federation"] = {"min_sites": 2, "fraction_train": 0.6, "fraction_evaluate": 1.0}
     return JobConfig.model_validate(raw)

@@ -130,6 +130,7 @@ def test_a_second_run_keeps_the_authority_and_the_old_kits(tmp_path: Path) -> No
     assert roots[0] == roots[1]
 
 
+@pytest.mark.slow  # a process of seconds
 def test_flares_own_command_makes_the_same_policies(kits: Path, tmp_path: Path) -> None:
     project = yaml.safe_load((ROOT / "provisioning/project.yml").read_text())
     assert project == project_of(load_deployment(EXAMPLE), Path("provisioning/sites.yml"))

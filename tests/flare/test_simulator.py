@@ -143,7 +143,7 @@ class AsFlareAdds(FedIT):
 
 def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) -> None:
     """To the bit: a reference that adds in another order drifts from it by as much as Adam makes of a last bit."""
-    config = training_only(small_config("fedit"))
+    config = training_only(small_config("fedit", local_steps=1))
 
     def use_fedavg(server: dict[str, Any]) -> None:
         aggregator = {"path": "consilium.flare.aggregator.StrategyAggregator", "args": {}}

@@ -18,10 +18,10 @@ from tests.flare.running import Runner, edited, listen
 SITES = ["labels", "lacks", "open", "patients", "refuses", "several"]
 
 
-@pytest.fixture
-def hospitals(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sites with own labels, without the data set, as it should be, with known patients, who refuse, with two lists."""
-    folder = tmp_path / "hospitals"
+    folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
         path = make_phantoms(folder / name, "fundus", name, 0, 12, 3, 11, 64, 0.7, 0.7)
         site: dict = {"datasets": {"eyes": {"datalist": "datalist.json"}}}

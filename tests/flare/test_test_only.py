@@ -22,14 +22,15 @@ SITES = ["a", "b", "source"]
 PRIVACY = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
 
 
-@pytest.fixture
-def hospitals(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sites that train, and one whose list has training pictures too, which it never uses."""
+    folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
-        make_phantoms(tmp_path / "data" / name, "fundus", name, 0, 4, 2, 3, 64, 0.7, 0.7)
+        make_phantoms(folder / name, "fundus", name, 0, 2, 1, 1, 64, 0.7, 0.7)
         site = {"datalist": "datalist.json", "test_only": name == "source", "privacy": {"noise_seed": 1}}
-        (tmp_path / "data" / name / "site.yaml").write_text(yaml.safe_dump(site))
-    return tmp_path / "data"
+        (folder / name / "site.yaml").write_text(yaml.safe_dump(site))
+    return folder
 
 
 def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:

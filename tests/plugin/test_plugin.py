@@ -162,6 +162,16 @@ def kit_of(folder: Path, site: str) -> Path:
     return folder / "kit"
 
 
+def test_a_package_that_is_not_listed_is_not_even_imported(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    with pytest.raises(ConfigError, match=r"strategy\.name: 'fedavgm': expected one of fedit.*under `plugins` of site\.yaml"):
+        load_job(job_file(tmp_path))
+    assert MODULE not in sys.modules
+
+
+@pytest.mark.slow  # a process of seconds; the one above shows the border in this one
 def test_a_hospital_reads_nothing_of_a_package_it_does_not_list(packages: Path, tmp_path: Path) -> None:
     end, said = approve(kit_of(tmp_path, "{approve: digest}"), job_file(tmp_path), packages)
     assert end == {"code": 2, "imported": False}
@@ -170,7 +180,7 @@ def test_a_hospital_reads_nothing_of_a_package_it_does_not_list(packages: Path, 
     assert len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.slow  # a process of seconds; the fast one above shows the border
+@pytest.mark.slow
 def test_a_hospital_takes_a_package_it_lists(packages: Path, tmp_path: Path) -> None:
     kit = kit_of(tmp_path, f"{{approve: digest, plugins: [{NAME}]}}")
     end, said = approve(kit, job_file(tmp_path), packages)

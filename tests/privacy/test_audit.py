@@ -13,13 +13,13 @@ from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import RefusedError
-from consilium.federation.build import Job, assemble_job
+from consilium.federation.build import Job
 from consilium.federation.engine import simulate
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger, summary
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}
 MakeJob = Callable[..., Job]
@@ -52,7 +52,7 @@ def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Pat
 
 def private(**section: object) -> Job:
     raw = small_config("fedit", local_steps=1).model_dump()
-    return assemble_job(JobConfig.model_validate(raw | {"privacy": section}))
+    return assembled(JobConfig.model_validate(raw | {"privacy": section}))
 
 
 @pytest.fixture(scope="module")

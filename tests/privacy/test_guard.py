@@ -14,12 +14,12 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, RefusedError
-from consilium.federation.build import Job, assemble_job, build_guard
+from consilium.federation.build import Job, build_guard
 from consilium.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
 from consilium.privacy.guard import Guard, Task
 from consilium.privacy.release import check_upload, upload_shapes
 from consilium.strategies.fediat import FedIAT
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 SHARED, LOCAL = "image_encoder.blocks.0.attn.qkv.lora_B", "image_encoder.blocks.0.attn.qkv.lora_A"
 METRICS = allowed_metrics(frozenset({"dice"}))
@@ -54,7 +54,7 @@ def test_anything_else_is_refused(payload: Payload, reason: str) -> None:
 def private_job(strategy: str = "deer", privacy: dict | None = PRIVACY, **federation: object) -> Job:
     raw = small_config(strategy).model_dump() | {"privacy": privacy}
     raw["federation"] |= federation
-    return assemble_job(JobConfig.model_validate(raw))
+    return assembled(JobConfig.model_validate(raw))
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_seeded_noise_repeats_and_the_ledger_calls_it_not_private(make: Make, tm
 
 def test_record_level_is_charged_when_the_task_comes(make: Make) -> None:
     raw = small_config("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 5}}
-    job = assemble_job(JobConfig.model_validate(raw))
+    job = assembled(JobConfig.model_validate(raw))
     guard = make(job, budgets={"record": {"epsilon": 6}})
     task = ask(guard, job)
     (row,) = guard.ledger.entries()

@@ -158,7 +158,14 @@ def test_the_head_rides_along_in_both_phases() -> None:
     assert payload.tensors.keys() == state.shared.keys()
 
 
-@pytest.mark.parametrize("strategy", [{"name": "deer", "rebalance": True}, "dp_dylora", "ffa_lora", "fedit"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "deer", "rebalance": True},
+        "dp_dylora",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ffa_lora", "fedit")),
+    ],
+)
 def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: str | dict, tmp_path: Path) -> None:
     raw = training_only(small_cells(strategy, local_steps=2)).model_dump()
     raw["privacy"] = {"unit": "site", "noise_multiplier": 1e-4, "clip": 1.0}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -251,7 +252,12 @@ def load_job(path: Path, overrides: Mapping[str, Any] | None = None, plugins: Pl
     packages whose strategies, models, tasks and adapters the job may name, see registry.py.
     """
     path = job_file(path)
-    raw = read_yaml(path)
+    return make_job(read_yaml(path), path, overrides, plugins)
+
+
+def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins) -> JobConfig:
+    """Return the job of what the file `path` holds, which stays as it is; otherwise as load_job."""
+    raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
     keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
     override(raw, overrides or {}, path, keys)

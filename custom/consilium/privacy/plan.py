@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from consilium.config.job import JobConfig
@@ -166,25 +167,26 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
 
 def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
     """Return Opacus' sigma of so many `steps` at the sample rate batch / samples. Raises ConfigError where it has none."""
-    from opacus.accountants.utils import get_noise_multiplier
-
     assert privacy.epsilon is not None
     assert privacy.sites is not None
     assert privacy.samples is not None
-    rate = min(1.0, batch / privacy.samples)
+    try:
+        return _opacus_sigma(privacy.epsilon, 1 / privacy.sites, min(1.0, batch / privacy.samples), steps)
+    except ValueError:
+        what = f"{privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
+        raise ConfigError(f"privacy.epsilon: {what}") from None
+
+
+@lru_cache(maxsize=64)
+def _opacus_sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
+    """Return what Opacus finds, once a process: its search takes seconds, and server, guard and site each make a plan."""
+    from opacus.accountants.utils import get_noise_multiplier
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its grid of orders
-        try:
-            found = get_noise_multiplier(
-                target_epsilon=privacy.epsilon,
-                target_delta=1 / privacy.sites,
-                sample_rate=rate,
-                steps=steps,
-                accountant="rdp",
-            )
-        except ValueError:
-            what = f"{privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
-            raise ConfigError(f"privacy.epsilon: {what}") from None
+        found = get_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant="rdp"
+        )
     return float(found)
 
 

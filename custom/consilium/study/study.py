@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from consilium.config.job import JobConfig, job_file, load_job
+from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError
 from consilium.schema import read_yaml, validate
@@ -43,7 +43,7 @@ class Cell:
 
     def load(self) -> JobConfig:
         """Return its job. Raises ConfigError."""
-        return _load(self.base, self.overrides)
+        return load_job(self.base, _parsed(self.overrides), plugins=None)
 
 
 def named(labels: Mapping[str, str]) -> str:
@@ -106,14 +106,20 @@ class Study:
         _check_apart(self.path, found)
         return found
 
+    @cached_property
+    def _base(self) -> tuple[Path, Any]:
+        """The base job's file and what it holds."""
+        base = job_file(self.path.parent / self.config.base)
+        return base, read_yaml(base)
+
     def _cell(self, labels: dict[str, str]) -> Cell:
         values = dict(self.config.set)
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
         sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
-        base = job_file(self.path.parent / self.config.base)
-        name = _digest(_load(base, texts), sites, data)
+        base, raw = self._base
+        name = _digest(make_job(raw, base, _parsed(texts), plugins=None), sites, data)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
 
 
@@ -130,8 +136,8 @@ def _json(field: str, value: Any) -> str:
         raise ConfigError(f"{field}: {value}: a {type(value).__name__} is no job's value; put it in quotes") from None
 
 
-def _load(base: Path, overrides: list[str]) -> JobConfig:
-    return load_job(base, dict(map(parse_override, overrides)), plugins=None)
+def _parsed(overrides: list[str]) -> dict[str, Any]:
+    return dict(map(parse_override, overrides))
 
 
 def _digest(config: JobConfig, sites: str, data: str) -> str:

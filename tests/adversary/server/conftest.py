@@ -17,14 +17,14 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.data.tally import Tally
-from consilium.federation.build import Job, assemble_job, build_guard
+from consilium.federation.build import Job, build_guard
 from consilium.flare import filters, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Hello, Payload, SiteInfo
 from consilium.privacy.guard import Guard
 from consilium.privacy.release import upload_shapes
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}
 RECORD_LEVEL = {"unit": "record", "epsilon": 3}
@@ -100,7 +100,7 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         **policy: Any,
     ) -> Client:
         raw = small_config(strategy).model_dump() | {"privacy": privacy} | (more or {})
-        job = assemble_job(JobConfig.model_validate(raw))
+        job = assembled(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
         guard = build_guard(job, "site-1", settings, tmp_path / folder, tmp_path, lambda event: None, job_id="flare-1")
         filters._guards[None, FLContext().get_identity_name()] = guard

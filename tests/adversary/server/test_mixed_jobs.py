@@ -12,19 +12,19 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job, build_guard, build_site
+from consilium.federation.build import Job, build_guard, build_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.site import Site
 from consilium.flare import wire
 from consilium.messages import Kind, Payload, SiteInfo
 from consilium.privacy.guard import Guard, Task
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 
 def job_of(privacy: dict | None) -> Job:
     raw = small_config("fedit", local_steps=1).model_dump() | {"privacy": privacy}
-    return assemble_job(JobConfig.model_validate(raw))
+    return assembled(JobConfig.model_validate(raw))
 
 
 def start(privacy: dict, folder: Path) -> tuple[Job, Guard, Site]:

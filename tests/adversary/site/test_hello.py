@@ -7,10 +7,9 @@ import pytest
 
 from consilium import __version__
 from consilium.errors import RefusedError
-from consilium.federation.build import assemble_job
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import Hello
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 LIES: list[tuple[str, Any, str]] = [
     ("num_samples", 10**9 + 1, "num_samples is no whole number"),
@@ -48,7 +47,7 @@ LIES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("field", "value", "reason"), LIES, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(LIES)])
 def test_a_lie_is_refused_in_a_short_visible_line(field: str, value: Any, reason: str, tmp_path: Path) -> None:
-    server = Coordinator(assemble_job(small_config("fedit")), tmp_path, lambda event: None)
+    server = Coordinator(assembled(small_config("fedit")), tmp_path, lambda event: None)
     honest = {"name": "site-1", "num_samples": 24, "joined": False, "version": __version__}
     with pytest.raises(RefusedError, match=reason) as refusal:
         server.welcome(Hello(**(honest | {field: value})))
@@ -61,6 +60,6 @@ def test_a_lie_is_refused_in_a_short_visible_line(field: str, value: Any, reason
 
 @pytest.mark.parametrize("name", ["site-1", "Klinikum Süd", "hospital.example.org", "_ward", "a@b"])
 def test_names_of_honest_sites_are_taken(name: str, tmp_path: Path) -> None:
-    server = Coordinator(assemble_job(small_config("fedit")), tmp_path, lambda event: None)
+    server = Coordinator(assembled(small_config("fedit")), tmp_path, lambda event: None)
     server.welcome(Hello(name, 24, False, __version__, "", {"time": 2, "memory": 1.5}))
     assert server.sites.keys() == {name}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
-from consilium.federation.build import Job, assemble_job
+from consilium.federation.build import Job
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import HELD_OUT, Hello, Payload
 from consilium.strategies.strategy import Role
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -24,7 +24,7 @@ ESCAPE = "\x1b]0;owned\x07"
 def job() -> Job:
     config = small_config("fedit")
     federation = config.federation.model_copy(update={"fraction_train": 0.5, "fraction_evaluate": 1.0})
-    return assemble_job(config.model_copy(update={"federation": federation}))
+    return assembled(config.model_copy(update={"federation": federation}))
 
 
 @pytest.fixture

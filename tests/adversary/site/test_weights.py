@@ -11,14 +11,14 @@ from rich.console import Console
 
 from consilium import __version__
 from consilium.cli.submit import _table
-from consilium.federation.build import Job, assemble_job
+from consilium.federation.build import Job
 from consilium.federation.coordinator import Coordinator
 from consilium.flare import wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.messages import Hello, Payload
 from consilium.report.progress import progress
 from consilium.strategies.strategy import Role
-from tests.conftest import small_config
+from tests.conftest import assembled, small_config
 
 SAMPLES = {"a": 24, "b": 24, "liar": 10**6}
 VALUES = {"a": 1.0, "b": 1.0, "liar": -1.0}
@@ -29,7 +29,7 @@ BOUNDED = (24 + 24 - 24) / 72
 def bounded(max_weight: int | None) -> Job:
     config = small_config("fedit")
     federation = config.federation.model_copy(update={"max_weight": max_weight})
-    return assemble_job(config.model_copy(update={"federation": federation}))
+    return assembled(config.model_copy(update={"federation": federation}))
 
 
 def update(job: Job, value: float) -> Payload:
