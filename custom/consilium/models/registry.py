@@ -1,6 +1,7 @@
 """The kinds of frozen base models. A new one: a folder (or a file) with a ModelKind, and its line in MODELS."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -36,17 +37,23 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class TargetSet:
-    """Linear layers to adapt: those whose full names `pattern` (RE2) matches.
+    """Linear layers to adapt: those whose full names `pattern` (RE2) matches, or the pattern that `select` finds for a model.
 
     `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
     has; `exported` is then the pattern for these. `known`: the model's own sets, for messages.
     """
 
-    pattern: str
+    pattern: str = ""
     prepare: "Callable[[nn.Module], None] | None" = None
     fuse: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None" = None
     exported: str = ""
+    select: "Callable[[nn.Module], str] | None" = None
     known: tuple[str, ...] = ()
+
+
+def pattern_of(names: Iterable[str]) -> str:
+    """Return the pattern that matches these names of layers in whatever block they stand, and nothing else."""
+    return "|".join(dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names))
 
 
 class Build(Protocol):

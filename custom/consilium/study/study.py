@@ -131,7 +131,7 @@ def _json(field: str, value: Any) -> str:
 
 
 def _load(base: Path, overrides: list[str]) -> JobConfig:
-    return load_job(base, dict(map(parse_override, overrides)), plugins=None)
+    return load_job(base, dict(map(parse_override, overrides)), plugins=None, author=True)
 
 
 def _digest(config: JobConfig, sites: str, data: str) -> str:

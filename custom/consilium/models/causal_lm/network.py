@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from consilium.errors import CheckpointError, ConfigError
@@ -53,8 +55,22 @@ def build_causal_lm(
     model = _fill(folder, shape) if weights else AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    use_linear_layers(model)
     model.generation_config = GenerationConfig()  # what a folder's own says would change greedy answers in silence
     return model.eval()
+
+
+def use_linear_layers(model: nn.Module) -> None:
+    """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
+
+    Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
+    """
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
+        parent, _, own = name.rpartition(".")
+        layer = nn.Linear(module.nx, module.nf, device="meta")
+        layer.weight = nn.Parameter(module.weight.detach().T.contiguous())
+        layer.bias = module.bias
+        setattr(model.get_submodule(parent), own, layer)
 
 
 def load_tokenizer(variant: Variant, checkpoint: Path | None) -> PreTrainedTokenizerBase:
