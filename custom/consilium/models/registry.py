@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import Field
 
 from consilium.registry import Registry
 from consilium.schema import Section, Sha256
@@ -20,6 +22,10 @@ class ModelConfig(Section):
     variant: str
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
+    dtype: Annotated[
+        Literal["fp32", "bf16"],
+        Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),
+    ] = "fp32"
 
     @property
     def image_side(self) -> int:
