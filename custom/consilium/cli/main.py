@@ -17,6 +17,7 @@ from consilium import __version__
 from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
+from consilium.cli.fit import fit
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.simulate import simulate
@@ -33,6 +34,7 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(submit_app)
 app.command()(compare)
+app.command()(fit)
 
 
 def _version(wanted: bool) -> None:

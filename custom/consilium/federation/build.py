@@ -283,6 +283,11 @@ def _site(
     return Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
 
 
+def laid_out(config: JobConfig) -> nn.Module:
+    """Return a job's base without weights. Raises ConfigError."""
+    return _bare_model(config, checkpoint=None, weights=False)
+
+
 def _bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
     return MODELS[config.model.name].build(
         config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing

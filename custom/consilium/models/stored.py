@@ -1,6 +1,6 @@
 """A frozen base in half the memory: its linear layers' weights kept as bfloat16.
 
-Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass, so a frozen base costs 6 bytes
+Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
 a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
 (adapters, heads, decoders), norms and embeddings stay float32.
 """
