@@ -5,7 +5,7 @@ A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from consilium.adapters.names import HEAD, LOCAL, factor, is_head, is_local
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.errors import ConfigError
-from consilium.models.registry import ModelKind, TargetSet
+from consilium.models.registry import ModelKind, TargetSet, pattern_of
 from consilium.schema import Dropout, Positive, Rank
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def save_peft(
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
-    pattern = (target.exported or target.pattern) if target else "|".join(map(re.escape, ranks))
+    pattern = _exported(target, ranks)
     config = _peft_config(rank, alpha, pattern, 0.0)
     config.rank_pattern, config.alpha_pattern = wide, {layer: alpha * r / rank for layer, r in wide.items()}
     config.base_model_name_or_path, config.inference_mode = base, True
@@ -162,6 +162,13 @@ def save_peft(
     config.save_pretrained(folder)
     keys = {f"base_model.model.{_peft_name(n)}": t.detach().cpu().contiguous() for n, t in fused.items()}
     save_file(keys, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _exported(target: TargetSet | None, layers: Iterable[str]) -> str:
+    """Return the pattern for a PEFT folder of these layers of the unchanged base."""
+    if target is None:
+        return "|".join(map(re.escape, layers))
+    return target.exported or target.pattern or pattern_of(layers)
 
 
 def _peft_config(rank: int, alpha: float, targets: str, dropout: float) -> "PeftConfig":

@@ -17,7 +17,8 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     """
     if target.prepare:
         target.prepare(model)
-    pattern = _compiled(target.pattern)
+    wanted = target.select(model) if target.select else target.pattern
+    pattern = _compiled(wanted)
     linear = {
         n: m
         for n, m in model.named_modules()
@@ -28,7 +29,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     if not linear:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"
-        raise ConfigError(f"adapter.targets: {target.pattern!r} {what}; use {known}a full regex")
+        raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
     return linear
 
 

@@ -38,7 +38,8 @@ def data_check(
     from consilium.config.site import kit_plugins
     from consilium.data.copies import shared_by_sites
 
-    config = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS) if job else None
+    plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
+    config = load_job(job, plugins=plugins, author=kit is None) if job else None
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}

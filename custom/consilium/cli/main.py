@@ -19,6 +19,7 @@ from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.evaluate import evaluate
 from consilium.cli.export_model import export_model
+from consilium.cli.fit import fit
 from consilium.cli.options import (
     ASSUMED,
     LONGEST_LINE,
@@ -55,6 +56,7 @@ app.command()(predict)
 app.command()(evaluate)
 app.command()(export_model)
 app.command()(report)
+app.command()(fit)
 
 
 def _version(wanted: bool) -> None:

@@ -77,4 +77,4 @@ def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":
     from consilium.config.job import job_file, load_job
 
     chosen = dict(parse_override(one) for one in overrides)
-    return load_job(job, chosen, plugins=None), job_file(job)
+    return load_job(job, chosen, plugins=None, author=True), job_file(job)

@@ -48,7 +48,7 @@ def submit(
     from consilium.flare.submission import prepare, submitting
 
     overrides = dict(parse_override(one) for one in override or [])
-    name = experiment or f"{load_job(job, overrides, plugins=None).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
         with submitting(folder := prepare(job, overrides, name, admin.uploads)):
             job_id = admin.submit(folder)

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
+from consilium.config.embed import embed_architecture
 from consilium.config.overrides import override
 from consilium.config.privacy import PrivacyConfig
 from consilium.config.server import ServerConfig
@@ -245,22 +246,27 @@ class JobConfig(Section):
         return self
 
 
-def load_job(path: Path, overrides: Mapping[str, Any] | None = None, plugins: Plugins = NO_PLUGINS) -> JobConfig:
+def load_job(
+    path: Path, overrides: Mapping[str, Any] | None = None, plugins: Plugins = NO_PLUGINS, author: bool = False
+) -> JobConfig:
     """Read and validate a job.yaml, or the one inside a job folder. Raises ConfigError with one line per problem.
 
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation. `plugins`: the
-    packages whose strategies, models, tasks and adapters the job may name, see registry.py.
+    packages whose strategies, models, tasks and adapters the job may name, see registry.py. `author`: the file is its user's
+    own, so that it may name a model's config.json by path, see embed.py.
     """
     path = job_file(path)
-    return make_job(read_yaml(path), path, overrides, plugins)
+    return make_job(read_yaml(path), path, overrides, plugins, author)
 
 
-def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins) -> JobConfig:
+def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins, author: bool = False) -> JobConfig:
     """Return the job of what the file `path` holds, which stays as it is; otherwise as load_job."""
     raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
     keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
     override(raw, overrides or {}, path, keys)
+    if author:
+        embed_architecture(raw, path)
     return validate(JobConfig, raw, path, plugins)
 
 

@@ -21,6 +21,7 @@ from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
+from consilium.models.stored import store
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
@@ -158,7 +159,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     model = bare_model(config, checkpoint_of(config.model, site), weights=True)
     adapter.inject(model, config.adapter, base)
     add_parts(config.strategy.parts, model, adapter, config.adapter, base)
-    return model.to(pick_device(site.device)).eval()
+    return store(model, config.model.dtype, layers.tensors(model).values()).to(pick_device(site.device)).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
@@ -167,9 +168,9 @@ def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None
 
 
 def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
-    """Return the tokenizer of a language model at a site, None for other models. Raises CheckpointError or ConfigError."""
-    base, _, _ = kinds_of(config)
-    return base.tokenizer(config.model, checkpoint_of(config.model, site)) if base.tokenizer else None
+    """Return a language model's tokenizer, None for other models. Raises CheckpointError or ConfigError."""
+    made = MODELS[config.model.name].tokenizer
+    return made(config.model, checkpoint_of(config.model, site)) if made else None
 
 
 def metric_names(config: JobConfig) -> frozenset[str]:

@@ -59,9 +59,12 @@ _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
 """This process' jobs by FLARE's id and site."""
 
 
-def federated_job(path: Path, plugins: Plugins = NO_PLUGINS) -> Job:
-    """Return the job of a job.yaml. Raises ConfigError if it is wrong, or pools data, which a federation never does."""
-    return _federated(load_job(path, plugins=plugins), path)
+def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
+    """Return the job of a job.yaml; `author`: as for load_job.
+
+    Raises ConfigError if it is wrong, or pools data, which a federation never does.
+    """
+    return _federated(load_job(path, plugins=plugins, author=author), path)
 
 
 def _federated(config: JobConfig, path: Path) -> Job:

@@ -10,6 +10,7 @@ from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
+from consilium.config.embed import job_text
 from consilium.config.job import job_file
 from consilium.errors import ConfigError
 from consilium.flare.aggregator import StrategyAggregator
@@ -32,9 +33,11 @@ class ConsiliumRecipe(Recipe):
 
     def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
         path = job_file(Path(job))
-        config = federated_job(path, plugins).config
+        own = plugins is None
+        config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
         self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
-        path = Path(shutil.copy(path, Path(self._place.name) / "job.yaml"))
+        path = Path(self._place.name) / "job.yaml"
+        path.write_bytes(text)
         named = {"experiment": config.experiment} if config.experiment else None
         fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites, meta_props=named)
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC

@@ -66,7 +66,7 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 @contextmanager
 def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
     """Yield the finished job folder, in a hidden folder that goes when the block ends. Raises ConfigError."""
-    config = load_job(job, {**overrides, "experiment": experiment}, plugins=None)
+    config = load_job(job, {**overrides, "experiment": experiment}, plugins=None, author=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     uploads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:

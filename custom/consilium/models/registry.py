@@ -1,9 +1,12 @@
 """The kinds of frozen base models. A new one: a folder (or a file) with a ModelKind, and its line in MODELS."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import Field
 
 from consilium.registry import Registry
 from consilium.schema import Section, Sha256
@@ -19,6 +22,10 @@ class ModelConfig(Section):
     variant: str
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
+    dtype: Annotated[
+        Literal["fp32", "bf16"],
+        Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),
+    ] = "fp32"
 
     @property
     def title(self) -> str:
@@ -41,17 +48,23 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class TargetSet:
-    """Linear layers to adapt: those whose full names `pattern` (RE2) matches.
+    """Linear layers to adapt: those whose full names `pattern` (RE2) matches, or the pattern that `select` finds for a model.
 
     `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
     has; `exported` is then the pattern for these. `known`: the model's own sets, for messages.
     """
 
-    pattern: str
+    pattern: str = ""
     prepare: "Callable[[nn.Module], None] | None" = None
     fuse: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None" = None
     exported: str = ""
+    select: "Callable[[nn.Module], str] | None" = None
     known: tuple[str, ...] = ()
+
+
+def pattern_of(names: Iterable[str]) -> str:
+    """Return the pattern that matches these names of layers in whatever block they stand, and nothing else."""
+    return "|".join(dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names))
 
 
 class Build(Protocol):

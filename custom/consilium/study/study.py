@@ -43,7 +43,7 @@ class Cell:
 
     def load(self) -> JobConfig:
         """Return its job. Raises ConfigError."""
-        return load_job(self.base, _parsed(self.overrides), plugins=None)
+        return load_job(self.base, _parsed(self.overrides), plugins=None, author=True)
 
 
 def named(labels: Mapping[str, str]) -> str:
@@ -119,7 +119,7 @@ class Study:
         sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
-        name = _digest(make_job(raw, base, _parsed(texts), plugins=None), sites, data)
+        name = _digest(make_job(raw, base, _parsed(texts), plugins=None, author=True), sites, data)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
 
 

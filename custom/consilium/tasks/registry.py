@@ -12,6 +12,8 @@ from consilium.schema import Section
 from consilium.tasks.base import Task
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from consilium.data.findings import Findings
 
 
@@ -86,7 +88,8 @@ class TaskKind:
     that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
     look, which a site may have left out; `usable(path, bad)`: `read` without the entries that cannot be used, which go into
     `bad`; `file`: what such a list is called; `models`: names of models made for another
-    task that do this one too, their head having the task's `outputs`.
+    task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
+    loss of n samples of full size that hold nothing, on which a step's memory is counted.
     """
 
     config: type[TaskConfig]
@@ -100,6 +103,7 @@ class TaskKind:
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
     look: Callable[[Any, Any], None] | None = None
     usable: Callable[[Path, list[DataError]], DataList] | None = None
+    rehearse: "Callable[[Any, Any, nn.Module, int], Tensor] | None" = None
 
 
 TASKS: Registry[TaskKind] = Registry(

@@ -10,6 +10,8 @@ from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
 from consilium.schema import LONGEST_TEXT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +22,9 @@ APART = ("llama", "mistral", "qwen2", "qwen3")
 class CausalLmConfig(ModelConfig):
     """A frozen causal language model: the tiny one, or `folder`, any of `transformers` by local path.
 
-    `config` is the contents of the folder's config.json (JSON is valid YAML: paste it), because the server has no weights and
-    lays the model out from it. `checkpoint` may start with ${SITE}, the site's checkpoint folder. `max_length`: tokens of
-    prompt and answer together; longer prompts lose their middle.
+    `config` is the folder's config.json, because the server has no weights and lays the model out from it: its path, in whose
+    place the tool that makes the job puts the contents, or these. `checkpoint` may start with ${SITE}, the site's checkpoint
+    folder. `max_length`: tokens of prompt and answer together; longer prompts lose their middle.
     """
 
     name: Literal["causal_lm"]
@@ -30,6 +32,13 @@ class CausalLmConfig(ModelConfig):
     checkpoint: Annotated[str | None, Field(validate_default=True)] = None
     config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
     max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens")] = 512
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _embedded(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError("a path, which only the tool that makes a job reads; submit the job by `consilium submit`")
+        return value
 
     @field_validator("config")
     @classmethod
@@ -43,7 +52,10 @@ class CausalLmConfig(ModelConfig):
     def _belongs_to_folder(cls, value: Any, info: ValidationInfo) -> Any:
         variant = info.data.get("variant")
         if value is None and variant == "folder":
-            wanted = {"checkpoint": "the path of a transformers folder", "config": "the contents of its config.json"}
+            wanted = {
+                "checkpoint": "the path of a transformers folder",
+                "config": "the path of its config.json",
+            }
             raise ValueError(f"{wanted[str(info.field_name)]}; variant folder needs both checkpoint and config")
         if value is not None and variant == "tiny":
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
@@ -108,15 +120,16 @@ def _save(folder: Path, model: Any, config: CausalLmConfig, task: Any, tokenizer
     return save(folder, model, tokenizer)
 
 
-_ATTENTION, _MLP = r"model\.layers\.\d+\.self_attn", r"model\.layers\.\d+\.mlp"
-_QKV = TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj)")
-TARGETS = {
-    "paper": _QKV,
-    "qv": TargetSet(rf"{_ATTENTION}\.(q_proj|v_proj)"),
-    "qkv": _QKV,
-    "attention": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)"),
-    "all-linear": TargetSet(rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|o_proj)|{_MLP}\.(gate_proj|up_proj|down_proj)"),
-}
-"""Layers to adapt, by full module names, of models laid out like Llama (Mistral, Qwen3)."""
+def _select(name: str) -> "Callable[[nn.Module], str]":
+    def select(model: "nn.Module") -> str:
+        from consilium.models.causal_lm.targets import pattern
+
+        return pattern(name, model)
+
+    return select
+
+
+TARGETS = {name: TargetSet(select=_select(name)) for name in ("paper", "qv", "qkv", "attention", "all-linear")}
+"""Layers to adapt, looked up in the model by what they do; `paper` is qkv."""
 
 CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, TARGETS, _tokenizer, _cut, _save)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,12 +25,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from consilium.errors import CheckpointError, ConfigError
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by pretrain_lm.py."""
+TURNED = "turned"
+"""Marks a linear layer whose weight the model's own architecture has the other way round."""
 Variant = Literal["tiny", "folder"]
 _WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 
@@ -53,8 +57,32 @@ def build_causal_lm(
     model = _fill(folder, shape) if weights else AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    use_linear_layers(model)
     model.generation_config = GenerationConfig()  # what a folder's own says would change greedy answers in silence
     return model.eval()
+
+
+def use_linear_layers(model: nn.Module) -> None:
+    """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
+
+    Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
+    """
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
+        parent, _, own = name.rpartition(".")
+        layer = nn.Linear(module.nx, module.nf, device="meta")
+        layer.weight = nn.Parameter(module.weight.detach().T.contiguous())
+        layer.bias = module.bias
+        vars(layer)[TURNED] = True
+        setattr(model.get_submodule(parent), own, layer)
+
+
+def use_own_layers(model: nn.Module) -> None:
+    """Put a model's own `Conv1D` back where `use_linear_layers` has put linear layers, with what these have by now."""
+    for name, module in [(n, m) for n, m in model.named_modules() if TURNED in vars(m)]:
+        parent, _, own = name.rpartition(".")
+        layer = Conv1D(module.out_features, module.in_features)
+        layer.weight, layer.bias = nn.Parameter(module.weight.detach().T.contiguous()), module.bias
+        setattr(model.get_submodule(parent), own, layer)
 
 
 def load_tokenizer(variant: Variant, checkpoint: Path | None) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from consilium.models.causal_lm.network import use_own_layers
 from consilium.models.saving import save_pretrained
 
 _LOAD = """import torch
@@ -25,6 +26,7 @@ def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    use_own_layers(model)
     save_pretrained(folder, model)
     tokenizer.save_pretrained(folder)
     about = (

@@ -13,6 +13,8 @@ from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from consilium.tasks.classification.task import ClassificationTask
 
 
@@ -93,6 +95,14 @@ def scores(config: ClassificationConfig) -> Scores:
     return replace(SCORES, remark=f", per {config.scores.per}")
 
 
+def _rehearse(config: ClassificationConfig, base: ModelConfig, model: "nn.Module", count: int) -> "Tensor":
+    import torch
+    import torch.nn.functional as F
+
+    side = base.image_side
+    return F.cross_entropy(model(torch.zeros(count, 3, side, side)).float(), torch.zeros(count, dtype=torch.long))
+
+
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
 CLASSIFICATION = TaskKind(
     ClassificationConfig,
@@ -104,4 +114,5 @@ CLASSIFICATION = TaskKind(
     prepare=pictures.prepare,
     look=_look,
     usable=pictures.usable(classes=True),
+    rehearse=_rehearse,
 )

@@ -12,6 +12,8 @@ from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from consilium.data.findings import Findings
     from consilium.tasks.language.task import LanguageTask
 
@@ -85,4 +87,15 @@ def scores(config: LanguageConfig) -> Scores:
     return Scores((*written[:1], "loss"), (*beside, CUT), HEADINGS, remark)
 
 
-LANGUAGE = TaskKind(LanguageConfig, scores, metric_names, read_texts, _build, _check, "training.jsonl")
+def _rehearse(config: LanguageConfig, base: Any, model: "nn.Module", count: int) -> "Tensor":
+    import torch
+
+    from consilium.tasks.language.task import mean_loss
+
+    ids = torch.zeros(count, base.max_length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0  # as in a batch of unequal lengths: without padding transformers leaves its mask out
+    return mean_loss(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+
+
+LANGUAGE = TaskKind(LanguageConfig, scores, metric_names, read_texts, _build, _check, "training.jsonl", rehearse=_rehearse)

@@ -56,9 +56,8 @@ class LanguageTask:
         return self._encoder.collate([self._pairs["training"][i] for i in indices])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean over samples of their mean cross-entropy per answer token, in float32."""
-        losses, learned = token_losses(model, batch)
-        return (losses.sum(1) / learned.sum(1)).mean()
+        """See mean_loss."""
+        return mean_loss(model, batch)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -173,6 +172,12 @@ class LanguageTask:
         if (found := plain(text.final_answer) if text.final_answer else final_answer(given)) is None:
             raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
         return found
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over samples of their mean cross-entropy per answer token, in float32."""
+    losses, learned = token_losses(model, batch)
+    return (losses.sum(1) / learned.sum(1)).mean()
 
 
 def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

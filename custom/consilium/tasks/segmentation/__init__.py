@@ -14,6 +14,8 @@ from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from consilium.tasks.segmentation.task import SegmentationTask
 
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
@@ -63,6 +65,18 @@ def _scores(config: SegmentationConfig) -> Scores:
     return scores.scores(config.scores)
 
 
+def _rehearse(config: SegmentationConfig, base: ModelConfig, model: "nn.Module", count: int) -> "Tensor":
+    import torch
+    import torch.nn.functional as F
+
+    side, classes = base.image_side, len(config.classes)
+    label = torch.zeros(count, classes, side, side)
+    boxes = torch.zeros(count, classes, 4) if config.prompt == "box" else None
+    logits = model(torch.zeros(count, 3, side, side), boxes).float()
+    guess = logits.sigmoid()  # Dice by hand, as MONAI's looks at numbers, of which a rehearsal has none
+    return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()
+
+
 SCORES = scores.scores(SegmentationScoresConfig())
 """How the scores of a job that says nothing of them are shown."""
 SEGMENTATION = TaskKind(
@@ -75,4 +89,5 @@ SEGMENTATION = TaskKind(
     prepare=pictures.prepare,
     look=_look,
     usable=pictures.usable(classes=False),
+    rehearse=_rehearse,
 )

@@ -1,0 +1,144 @@
+"""How much memory a site's training step takes, counted before anybody has weights or a GPU.
+
+The step runs on fake tensors: every operation is done but its numbers, so what is alive at each moment is known. Attention is
+PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves, and the 0.5 GiB or so of CUDA, are not in it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from consilium.adapters import layers
+from consilium.adapters.parts import add_parts
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.federation.build import Job, bare_model, kinds_of
+from consilium.models.stored import store
+
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
+"""Numbers that an optimizer keeps for each that trains; sgd keeps one with momentum."""
+REMEDIES: Mapping[str, dict[str, Any]] = {
+    "model.dtype=bf16": {"model": {"dtype": "bf16"}, "training": {"precision": "bf16"}},
+    "training.gradient_checkpointing=true": {"training": {"gradient_checkpointing": True}},
+}
+"""What takes less memory with equal results, or (bf16) nearly so, by how it is set."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes: of the frozen base, of what trains with its gradients and the optimizer's moments, of the rest at the peak."""
+
+    base: int
+    trained: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return self.base + self.trained + self.activations
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, those of `known` left out, and the most there were."""
+
+    def __init__(self, known: Set[int]) -> None:
+        super().__init__()
+        self._known, self._sizes = known, dict[int, int]()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, Tensor):
+                self.add(one)
+        return made
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now until it is freed."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._known and key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def memory_of(job: Job) -> StepMemory:
+    """Return what a step of the job's first round takes at a site whose samples all have full size.
+
+    Raises ConfigError for a task that cannot be rehearsed.
+    """
+    config = job.config
+    base, task, adapter = kinds_of(config)
+    if task.rehearse is None:
+        raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
+    with torch.device("meta"):
+        model = bare_model(config, checkpoint=None, weights=False)
+        adapter.inject(model, config.adapter, base)
+        add_parts(config.strategy.parts, model, adapter, config.adapter, base)
+        store(model, config.model.dtype, layers.tensors(model).values())
+    with FakeTensorMode():
+        _materialize(model)
+        trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
+        storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        held = {storage._cdata: storage.nbytes() for storage in storages}
+        model.train()
+        with _Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=config.training.precision != "fp32"):
+            task.rehearse(config.task, config.model, model, config.training.batch_size).backward()
+        own = sum(p.numel() for p in trained)
+        gradients = 4 * own
+    frozen = sum(held.values()) - 4 * own
+    return StepMemory(frozen, _kept(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
+
+
+def _materialize(model: nn.Module) -> None:
+    """Put fake tensors on the processor in the place of those that are only laid out; what modules share stays shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            tensors |= {n: made.setdefault(id(t), _fake(t)) for n, t in tensors.items() if t is not None}
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _kept(config: JobConfig, own: int) -> int:
+    """Return the bytes of what trains and of its moments; at record level also of each sample's gradient."""
+    moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
+    each = config.training.batch_size if config.privacy is not None and config.privacy.unit == "record" else 0
+    return 4 * own * (1 + moments + each)
+
+
+def _stepping(config: JobConfig, own: int) -> int:
+    """Return the bytes of what an optimizer makes while it steps."""
+    return 4 * own if MOMENTS[config.training.optimizer] else 0
+
+
+def remedies(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """Yield what would take less memory, by how it is set, one after the other on top of those before; batches of 1 last."""
+    raw, said = config.model_dump(mode="json"), []
+    for name, change in REMEDIES.items():
+        if all(raw[section][field] == value for section, fields in change.items() for field, value in fields.items()):
+            continue
+        raw = raw | {section: raw[section] | fields for section, fields in change.items()}
+        said.append(name)
+        yield " ".join(said), JobConfig.model_validate(raw)
+    while (batch := raw["training"]["batch_size"]) > 1:
+        raw = raw | {"training": raw["training"] | {"batch_size": batch // 2, "accumulate": raw["training"]["accumulate"] * 2}}
+        yield (
+            " ".join([*said, f"training.batch_size={batch // 2} training.accumulate={raw['training']['accumulate']}"]),
+            (JobConfig.model_validate(raw)),
+        )

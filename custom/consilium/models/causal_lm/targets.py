@@ -1,0 +1,98 @@
+"""Which layers of a causal language model a named set means, by what they do, whatever an architecture calls them.
+
+Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
+(experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
+called attention are its attention, all others its MLP. A set that would miss a part of what it names is refused, with the list.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+from consilium.errors import ConfigError
+from consilium.models.registry import pattern_of
+
+_ATTENTION = re.compile(r"attn|attention")
+_OUT = {"o_proj", "out_proj", "dense", "c_proj", "wo"}
+"""What architectures call the projection of an attention's result."""
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Linear layers that choose experts: no projections of what flows on."""
+_NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
+
+
+class Layers(NamedTuple):
+    """Full names of a model's linear layers by what they do, and of its larger weights that no linear layer has."""
+
+    inputs: list[str]
+    outputs: list[str]
+    mlp: list[str]
+    others: list[str]
+
+    @property
+    def attention(self) -> list[str]:
+        """What reads the attention's input, and what writes its result."""
+        return self.inputs + self.outputs
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Return the layers of the model's repeated blocks; its embeddings and its output layer are not among them."""
+    found, (prefix, blocks) = Layers([], [], [], []), _blocks(model)
+    for name, module in blocks.named_modules(prefix=prefix):
+        own = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and own not in _ROUTERS:
+            within = _ATTENTION.search(name.removeprefix(prefix))
+            (found.mlp if not within else found.outputs if own in _OUT else found.inputs).append(name)
+    linear = {f"{n}.weight" for n, m in blocks.named_modules(prefix=prefix) if isinstance(m, nn.Linear)}
+    for name, parameter in blocks.named_parameters(prefix=prefix):
+        router = name.removesuffix(".weight").rpartition(".")[2] in _ROUTERS
+        if parameter.ndim > 1 and name not in linear and not router and not _NO_PROJECTION.search(name.removeprefix(prefix)):
+            found.others.append(name)
+    return found
+
+
+def _blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return name and list of the blocks: the list of modules with the most parameters. Raises ConfigError for none."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"adapter.targets: {type(model).__name__} has no list of blocks; use a full regex")
+    return max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
+
+
+def pattern(name: str, model: nn.Module) -> str:
+    """Return the pattern of the layers that a named set means in this model. Raises ConfigError where it would miss some."""
+    found = layers_of(model)
+    sets = {"qkv": found.inputs, "paper": found.inputs, "attention": found.attention}
+    if name == "qv":
+        return _query_value(found.inputs)
+    return _all_linear(found) if name == "all-linear" else _all_of(name, "attention", sets[name])
+
+
+def _query_value(inputs: list[str]) -> str:
+    """Return the pattern of query and value. Raises ConfigError where a layer does more than one of the three."""
+    apart = {"q_proj", "k_proj", "v_proj"}
+    if fused := [name for name in inputs if name.rpartition(".")[2] not in apart]:
+        what = f"query and value have no layers of their own ({_list(fused)})"
+        raise ConfigError(f"adapter.targets: 'qv': {what}; use qkv, attention or all-linear")
+    return _all_of("qv", "attention", [name for name in inputs if not name.endswith(".k_proj")])
+
+
+def _all_linear(found: Layers) -> str:
+    """Return the pattern of all layers. Raises ConfigError where a block has weights that no linear layer has."""
+    if found.others:
+        what = f"would miss {_list(found.others)}, which are no linear layers"
+        raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
+    return _all_of("all-linear", "linear", found.attention + found.mlp)
+
+
+def _all_of(name: str, kind: str, layers: list[str]) -> str:
+    if not layers:
+        raise ConfigError(f"adapter.targets: {name!r}: the model's blocks have no {kind} layers; use a full regex")
+    return pattern_of(layers)
+
+
+def _list(names: Iterable[str]) -> str:
+    """Return names of layers for a message: once each, whatever the block."""
+    short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return ", ".join(short[:4]) + (f" and {len(short) - 4} more" if len(short) > 4 else "")

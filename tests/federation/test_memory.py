@@ -1,0 +1,85 @@
+"""The memory of a step, predicted without weights, beside what PyTorch's own profiler sees of a real one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job, build_model, kinds_of
+from consilium.federation.memory import memory_of, remedies
+from consilium.training.device import autocast
+from tests.conftest import JOBS, run, small_cells, small_config, small_text
+
+MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
+
+
+def _job(kind: str, batch: int, **model: Any) -> JobConfig:
+    raw = MAKERS[kind]("fedit").model_dump()
+    raw["model"] |= model
+    raw["training"] |= {"precision": "fp32", "batch_size": batch}
+    return JobConfig.model_validate(raw)
+
+
+def _profiled(config: JobConfig) -> int:
+    """Return the most bytes that a real step allocates over what was there, as PyTorch's profiler has counted them."""
+    model, (_, task, _) = build_model(config, SiteConfig()).train(), kinds_of(config)
+    assert task.rehearse is not None
+    with torch.profiler.profile(profile_memory=True) as found, autocast(torch.device("cpu"), "fp32"):
+        task.rehearse(config.task, config.model, model, config.training.batch_size).backward()
+    now = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
+    config = _job(kind, 8)
+    found = memory_of(assemble_job(config))
+    gradients = 4 * sum(t.numel() for t in layers.tensors(build_model(config, SiteConfig())).values())
+    assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
+
+
+def test_the_parts_are_what_they_are_called() -> None:
+    """Of the model's own numbers: 4 bytes each of the base, 4 times 4 of each that trains under Adam."""
+    config = _job("clip", 1)
+    model = build_model(config, SiteConfig())
+    own = sum(t.numel() for t in layers.tensors(model).values())
+    whole = sum(
+        t.numel() for t in (*model.parameters(), *model.buffers()) if isinstance(t, nn.Parameter) or t.is_floating_point()
+    )
+    found = memory_of(assemble_job(config))
+    assert found.trained == 16 * own
+    assert found.base == pytest.approx(4 * (whole - own), rel=0.01)
+
+
+def test_activations_grow_with_the_batch() -> None:
+    one, two, four = (memory_of(assemble_job(_job("clip", n))).activations for n in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
+
+
+def test_what_is_said_to_take_less_does() -> None:
+    raw = _job("causal_lm", 4).model_dump()
+    raw["training"]["precision"] = "bf16"
+    config = JobConfig.model_validate(raw)
+    peaks = [memory_of(assemble_job(one)).peak for one in (config, *(changed for _, changed in remedies(config)))]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(peaks) == 5
+
+
+@pytest.mark.slow
+def test_fit_names_what_to_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "fit", JOBS / "quickstart", "--within", "80") == 0
+    assert "It fits into 80 GiB." in capsys.readouterr().out
+    assert run(monkeypatch, "fit", JOBS / "quickstart", "--within", "0.03") == 1
+    said = capsys.readouterr().out
+    assert "does not fit into 0.03 GiB" in said
+    found = said.rpartition("With this it does: ")[2].split()
+    assert run(monkeypatch, "fit", JOBS / "quickstart", "--within", "0.03", *found) == 0

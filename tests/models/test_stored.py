@@ -1,0 +1,88 @@
+"""A base kept as bfloat16: what it computes under bfloat16 is the same bit for bit, what trains stays float32, memory falls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import build_model, build_task
+from consilium.federation.samples import site_data
+from consilium.models.stored import StoredLinear, store
+from consilium.training.device import autocast
+from tests.conftest import small_cells, small_config, small_text
+
+MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
+
+
+def _with(config: JobConfig, dtype: str, **sections: Any) -> JobConfig:
+    raw = config.model_dump()
+    raw["model"]["dtype"] = dtype
+    return JobConfig.model_validate(raw | sections)
+
+
+def _step(config: JobConfig, precision: str, tmp_path: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of the adapter after one batch."""
+    torch.manual_seed(0)  # PEFT draws the first factors
+    model = build_model(config, SiteConfig())
+    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
+    for name, tensor in layers.tensors(model).items():
+        if name.endswith(("lora_B", "up.weight")):
+            torch.manual_seed(len(name))
+            tensor.data.normal_(std=0.1)
+    with autocast(torch.device("cpu"), precision):
+        loss = task.loss(model, task.batch([0, 1], 0))
+    loss.backward()
+    return loss.item(), {n: t.grad for n, t in layers.tensors(model).items() if t.grad is not None}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_under_autocast_nothing_changes_by_a_bit(kind: str, tmp_path: Any) -> None:
+    made = MAKERS[kind]("fedit")
+    (loss, gradients), (other, others) = (_step(_with(made, dtype), "bf16", tmp_path) for dtype in ("fp32", "bf16"))
+    assert loss == other
+    assert gradients.keys() == others.keys()
+    assert len(gradients) > 8
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, others[name]), name
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_only_frozen_linear_layers_are_kept_so(kind: str) -> None:
+    raw = _with(MAKERS[kind]("fedit"), "bf16")
+    model = build_model(raw, SiteConfig())
+    kept = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    linear = {f"{n}.{own}" for n, m in model.named_modules() if isinstance(m, StoredLinear) for own, _ in m.named_parameters()}
+    assert kept == linear
+    assert len(kept) > 8
+    assert {t.dtype for t in layers.tensors(model).values()} == {torch.float32}
+
+
+def test_a_decoder_that_trains_stays_float32() -> None:
+    config = _with(small_config("fedit"), "bf16", adapter={"rank": 4, "targets": "encoder-qkv", "decoder": "share"})
+    model = build_model(config, SiteConfig())
+    assert {p.dtype for n, p in model.named_parameters() if n.startswith("mask_decoder")} == {torch.float32}
+    assert any(p.dtype == torch.bfloat16 for n, p in model.named_parameters() if n.startswith("image_encoder"))
+
+
+def test_without_autocast_it_computes_in_the_type_of_what_comes_in() -> None:
+    """By hand: numbers that bfloat16 has exactly give exactly what float32 gives."""
+    layer = nn.Linear(2, 2)
+    layer.weight.data, layer.bias.data = torch.tensor([[1.5, -2.0], [0.25, 4.0]]), torch.tensor([0.5, -1.0])
+    x = torch.tensor([[1.000001, 3.0]])
+    model = store(nn.Sequential(layer), "bf16", [])
+    found = model(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, x @ torch.tensor([[1.5, -2.0], [0.25, 4.0]]).T + torch.tensor([0.5, -1.0]))
+
+
+def test_a_weight_that_an_embedding_shares_stays_as_it_is() -> None:
+    embedding, out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    out.weight = embedding.weight
+    model = store(nn.ModuleDict({"embedding": embedding, "out": out}), "bf16", [])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(out) is nn.Linear
