@@ -263,7 +263,8 @@ def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
         "metrics": {},
         "previous": "",
     }
-    (place / "audit.jsonl").write_text(json.dumps(line) + "\n[]\n")
+    (place / "0123.4567").mkdir()
+    (place / "0123.4567/audit.jsonl").write_text(json.dumps(line) + "\n[]\n")
     text = re.sub(r"\s+", " ", Page(site_page(tmp_path / "kit/_consilium/runs/first", "north")).text)
     for told in ("a.lora_A", "2x3", "24 B", "2.5 to 2.5", "line 2 does not follow", "There is no ledger here"):
         assert told in text, told
