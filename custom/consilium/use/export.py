@@ -122,7 +122,7 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> 
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
         return _copy_peft(found, made), None
-    model, config = found.model.cpu(), found.config
+    model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
     return onnx.write(made, model, config) if format == "onnx" else bundle.write(made, model, config, found.card)

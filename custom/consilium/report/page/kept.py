@@ -8,7 +8,7 @@ from consilium.errors import RefusedError
 from consilium.privacy.audit import FILE, read
 from consilium.privacy.ledger import Ledger, summary
 from consilium.report.clean import shown
-from consilium.report.page.files import MOST_BYTES, is_folder, number
+from consilium.report.page.files import MOST_BYTES, folders, is_folder, number
 from consilium.report.page.scores import Table
 from consilium.report.page.traffic import size, stamp
 
@@ -17,27 +17,30 @@ LEDGER = "ledger.sqlite"
 HIGHEST = "no bound (its jobs are of a finer unit, or without noise)"
 
 
-def audit(folder: Path) -> tuple[Mapping[str, Any] | None, str]:
-    """Return what a site's record says of what left it, and why there is none."""
-    path = folder / FILE
-    if not path.is_file() or path.is_symlink():
-        return None, f"There is no {FILE} here: a simulation without privacy keeps none."
+def audits(folder: Path) -> list[Path]:
+    """Return a site's records of what left it, one for each run that its folder has known; none by way of a link."""
+    found = [place / FILE for place in [folder, *folders(folder)]]
+    return [path for path in found if path.is_file() and not path.is_symlink()]
+
+
+def audit(path: Path) -> tuple[Mapping[str, Any] | None, str]:
+    """Return what a site's record says of what left it, and why that is not known."""
     if path.stat().st_size > MOST_BYTES:
-        return None, f"{FILE} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."
+        return None, f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."
     try:
         found = read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None, f"{FILE} cannot be read as a record; see consilium audit."
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, f"{path} cannot be read as a record; see consilium audit."
     return found | {"messages": [message for message in found["messages"] if isinstance(message, dict)]}, ""
 
 
-def messages(found: Mapping[str, Any]) -> Table:
+def messages(found: Mapping[str, Any], run: str) -> Table:
     """Return a row per message that left the site."""
     rows = [_row(message) for message in found["messages"][:MOST_ROWS]]
     more = len(found["messages"]) - len(rows)
     notes = [f"{more} more messages are in {FILE}."] if more > 0 else []
     columns = ["time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them"]
-    return Table("Messages that left this site", columns, rows, 0, notes)
+    return Table(f"Messages that left this site, run {run}", columns, rows, 0, notes)
 
 
 def _row(message: Mapping[str, Any]) -> list[str]:
@@ -77,7 +80,7 @@ def _beside(message: Mapping[str, Any]) -> str:
     return ", ".join(told[:6]) + (f" and {len(told) - 6} more" if len(told) > 6 else "")
 
 
-def tensors(found: Mapping[str, Any]) -> Table | None:
+def tensors(found: Mapping[str, Any], run: str) -> Table | None:
     """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
     seen: dict[tuple[str, str, str], list[float]] = {}
     for message in found["messages"]:
@@ -87,7 +90,7 @@ def tensors(found: Mapping[str, Any]) -> Table | None:
                 number(one.get("norm")) or 0.0
             )
     rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
-    return Table("Tensors that left, as sent", ["tensor", "shape", "type", "times", "norm"], rows) if rows else None
+    return Table(f"Tensors that left, as sent, run {run}", ["tensor", "shape", "type", "times", "norm"], rows) if rows else None
 
 
 def ledger_of(folder: Path) -> Path | None:

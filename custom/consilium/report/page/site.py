@@ -16,7 +16,7 @@ from consilium.report.page.run import curve_figures, hashes, site_part
 from consilium.report.page.scores import MEANT, headline
 from consilium.report.runlog import versions
 
-HASHED = ("adapter/adapter_model.safetensors", "adapter/adapter.safetensors", "audit.jsonl", "cases.json")
+HASHED = ("adapter/adapter_model.safetensors", "adapter/adapter.safetensors", "cases.json")
 
 
 def site_folder(folder: Path, site: str) -> Path:
@@ -28,7 +28,7 @@ def site_folder(folder: Path, site: str) -> Path:
         raise ConfigError(f"--site: {folder} {what}")
     if site in inside:
         return inside[site]
-    if not inside and any((folder / name).is_file() for name in ("cases.json", kept.FILE)):
+    if not inside and ((folder / "cases.json").is_file() or kept.audits(folder)):
         return folder  # a site with a state folder of its own
     known = ", ".join(shown(name, 40) for name in sorted(inside)[:12]) or "none"
     raise ConfigError(f"--site: {shown(site, 80)!r}: no such site in {folder}; there: {known}")
@@ -77,15 +77,18 @@ def _scores(record: Record | None, cases: Cases | None, site: str) -> dict[str, 
 
 
 def _left(place: Path) -> dict[str, Any]:
-    found, why = kept.audit(place)
-    tables = (
-        {"messages": kept.messages(found), "tensors": kept.tensors(found)} if found else {"messages": None, "tensors": None}
-    )
     path = kept.ledger_of(place)
-    ledger, problem = (
-        kept.ledger(path) if path else (None, "There is no ledger here: no private job has run, or it is kept elsewhere.")
-    )
-    return {"audit": found, "no_audit": why, "ledger": ledger, "no_ledger": problem, **tables}
+    nothing = "There is no ledger here: no private job has run, or it is kept elsewhere."
+    ledger, problem = kept.ledger(path) if path else (None, nothing)
+    return {"audits": [_audit(one) for one in kept.audits(place)], "ledger": ledger, "no_ledger": problem}
+
+
+def _audit(path: Path) -> dict[str, Any]:
+    found, why = kept.audit(path)
+    if found is None:
+        return {"record": None, "why": why}
+    run = shown(path.parent.name, 80)
+    return {"record": found, "messages": kept.messages(found, run), "tensors": kept.tensors(found, run)}
 
 
 def _private(place: Path, cases: Cases | None, record: Record | None) -> dict[str, Any]:
