@@ -71,8 +71,6 @@ def verdict(effect: Effect, mean: float, half: float, seeds: int) -> str:
 def row(rows: Rows, effect: Effect) -> list[str]:
     """Return an effect's row: what, first value, difference, by seed, how many, what should be, whether it is."""
     found = differences(rows, effect)
-    if not found:
-        return [effect.about, "", "did not run", "", "0", effect.expect, ""]
     mean, half = interval(found)
     first = by_seed(rows, effect.measure, effect.plus[0])
     size = f"{mean:+.3f} ± {half:.3f}" if np.isfinite(half) else f"{mean:+.3f}"
@@ -85,14 +83,15 @@ HEADINGS = ("effect", "first value", "difference", "by seed", "seeds", "should b
 
 
 def effects(study: str, folder: Path = FOLDER) -> str:
-    """Return the table of a study's effects, and what its cells took."""
+    """Return the table of a study's effects, what its cells took, and the effects that have no cells."""
     rows = read(study, folder)
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *(row(rows, one) for one in EFFECTS[study])]
+    ran = [one for one in EFFECTS[study] if differences(rows, one)]
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *(row(rows, one) for one in ran)] if ran else []
     seconds = [value for key, value in rows.items() if dict(key)[MEASURE] == SECONDS]
-    took = (
-        f"{len(seconds)} cells, median {np.median(seconds):.0f} s, on cores shared with other work." if seconds else "No cell."
-    )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{took}\n"
+    parts = ["\n".join(f"| {' | '.join(line)} |" for line in lines)] if ran else []
+    parts += [f"{len(seconds)} cells, median {np.median(seconds):.0f} s on cores shared with other work."] if seconds else []
+    absent = "; ".join(one.about for one in EFFECTS[study] if one not in ran)
+    return "\n\n".join([*parts, *([f"Did not run: {absent}."] if absent else [])]) + "\n"
 
 
 def compared(study: str, workspace: Path) -> str:

@@ -57,8 +57,14 @@ def test_a_difference_of_differences_a_level_and_named_seeds_count() -> None:
     assert results.differences(rows, Effect("", "dice", ({"method": "a"},), level=0.5, seeds=("1",))) == {"1": 1.5}
 
 
-def test_an_effect_without_cells_says_so() -> None:
-    assert results.row({}, effect())[1:5] == ["", "did not run", "", "0"]
+def test_effects_without_cells_are_named_below_the_table(tmp_path: Path) -> None:
+    assert results.effects("quickstart_cells", tmp_path).startswith("Did not run: FedIT + prior + kept state minus local only")
+    names = ("FedIT + prior + kept state", "local only")
+    cells = {(("method", name), ("seed", seed)): 0.5 for name in names for seed in "0123"}
+    keep("quickstart_cells", {(*key, (MEASURE, "test/global/accuracy")): one for key, one in cells.items()}, tmp_path)
+    page = results.effects("quickstart_cells", tmp_path)
+    assert page.splitlines()[2].startswith("| FedIT + prior + kept state minus local only, accuracy | 0.500 | +0.000 ± 0.000 |")
+    assert page.endswith("\nDid not run: FedIT + prior + kept state minus FedIT, accuracy.\n")
 
 
 def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
