@@ -125,4 +125,5 @@ EFFECTS = {
     "claim_fedhera": _fedhera(),
     "quickstart_cells": _cells(),
     "learning_curve_cells": _curve(),
+    "learning_curve_32": _curve(),
 }
