@@ -28,6 +28,8 @@ PAGE = Path(__file__).parent / "RESULTS.md"
 BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+) (?P<study>\w+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
 FEWEST = 3
 """Seeds that make an interval worth a verdict."""
+NAMED = 5
+"""Effects without cells that are named, at most."""
 VERDICTS = {
     "over 0": ("yes", "**no: under 0**"),
     "under 0": ("**no: over 0**", "yes"),
@@ -90,8 +92,9 @@ def effects(study: str, folder: Path = FOLDER) -> str:
     seconds = [value for key, value in rows.items() if dict(key)[MEASURE] == SECONDS]
     parts = ["\n".join(f"| {' | '.join(line)} |" for line in lines)] if ran else []
     parts += [f"{len(seconds)} cells, median {np.median(seconds):.0f} s on cores shared with other work."] if seconds else []
-    absent = "; ".join(one.about for one in EFFECTS[study] if one not in ran)
-    return "\n\n".join([*parts, *([f"Did not run: {absent}."] if absent else [])]) + "\n"
+    absent = [one.about for one in EFFECTS[study] if one not in ran]
+    more = f"; and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+    return "\n\n".join([*parts, *([f"Did not run: {'; '.join(absent[:NAMED])}{more}."] if absent else [])]) + "\n"
 
 
 def compared(study: str, workspace: Path) -> str:
