@@ -1,0 +1,129 @@
+"""What the studies of claims measure: differences that their first lines named before they ran. `results` makes the tables."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Labels = dict[str, str]
+Side = Literal["over 0", "under 0", "0"]
+DICE, ACCURACY, LOSS = "test/global/dice", "test/global/accuracy", "test/global/loss"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Sum of `plus` minus sum of `minus`, cells that differ in these labels and share the seed; `level` is taken off too.
+
+    `expect`: where the interval should lie; "0": it should hold 0, as in a control. `seeds`: these alone count.
+    """
+
+    about: str
+    measure: str
+    plus: tuple[Labels, ...]
+    minus: tuple[Labels, ...] = ()
+    expect: Side = "over 0"
+    level: float = 0.0
+    seeds: tuple[str, ...] = ()
+
+
+def _pair(about: str, measure: str, axis: str, one: str, other: str, both: Labels, expect: Side = "over 0") -> Effect:
+    return Effect(about, measure, ({axis: one} | both,), ({axis: other} | both,), expect)
+
+
+def _iat() -> list[Effect]:
+    found = []
+    for shift in ("both", "appearance", "annotation", "none"):
+        side: Side = "0" if shift == "none" else "over 0"
+        for other in ("M1", "M2", "M3"):
+            about = f"shift {shift}: M4 minus {other}{' (FedSA)' if other == 'M1' else ''}"
+            found.append(_pair(about, DICE, "split", "M4", other, {"shift": shift}, side))
+    for shift in ("appearance", "annotation"):
+        plus = ({"split": "M4", "shift": shift}, {"split": "M1", "shift": "none"})
+        minus = ({"split": "M1", "shift": shift}, {"split": "M4", "shift": "none"})
+        found.append(Effect(f"growing with {shift}: M4 minus M1 there, minus the same without shifts", DICE, plus, minus))
+    return found
+
+
+def _sor() -> list[Effect]:
+    differ, alike = {"sites": "differ"}, {"sites": "alike"}
+    share = "leaked share/of both"
+    found = [_pair(f"sites differ: lambda {w} minus off, leaked share", share, "sor", w, "0", differ, "under 0")
+             for w in ("0.0001", "0.01")]  # fmt: skip
+    found += [_pair(f"sites differ: lambda {w} minus off, Dice", DICE, "sor", w, "0", differ) for w in ("0.0001", "0.01")]
+    found += [_pair("sites alike: lambda 0.01 minus off, Dice", DICE, "sor", "0.01", "0", alike, "0")]
+    return [
+        *found,
+        _pair("premise, SOR off: leaked share, sites differ minus alike", share, "sites", "differ", "alike", {"sor": "0"}),
+    ]
+
+
+def _deer() -> list[Effect]:
+    relative, fedit = "deviation/relative", {"method": "FedIT"}
+    pairs = [("rank 32", "rank 2"), ("16 steps", "1 step"), ("unlike", "alike")]
+    grows = [_pair(f"FedIT's deviation: {one} minus {other}", relative, "case", one, other, fedit) for one, other in pairs]
+    costs = [_pair(f"sites {case}: DEeR minus FedIT, accuracy", ACCURACY, "method", "DEeR", "FedIT", {"case": case}, side)
+             for case, side in (("unlike", "over 0"), ("alike", "0"))]  # fmt: skip
+    return [*grows, *costs]
+
+
+def _fedsca() -> list[Effect]:
+    sides: dict[str, Side] = {"2": "over 0", "1": "0"}
+    found = []
+    for groups, side in sides.items():
+        for one in ("FedSCA", "SGCA", "LAT"):
+            about = f"{groups} group{'s' if groups == '2' else ''}: {one} minus mean"
+            found.append(_pair(about, DICE, "method", one, "mean", {"groups": groups}, side))
+    finds = Effect("FedSCA's own group's share of the weight for others, minus 1/3", "own group",
+                   ({"groups": "2", "method": "FedSCA"},), level=1 / 3)  # fmt: skip
+    return [*found, finds]
+
+
+def _fedhera() -> list[Effect]:
+    found = []
+    for case in ("unequal", "stale"):
+        for other in ("no tail", "lowest rank"):
+            about = f"machines {case}: FedHera minus {other}, loss"
+            found.append(_pair(about, LOSS, "method", "FedHera", other, {"case": case}, "under 0"))
+    found.append(_pair("to win: FedHera, unequal minus all train everything, loss", LOSS, "case", "unequal", "everything",
+                       {"method": "FedHera"}))  # fmt: skip
+    spectrum = Effect("premise: energy of W_g in its first 2 ranks, minus 1/2", "first 2 ranks",
+                      ({"method": "FedHera", "case": "unequal"},), (), "under 0", 0.5)  # fmt: skip
+    return [*found, spectrum]
+
+
+def _noise() -> list[Effect]:
+    sides: dict[str, Side] = {"8": "over 0", "1000": "0"}
+    return [
+        _pair(f"epsilon {epsilon}: regulator on minus off, Dice", DICE, "regulator", "on", "off", {"epsilon": epsilon}, side)
+        for epsilon, side in sides.items()
+    ]
+
+
+def _cells() -> list[Effect]:
+    best, counted = "FedIT + prior + kept state", ("1", "2", "3")
+    return [Effect(f"{best} minus {other}, accuracy", ACCURACY, ({"method": best},), ({"method": other},), seeds=counted)
+            for other in ("local only", "FedIT")]  # fmt: skip
+
+
+def _curve() -> list[Effect]:
+    best, alone, pooled = "FedIT + prior + kept state", "local only", "pooled of 240 steps"
+    pairs = [("FedIT", alone), ("FedSA", alone), (best, alone), (best, pooled)]
+    found = [
+        _pair(f"images a site {images}: {one} minus {other}", ACCURACY, "method", one, other, {"images": images})
+        for images in ("3", "10", "30", "all")
+        for one, other in pairs
+    ]
+    plus = ({"method": best, "images": "all"}, {"method": alone, "images": "3"})
+    minus = ({"method": alone, "images": "all"}, {"method": best, "images": "3"})
+    return [*found, Effect(f"growing: {best} minus {alone}, all images minus 3", ACCURACY, plus, minus)]
+
+
+EFFECTS = {
+    "claim_iat": _iat(),
+    "claim_sor": _sor(),
+    "claim_deer": _deer(),
+    "claim_deer_noise": _noise(),
+    "claim_fedsca": _fedsca(),
+    "claim_fedhera": _fedhera(),
+    "quickstart_cells": _cells(),
+    "learning_curve_cells": _curve(),
+    "learning_curve_32": _curve(),
+}

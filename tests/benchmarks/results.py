@@ -1,0 +1,144 @@
+"""The tables of RESULTS.md that come from studies: nobody types them.
+
+    consilium study run claim_iat --workspace runs/studies/claim_iat
+    python -m tests.benchmarks.results claim_iat --workspaces runs/studies
+
+The studies named are read from their workspaces (a folder each): what finished cells measured goes into `measured/`, and
+what `consilium compare` says of the study between its marks in RESULTS.md. Then the tables of effects are made of all of
+`measured/`, which lasts when workspaces are gone. Without a study's name only these are made.
+An effect is a difference, paired by seed, with the 95 % t interval over seeds; `effects` says which, and where each should lie.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from consilium.study.study import load
+from tests.benchmarks.effects import EFFECTS, Effect, Labels
+from tests.benchmarks.measured import FOLDER, MEASURE, SECONDS, Rows, collected, keep, read
+
+PAGE = Path(__file__).parent / "RESULTS.md"
+BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+) (?P<study>\w+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
+FEWEST = 3
+"""Seeds that make an interval worth a verdict."""
+NAMED = 5
+"""Effects without cells that are named, at most."""
+VERDICTS = {
+    "over 0": ("yes", "**no: under 0**"),
+    "under 0": ("**no: over 0**", "yes"),
+    "0": ("**no: over 0**", "**no: under 0**"),
+}
+"""What an interval over 0, and one under it, says of what was expected."""
+
+
+def by_seed(rows: Rows, measure: str, wanted: Labels) -> dict[str, float]:
+    """Return a measure by seed, of the cells with these labels, one for a seed."""
+    fit = [(dict(key), value) for key, value in rows.items()]
+    found = [(one["seed"], value) for one, value in fit if one[MEASURE] == measure and wanted.items() <= one.items()]
+    assert len(dict(found)) == len(found), f"{wanted} leaves several cells for a seed"
+    return dict(found)
+
+
+def differences(rows: Rows, effect: Effect) -> dict[str, float]:
+    """Return the effect by seed, of the seeds that have all its cells."""
+    plus, minus = ([by_seed(rows, effect.measure, one) for one in terms] for terms in (effect.plus, effect.minus))
+    seeds = set.intersection(*(set(one) for one in [*plus, *minus]))
+    counted = sorted(seed for seed in seeds if not effect.seeds or seed in effect.seeds)
+    return {seed: sum(one[seed] for one in plus) - sum(one[seed] for one in minus) - effect.level for seed in counted}
+
+
+def interval(values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % t interval; infinity for one seed."""
+    n = len(values)
+    spread = np.std([*values.values()], ddof=1) / n**0.5 if n > 1 else np.inf
+    return float(np.mean([*values.values()])), float(stats.t.ppf(0.975, max(n - 1, 1)) * spread)
+
+
+def verdict(effect: Effect, mean: float, half: float, seeds: int) -> str:
+    """Return in a word whether the interval lies where it should."""
+    if seeds < FEWEST:
+        return "too few seeds"
+    if abs(mean) <= half:
+        return "yes" if effect.expect == "0" else "not shown"
+    return VERDICTS[effect.expect][0 if mean > 0 else 1]
+
+
+def row(rows: Rows, effect: Effect) -> list[str]:
+    """Return an effect's row: what, first value, difference, by seed, how many, what should be, whether it is."""
+    found = differences(rows, effect)
+    mean, half = interval(found)
+    first = by_seed(rows, effect.measure, effect.plus[0])
+    size = f"{mean:+.3f} ± {half:.3f}" if np.isfinite(half) else f"{mean:+.3f}"
+    each = " ".join(f"{value:+.3f}" for value in found.values())
+    value = f"{np.mean([first[seed] for seed in found]):.3f}"
+    return [effect.about, value, size, each, str(len(found)), effect.expect, verdict(effect, mean, half, len(found))]
+
+
+HEADINGS = ("effect", "first value", "difference", "by seed", "seeds", "should be", "is it so")
+
+
+def effects(study: str, folder: Path = FOLDER) -> str:
+    """Return the table of a study's effects, what its cells took, and the effects that have no cells."""
+    rows = read(study, folder)
+    ran = [one for one in EFFECTS[study] if differences(rows, one)]
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *(row(rows, one) for one in ran)] if ran else []
+    seconds = [value for key, value in rows.items() if dict(key)[MEASURE] == SECONDS]
+    parts = ["\n".join(f"| {' | '.join(line)} |" for line in lines)] if ran else []
+    parts += [f"{len(seconds)} cells, median {np.median(seconds):.0f} s on cores shared with other work."] if seconds else []
+    absent = [one.about for one in EFFECTS[study] if one not in ran]
+    more = f"; and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+    return "\n\n".join([*parts, *([f"Did not run: {'; '.join(absent[:NAMED])}{more}."] if absent else [])]) + "\n"
+
+
+def compared(study: str, workspace: Path) -> str:
+    """Return what `consilium compare` says of a study's scores: its first table."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "table.md")
+        command = [Path(sys.executable).parent / "consilium", "compare", study, "--workspace", workspace, "-o", path]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        page = path.read_text()
+    first = page[page.index("### ") :]
+    end = first.find("\n### ", 1)
+    title, rest = (first if end < 0 else first[:end]).split("\n", 1)
+    return f"{title.removeprefix('### ')}:\n{rest.rstrip()}\n"
+
+
+def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path = FOLDER) -> str:
+    """Return the page with its blocks made anew: all effects, and the comparisons of these studies."""
+
+    def block(match: re.Match[str]) -> str:
+        kind, study, text = match["kind"], match["study"], match["text"]
+        if kind == "effects":
+            text = effects(study, folder)
+        elif kind == "compare":
+            text = compared(study, workspaces / study) if workspaces is not None and study in studies else text
+        else:
+            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects or compare")
+        return f"<!-- made by results: {kind} {study} -->\n{text}<!-- end -->\n"
+
+    return BLOCK.sub(block, page)
+
+
+def main() -> None:
+    """Collect the studies named, and make the page's tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(EFFECTS)}")
+    parser.add_argument("--workspaces", type=Path, default=Path("runs/studies"), help="a folder of each study's workspace")
+    args = parser.parse_args()
+    for study in args.studies:
+        wanted: dict[str, list[Labels]] = {}
+        for one in EFFECTS[study]:
+            wanted.setdefault(one.measure, []).extend([*one.plus, *one.minus])
+        keep(study, collected(load(study, workspace=args.workspaces / study).cells(), wanted))
+    PAGE.write_text(renewed(PAGE.read_text(), args.workspaces, args.studies))
+
+
+if __name__ == "__main__":
+    main()

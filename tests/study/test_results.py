@@ -1,0 +1,106 @@
+"""The tables of RESULTS.md that come from studies: what an effect is, what is kept, and that nobody typed them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.study.cell import Record
+from consilium.study.study import load
+from tests.benchmarks import results
+from tests.benchmarks.effects import EFFECTS, Effect, Side
+from tests.benchmarks.measured import MEASURE, Rows, collected, keep, read
+
+
+def rows_of(values: dict[str, list[float]]) -> Rows:
+    """Return rows of a score of methods, a value per seed."""
+    return {
+        (("seed", str(seed)), ("method", method), (MEASURE, "dice")): value
+        for method, one in values.items()
+        for seed, value in enumerate(one)
+    }
+
+
+def effect(expect: Side = "over 0", **more: Any) -> Effect:
+    return Effect("a minus b", "dice", ({"method": "a"},), ({"method": "b"},), expect, **more)
+
+
+def test_an_effect_is_paired_by_seed_and_has_the_t_interval_of_the_book() -> None:
+    rows = rows_of({"a": [0.5, 0.7, 0.9], "b": [0.4, 0.5, 0.6, 0.1]})  # differences 0.1, 0.2, 0.3; t(0.975, 2) = 4.3027
+    found = results.differences(rows, effect())
+    assert [round(one, 9) for one in found.values()] == [0.1, 0.2, 0.3]
+    assert results.interval(found) == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
+    assert results.row(rows, effect()) == [
+        "a minus b", "0.700", "+0.200 ± 0.248", "+0.100 +0.200 +0.300", "3", "over 0", "not shown"
+    ]  # fmt: skip
+
+
+WORDS: dict[Side, tuple[str, str, str]] = {
+    "over 0": ("yes", "no: under 0", "not shown"),
+    "under 0": ("no: over 0", "yes", "not shown"),
+    "0": ("no: over 0", "no: under 0", "yes"),
+}
+
+
+@pytest.mark.parametrize("expect", WORDS)
+def test_a_verdict_follows_from_where_the_interval_lies(expect: Side) -> None:
+    found = [results.verdict(effect(expect), mean, half, 3) for mean, half in ((0.2, 0.1), (-0.2, 0.1), (0.2, 0.3))]
+    assert [one.strip("*") for one in found] == [*WORDS[expect]]
+    assert results.verdict(effect(expect), 0.2, 0.1, 2) == "too few seeds"
+
+
+def test_a_difference_of_differences_a_level_and_named_seeds_count() -> None:
+    rows = rows_of({"a": [1.0, 2.0], "b": [0.5, 0.25], "c": [0.25, 0.5], "d": [0.125, 1.0]})
+    both = Effect("", "dice", ({"method": "a"}, {"method": "d"}), ({"method": "b"}, {"method": "c"}))
+    assert results.differences(rows, both) == {"0": 0.375, "1": 2.25}
+    assert results.differences(rows, Effect("", "dice", ({"method": "a"},), level=0.5, seeds=("1",))) == {"1": 1.5}
+
+
+def test_effects_without_cells_are_named_below_the_table(tmp_path: Path) -> None:
+    assert results.effects("quickstart_cells", tmp_path).startswith("Did not run: FedIT + prior + kept state minus local only")
+    names = ("FedIT + prior + kept state", "local only")
+    cells = {(("method", name), ("seed", seed)): 0.5 for name in names for seed in "0123"}
+    keep("quickstart_cells", {(*key, (MEASURE, "test/global/accuracy")): one for key, one in cells.items()}, tmp_path)
+    page = results.effects("quickstart_cells", tmp_path)
+    assert page.splitlines()[2].startswith("| FedIT + prior + kept state minus local only, accuracy | 0.500 | +0.000 ± 0.000 |")
+    assert page.endswith("\nDid not run: FedIT + prior + kept state minus FedIT, accuracy.\n")
+
+
+def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
+    cells = load("quickstart_cells", workspace=tmp_path).cells()
+    done, failed = cells[0], cells[1]
+    for cell, state, accuracies in ((done, "done", (0.25, 0.75)), (failed, "failed", (1.0, 1.0))):
+        cell.folder.mkdir(parents=True)
+        Record(state, seconds=12.34).save(cell.folder)  # type: ignore[arg-type]
+        scores = {f"site-{i}": {"test/global/accuracy": value} for i, value in enumerate(accuracies)}
+        (cell.folder / "results.json").write_text(json.dumps(scores))
+    wanted = {"test/global/accuracy": [done.labels], "test/global/loss": [{"method": "nothing"}]}
+    labels = tuple(done.labels.items())
+    rows = {(*labels, (MEASURE, "test/global/accuracy")): 0.5, (*labels, (MEASURE, "seconds")): 12.3}
+    assert collected(cells, wanted) == rows
+    before = {(*((axis, "9") for axis, _ in labels), (MEASURE, "seconds")): 1.0}
+    keep("tiny", before, tmp_path)
+    keep("tiny", rows, tmp_path)
+    assert read("tiny", tmp_path) == before | rows
+
+
+@pytest.mark.parametrize("study", EFFECTS)
+def test_effects_name_what_their_study_has(study: str) -> None:
+    config = load(study).config
+    for one in EFFECTS[study]:
+        for labels in (*one.plus, *one.minus):
+            assert all(value in config.axes[axis] for axis, value in labels.items()), labels
+        assert set(one.seeds) <= set(config.axes["seed"])
+
+
+def test_the_tables_of_the_page_are_what_was_measured() -> None:
+    page = results.PAGE.read_text()
+    assert results.renewed(page, None, []) == page, "run python -m tests.benchmarks.results"
+    assert {match["study"] for match in results.BLOCK.finditer(page)} == set(EFFECTS)
+    assert page.count("<!-- made by results:") == len(results.BLOCK.findall(page)) == page.count("<!-- end -->")
+
+
+def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects or compare"):
+        results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])
