@@ -111,7 +111,7 @@ def line(words: tuple[str, ...], command: Any, odd: Any, value: str) -> list[str
     return ["consilium", *words, *options, "--", *arguments]
 
 
-SMALL = {"phantoms": ("--sites=1", "--training=1", "--validation=0", "--test=0", "--size=16")}
+SMALL = {"fit": ("--within=1000",), "phantoms": ("--sites=1", "--training=1", "--validation=0", "--test=0", "--size=16")}
 """What keeps a command short; an odd value of the same option comes later and counts."""
 FIT = {"job": "job.yaml", "kit": "folder", "epsilon": "1", "rounds": "2", "sites": "3", "folder": "out", "output": "out"}
 

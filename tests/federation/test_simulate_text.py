@@ -34,7 +34,7 @@ def test_the_tiny_lm_learns_and_its_adapter_loads_with_plain_peft(tmp_path: Path
     assert all(0 <= r["test/global/accuracy"] <= 1 for r in results.values())
     base, ids = build_causal_lm("tiny", None), torch.arange(9)[None]
     before = base(ids).logits
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "sites/site-1/adapter")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "sites/site-1/adapters/global")
     assert not torch.equal(loaded(ids).logits, before)
     assert not list(tmp_path.rglob("predictions.png"))
 

@@ -27,8 +27,8 @@ NOT_RUN = {
     "jobs/README.md": [
         "consilium simulate jobs/nuclei_fediat",
         "consilium data import own",
-        "consilium simulate jobs/quickstart --mlflow",
         "consilium allow WORKSPACE",
+        "consilium simulate jobs/quickstart --mlflow",
         "consilium study run iat_table1",
         "python -m consilium.models",
     ],

@@ -42,8 +42,8 @@ def record(folder: Path, uri: str, observer: Callable = print, resume: bool = Fa
         log.concluded(ServerState(round, 0, {}, {}), ["site-1"], 0.25)
     if rounds > 1 or resume:
         log.final("site-1", Payload(rounds, 0, {}, metrics={"test/global/dice": 0.75}))
-        (folder / "adapter").mkdir(exist_ok=True)
-        (folder / "adapter" / "weights").write_text("shared")
+        (folder / "adapters").mkdir(exist_ok=True)
+        (folder / "adapters" / "weights").write_text("shared")
         (folder / "predictions.png").write_text("a patient")
         log.finish()
     log.close()
@@ -69,8 +69,8 @@ def test_settings_numbers_and_what_may_leave_go_to_one_run_also_after_a_resumpti
     assert found.data.metrics["mean of sites/test/global/dice"] == 0.75
     assert found.data.metrics["site-1/update/norm"] == 5.0  # of 3 and 4
     assert found.data.metrics["server/privacy/epsilon"] == 0.25
-    files = {one.path for folder in (None, "adapter") for one in client.list_artifacts(found.info.run_id, folder)}
-    assert files == {"adapter", "adapter/weights", "job.yaml", "results.json"}
+    files = {one.path for folder in (None, "adapters") for one in client.list_artifacts(found.info.run_id, folder)}
+    assert files == {"adapters", "adapters/weights", "job.yaml", "results.json"}
     assert found.data.tags.keys() <= {"mlflow.runName"}  # no user, no host, no path
     assert (tmp_path / "my store").stat().st_mode & 0o077 == 0
     assert open_to_others(tmp_path / "run" / "server") == []

@@ -79,6 +79,8 @@ def site(name: str, strategy: Strategy, model: nn.Module) -> LocalTraining:
     found.name, found.config, found.strategy, found.model = name, config, strategy, model
     found.task, found.adapter, found.plan, found.noise_seed = Points(name), LORA, None, None
     found.observer, found.should_stop = (lambda event: None), (lambda: None)
+    events: Any = SimpleNamespace(step=lambda number, values: None)
+    found.events = events
     return found
 
 

@@ -164,6 +164,7 @@ def at_a_site(folder: Path) -> tuple[Site, Payload, list[dict[str, object]]]:
     raw = small_cells(TESTED).model_dump()
     job, events = assemble_job(JobConfig.model_validate(raw | {"adapter": {"kind": "lora", "rank": 4}})), []
     site = build_site(job, "site-1", SiteConfig(), folder, lambda event: events.append(dict(event)))
+    events.clear()  # that it loads model and data
     drawn = {n: torch.ones_like(t) for n, t in job.initial.items()}
     state = job.strategy.init_state(drawn)
     return site, job.strategy.final(state, SITE), events

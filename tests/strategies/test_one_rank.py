@@ -80,7 +80,7 @@ def test_a_plain_lora_job_runs_and_exports_plain_peft(name: str, tmp_path: Path)
     assert job.strategy.tiers == {"all": Tier(4, 4)}
     simulate(job, {f"site-{i}": SiteConfig() for i in (1, 2)}, tmp_path, lambda event: None)
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 255
-    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapter"))
+    plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(tmp_path / "sites/site-1/adapters/global"))
     with torch.no_grad():
         assert (plain.eval()(images) - build_sam("tiny", None, 64, 2)(images)).abs().max() > 0.01
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
@@ -16,5 +17,7 @@ SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a FedIT run of one round: all is shared, and the site's own model is another."""
     folder = tmp_path_factory.mktemp("use") / "run"
-    simulate(assemble_job(small_config("fedit", rounds=1, lr=1e-2)), SITES, folder, lambda event: None)
+    raw = small_config("fedit", rounds=1, lr=1e-2).model_dump()
+    raw["data"]["phantoms"]["test"] = 2  # of one there is no interval
+    simulate(assemble_job(JobConfig.model_validate(raw)), SITES, folder, lambda event: None)
     return folder

@@ -182,7 +182,8 @@ def test_a_run_goes_on_from_an_adapter(finished: Path, tmp_path: Path) -> None:
     kept = load_file(folder / "consilium.safetensors")
     assert all(torch.equal({**begun.state.shared, **begun.state.initial}[name], tensor) for name, tensor in kept.items())
     assert begun.checkpoint == ""
-    (line,) = [json.loads(text) for text in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(text) for text in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["event"] == "start"]
     assert len(line["adapter_sha256"]) == 64
 
 

@@ -25,7 +25,7 @@ from consilium.storage import private_folder, write_atomic
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapter")
+ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
 """What goes to MLflow of a run that came to its end, where the server has it; no picture."""
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
