@@ -131,7 +131,7 @@ class Marked:
         ({1: 0.2, 2: 0.7, 3: 0.5, 4: 0.6}, "accuracy", 2),
         ({1: 0.7, 2: 0.7, 3: 0.1, 4: 0.7}, "accuracy", 4),
         ({1: float("nan"), 2: 0.1, 3: 0.0, 4: float("nan")}, "accuracy", 2),
-        ({1: 3.0, 2: 2.0, 3: 1.0, 4: 2.0}, "perplexity", 3),
+        ({1: 3.0, 2: 2.0, 3: 1.0, 4: 2.0}, "loss", 3),
     ],
 )
 def test_a_site_takes_the_rank_that_its_validation_split_likes_best(
@@ -139,7 +139,7 @@ def test_a_site_takes_the_rank_that_its_validation_split_likes_best(
 ) -> None:
     site, payload, events = at_a_site(tmp_path)
     site.task = Marked(site, scores, metric)
-    if metric == "perplexity":
+    if metric == "loss":
         raw = small_text(TESTED).model_dump()
         site.config = JobConfig.model_validate(raw | {"task": {"name": "language", "evaluate": "loss"}})
     chosen = site.chosen(payload, lambda one: site._receive({}, one))

@@ -22,9 +22,6 @@ COUNT, LOW, HIGH = "n", "_low", "_high"
 LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
 """Metrics of which less is better."""
 
-LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
-"""Metrics of which less is better."""
-
 
 def interval_names(names: Iterable[str]) -> set[str]:
     """Return the metrics that say how sure the scores `names` are."""
