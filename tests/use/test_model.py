@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError
 from consilium.federation.build import assemble_job, build_task
@@ -19,7 +20,7 @@ from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import simulate
 from consilium.federation.kept import Kept, note_best, read_best, read_kept, write_kept
 from consilium.federation.samples import site_data
-from consilium.federation.start import server_start
+from consilium.federation.start import keep_inside, server_start
 from consilium.messages import Stage
 from consilium.use.model import TrainedModel, open_model
 from tests.conftest import small_config
@@ -203,3 +204,24 @@ def test_an_adapter_that_does_not_fit_is_refused(finished: Path, section: str, c
     raw[section] |= changed
     with pytest.raises((ConfigError, CheckpointError), match=said):
         server_start(assemble_job(type(small_config()).model_validate(raw)), SiteConfig())
+
+
+def test_a_submitter_gets_no_adapter_from_outside_the_servers_checkpoint_folder(finished: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(finished / "adapters/global", checkpoints / "shared")
+    (checkpoints / "link").symlink_to(finished / "adapters")
+    own, raw = SiteConfig(checkpoints=checkpoints), small_config("fedit").model_dump()
+    for start in (
+        str(finished / "adapters/global"),
+        "${SITE}/../run/adapters/global",
+        "${SITE}/link/global",
+        "adapters/global",
+    ):
+        raw["adapter"]["start"] = start
+        with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
+            keep_inside(JobConfig.model_validate(raw), own)
+    raw["adapter"]["start"] = str(checkpoints / "shared")
+    with pytest.raises(ConfigError, match="not in the server's checkpoint folder"):
+        keep_inside(JobConfig.model_validate(raw), SiteConfig())
+    raw["adapter"]["start"] = "${SITE}/shared"
+    keep_inside(JobConfig.model_validate(raw), own)

@@ -20,7 +20,8 @@ Decoder = Literal["share", "keep", "freeze"]
 class AdapterConfig(Section):
     """Base of every `adapter:` section. `start`: an adapter folder at the server, which all sites go on from.
 
-    It may begin with ${SITE}, the server's checkpoint folder. Model, kind, shapes and alpha / rank must be as there.
+    It may begin with ${SITE}, the server's checkpoint folder, outside of which a federation's server opens none. Model, kind,
+    shapes and alpha / rank must be as there.
     """
 
     kind: str

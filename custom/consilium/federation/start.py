@@ -28,6 +28,20 @@ class Start(NamedTuple):
     adapter: str = ""
 
 
+def keep_inside(config: JobConfig, own: SiteConfig) -> None:
+    """Raise ConfigError for an adapter outside the server's checkpoint folder.
+
+    In a federation whoever submits a job names the folder, and all sites get what is in it: without this a submitter could have
+    the server hand out adapters of other people's runs.
+    """
+    if config.adapter.start is None:
+        return
+    path = in_checkpoints("adapter.start", config.adapter.start, own, "the server's").resolve()
+    if own.checkpoints is None or not path.is_relative_to(own.checkpoints.resolve()):
+        what = "not in the server's checkpoint folder; have it put there, and write ${SITE}/NAME"
+        raise ConfigError(f"adapter.start: {config.adapter.start!r}: {what}")
+
+
 def server_start(job: Job, own: SiteConfig) -> Start:
     """Return what all sites start from. `own`: where the server finds files. Raises CheckpointError, ConfigError."""
     if not job.config.trains:

@@ -17,6 +17,7 @@ from pydantic import Field, StrictBool, StrictFloat
 
 from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.start import keep_inside
 from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.messages import Hello
@@ -61,7 +62,10 @@ class RoundController(Controller):
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
             folder, observe = context.server_folder(fl_ctx, job, self.resume), context.observer(self, fl_ctx, "server")
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), context.own_config(fl_ctx))
+            own = context.own_config(fl_ctx)
+            if not context.simulated():
+                keep_inside(job.config, own)
+            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
