@@ -18,7 +18,7 @@ from consilium.errors import ConfigError
 from consilium.messages import Payload
 from consilium.report import tracking
 from consilium.report.runlog import RunLog
-from consilium.report.tracking import ENVIRONMENT, Tracker, flattened
+from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, flattened
 from consilium.schema import validate
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
@@ -161,3 +161,10 @@ def test_a_wrong_address_stops_the_command_before_anything_is_made(
     assert command(monkeypatch, "simulate", job, "--workspace", tmp_path / "run", "--mlflow", "here") == 2
     assert "--mlflow" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_class_stands_behind_a_dot() -> None:
+    """A folder of MLflow's has a file per metric, and none can be a folder too."""
+    assert flat_name("test/global/dice") == "test/global/dice"
+    assert flat_name("test/global/dice/cup") == "test/global/dice.cup"
+    assert flat_name("train/loss") == "train/loss"

@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
-from consilium.messages import Observer
+from consilium.messages import MetricKey, Observer
 from consilium.report.clean import shown, tag
 from consilium.storage import private_folder, write_atomic
 
@@ -69,7 +69,7 @@ class Tracker:
         def log(client: "MlflowClient", run: str) -> None:
             from mlflow.entities import Metric
 
-            named = {tag(f"{source.strip('()')}/{name}"): value for name, value in values.items()}
+            named = {tag(f"{source.strip('()')}/{flat_name(name)}"): value for name, value in values.items()}
             client.log_batch(run, [Metric(name, value, now, step) for name, value in named.items()])
 
         self._todo.put(log)
@@ -144,6 +144,12 @@ class Tracker:
         for start in range(0, len(settings), MOST):
             client.log_batch(run, params=settings[start : start + MOST])
         return run
+
+
+def flat_name(name: str) -> str:
+    """Return a metric's name with a class behind a dot: in MLflow's file store "dice" and "dice/cup" cannot both be."""
+    key = MetricKey.parse(name)
+    return name if key is None else str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))
 
 
 def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
