@@ -17,7 +17,8 @@ from consilium.federation.card import Card
 from consilium.federation.kept import Kept, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
 from consilium.use import probe
-from consilium.use.export import check_destination, export
+from consilium.use.destination import check_destination, write_record
+from consilium.use.export import export
 from consilium.use.model import open_model
 from tests.conftest import run, small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, trained
@@ -82,36 +83,75 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "as the umask says, whoever wrote it"
 
 
+def earlier(folder: Path) -> Path:
+    """Write a folder as an export leaves it; return it."""
+    (folder / "docs").mkdir(parents=True)
+    (folder / "docs/old").write_text("of another version")
+    told = {"format": "peft", "consilium": "0", "job": "a", "model": "global", "difference": None}
+    write_record(folder, told)
+    return folder
+
+
 def test_a_folder_that_is_there_is_only_replaced_when_asked_and_when_it_is_an_export(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     check_destination(folder, False)
     folder.mkdir()
     check_destination(folder, False)
     (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"is there and is no earlier export; choose another folder$"):
-        check_destination(folder, True)
-    (folder / "export.json").write_text("{}")
-    check_destination(folder, True)
-    with pytest.raises(ConfigError, match=r"is there; choose another folder, or replace it with --force$"):
-        check_destination(folder, False)
+    for record in (None, "{}", "[", "[]", '{"format": "peft", "files": []}'):
+        if record is not None:
+            (folder / "export.json").write_text(record)
+        with pytest.raises(ConfigError, match=r"is there and is no earlier export; choose another folder$"):
+            check_destination(folder, True)
     with pytest.raises(ConfigError, match=r"is there and is no folder; choose another name$"):
         check_destination(folder / "thesis.tex", True)
+    earlier(tmp_path / "made")
+    check_destination(tmp_path / "made", True)
+    with pytest.raises(ConfigError, match=r"is there; choose another folder, or replace it with --force$"):
+        check_destination(tmp_path / "made", False)
+
+
+def test_an_export_that_holds_anything_else_is_not_replaced(tmp_path: Path) -> None:
+    for number, name in enumerate(("thesis.tex", "docs/thesis.tex", "docs/old", "mine/thesis.tex")):
+        path = earlier(tmp_path / str(number)) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("years of work")
+        with pytest.raises(ConfigError, match=r"is not as the earlier export wrote it; move it away, or choose"):
+            check_destination(tmp_path / str(number), True)
+    linked = earlier(tmp_path / "linked")
+    (linked / "docs/old").rename(tmp_path / "elsewhere")
+    (linked / "docs/old").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="'docs/old' is not as"):
+        check_destination(linked, True)
 
 
 def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+    folder, out = kept(tmp_path / "kept", LORA), earlier(tmp_path / "out")
+    for _ in range(2):
+        export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
+        assert not (out / "docs").exists()
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
+    check_destination(out, True)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_comes_meanwhile_stays(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
-    out.mkdir()
-    (out / "export.json").write_text("{}")
-    (out / "old").write_text("of another version")
-    export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
-    assert not (out / "old").exists()
+
+    def come(*args: object) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("years of work")
+
+    monkeypatch.setattr("consilium.use.export._copy_licences", come)
+    with pytest.raises(ConfigError, match="is there and is no earlier export"):
+        export(open_model(folder, own=HERE), "peft", out, HERE, force)
+    assert (out / "thesis.tex").read_text() == "years of work"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
 def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
-    out.mkdir()
-    (out / "export.json").write_text("{}")
+    folder, out = kept(tmp_path / "kept", LORA), earlier(tmp_path / "out")
 
     def full(*args: object) -> None:
         raise error
@@ -120,7 +160,25 @@ def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, 
     with pytest.raises((OSError, CheckpointError), match="No space left"):
         export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]
-    assert (out / "export.json").read_text() == "{}"
+    check_destination(out, True)
+
+
+def test_nothing_but_checked_tensors_and_own_files_is_handed_on(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = kept(tmp_path / "kept", LORA)
+    before = load_file(folder / "adapter_model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in before.items()}, folder / "adapter_model.safetensors")
+    (tmp_path / "secret").write_text("a key")
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    (folder / "NOTICES").mkdir()
+    (folder / "README.md").write_bytes(b"caf\xe9")
+    made = export(open_model(folder, own=HERE), "peft", tmp_path / "out", HERE).folder
+    found = load_file(made / "adapter_model.safetensors")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert not {"LICENSE", "NOTICES"} & {path.name for path in made.iterdir()}
+    assert (made / "README.md").read_text(encoding="utf-8").startswith("caf\ufffd")
 
 
 REFUSED: dict[str, tuple[JobConfig, dict[str, Any], str, str]] = {

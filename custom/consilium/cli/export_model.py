@@ -34,7 +34,8 @@ def export_model(
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
 ) -> None:
     """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
-    from consilium.use.export import check_destination, check_possible, export
+    from consilium.use.destination import check_destination
+    from consilium.use.export import check_possible, export
     from consilium.use.model import adapter_folder, open_model
 
     check_destination(output, force)

@@ -1,31 +1,25 @@
 """Handing a model on: as a PEFT folder, as merged weights, as a MONAI bundle, as ONNX. What is written has been compared."""
 
-import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from safetensors import SafetensorError
-
 from consilium import __version__
+from consilium.adapters.names import SHIFT, is_local
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError
+from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
-from consilium.federation.kept import CARD, Kept, read_kept
+from consilium.federation.kept import CARD, Kept, export_adapter, read_kept, with_parameters
 from consilium.report.clean import cell
 from consilium.storage import PUBLIC, write_atomic
 from consilium.use import bundle, merge, onnx
+from consilium.use.destination import RECORD, check_destination, new_folder, write_record
 from consilium.use.model import TrainedModel
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
-RECORD = "export.json"
-"""Says what wrote a folder; one without it is never replaced."""
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 
 
@@ -43,7 +37,7 @@ def check_possible(format: Format, folder: Path) -> None:
     config = load_job(folder / "job.yaml", plugins=None)
     _check_blend(kept, format)
     if format == "peft":
-        _check_peft(folder, config)
+        _check_peft(folder, kept, config)
     elif format == "merged":
         merge.check(config)
     elif format == "onnx":
@@ -59,27 +53,15 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
     """
     check_destination(folder, force)
     check_possible(format, found.folder)
-    with _new(folder) as made:
+    with new_folder(folder, force) as made:
         about, difference = _write(found, format, made, own)
         _copy_licences(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
         write_atomic(made / name, _page(found, format, about, difference).encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
-        write_atomic(made / RECORD, json.dumps(record | {"difference": difference}, indent=1).encode(), PUBLIC)
+        write_record(made, record | {"difference": difference})
         _as_the_umask_says(made)
     return Exported(folder, difference)
-
-
-def check_destination(folder: Path, force: bool) -> None:
-    """Raise ConfigError unless `folder` is new, empty, or an earlier export that is to be replaced."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not folder.is_dir() or folder.is_symlink():
-        raise ConfigError(f"--output {folder}: is there and is no folder; choose another name")
-    if any(folder.iterdir()) and not (folder / RECORD).is_file():
-        raise ConfigError(f"--output {folder}: is there and is no earlier export; choose another folder")
-    if any(folder.iterdir()) and not force:
-        raise ConfigError(f"--output {folder}: is there; choose another folder, or replace it with --force")
 
 
 def _check_blend(kept: Kept, format: Format) -> None:
@@ -93,23 +75,6 @@ def _check_blend(kept: Kept, format: Format) -> None:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
 
 
-@contextmanager
-def _new(folder: Path) -> Iterator[Path]:
-    """Give the block an empty folder, which replaces `folder` if the block comes to its end."""
-    folder = folder.absolute()
-    made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    try:
-        yield made
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
-    except SafetensorError as error:  # a full disk, which is no OSError there
-        raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
 def _as_the_umask_says(made: Path) -> None:
     """Give all files the mode of those that we wrote; some libraries make theirs private."""
     mode = (made / RECORD).stat().st_mode
@@ -121,7 +86,7 @@ def _as_the_umask_says(made: Path) -> None:
 def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> tuple[str, float | None]:
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
-        return _copy_peft(found, made), None
+        return _write_peft(found, made), None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
@@ -142,39 +107,49 @@ decoder.safetensors has the parameters of the base that were trained beside it:
 """
 
 
-def _check_peft(folder: Path, config: JobConfig) -> None:
+def _check_peft(folder: Path, kept: Kept, config: JobConfig) -> None:
     """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
     if not (folder / "adapter_config.json").is_file():
         what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
         raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
-    if (folder / "feature_shift.safetensors").is_file():
+    if SHIFT in kept.values:
         raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
 
 
-def _copy_peft(found: TrainedModel, made: Path) -> str:
-    """Copy what PEFT reads of an adapter folder."""
-    for name in ("adapter_config.json", "adapter_model.safetensors", "decoder.safetensors"):
-        if (found.folder / name).is_file():
-            shutil.copyfile(found.folder / name, made / name)
+def _write_peft(found: TrainedModel, made: Path) -> str:
+    """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
+    values = with_parameters(found.model, found.kept.values)
+    export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     return _PEFT + (_DECODER if (made / "decoder.safetensors").is_file() else "")
 
 
 def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
-    """Copy job.yaml, the privacy record, and the licences that lie beside the adapter or in the base's folder."""
+    """Copy job.yaml, the privacy record, and the licences that lie beside the adapter or in the base's folder.
+
+    Of the adapter's folder, which somebody may have sent, no links: they would lead to files of this user's.
+    """
     base = checkpoint_of(found.config.model, own)
     for name in ("job.yaml", "privacy.json"):
-        if (found.folder / name).is_file():
-            shutil.copyfile(found.folder / name, made / name)
-    for place in (base, found.folder):
+        _copy(found.folder / name, made, links=False)
+    for place, links in ((base, True), (found.folder, False)):
         for pattern in LICENCES if place is not None and place.is_dir() else ():
             for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
-                shutil.copyfile(path, made / path.name)
+                _copy(path, made, links)
+
+
+def _copy(path: Path, made: Path, links: bool) -> None:
+    if path.is_file() and (links or not path.is_symlink()):
+        shutil.copyfile(path, made / path.name)
 
 
 def _page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
     """Return the model card, as it is beside the adapter, and how to use what was written."""
     path = found.folder / CARD
-    card = path.read_text(encoding="utf-8").partition(FILES)[0] if path.is_file() else ""
+    card = (
+        path.read_text(encoding="utf-8", errors="replace").partition(FILES)[0]
+        if path.is_file() and not path.is_symlink()
+        else ""
+    )
     parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_inputs(found.config)]
     if difference is not None:
         parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
