@@ -12,6 +12,7 @@ from consilium.config.embed import job_text
 from consilium.config.job import load_job
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
+from tests.conftest import run
 from tests.models.folders import config_of, save_folder
 
 
@@ -81,3 +82,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="no such file"):
         load(_job(tmp_path, "pipe"), [])
+
+
+def test_a_hospital_that_checks_its_data_opens_no_path_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_folder(tmp_path / "base")
+    (tmp_path / "training.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    words = ("data", "check", tmp_path, "--job", _job(tmp_path, str(tmp_path / "base")))
+    opened, plain = list[Path](), Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: (opened.append(self), plain(self, *a, **k))[1])
+    assert run(monkeypatch, *words) == 2
+    assert tmp_path / "base/config.json" not in opened

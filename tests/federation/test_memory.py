@@ -80,3 +80,11 @@ def test_fit_names_what_to_set(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "does not fit into 0.03 GiB" in said
     found = said.rpartition("With this it does: ")[2].split()
     assert run(monkeypatch, "fit", JOBS / "quickstart", "--within", "0.03", *found) == 0
+
+
+def test_remedies_keep_the_samples_of_a_step_and_leave_out_what_the_job_cannot_have() -> None:
+    raw = _job("clip", 12).model_dump()
+    for _, changed in remedies(JobConfig.model_validate(raw)):
+        assert changed.training.batch_size * changed.training.accumulate == 12
+    raw["privacy"] = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
+    assert [said for said, _ in remedies(JobConfig.model_validate(raw))] == ["training.gradient_checkpointing=true"]

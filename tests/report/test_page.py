@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
-from consilium.report.page import plots
+from consilium.report.page import files, plots
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
@@ -317,7 +318,7 @@ def test_the_folder_of_a_study_becomes_its_comparison(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("config", "score", "pictures"),
     [
-        (small_config(rounds=1), "dice", 2 * 2 * 4),  # two test pictures: the best and the worst
+        (small_config(rounds=1), "dice", 2 * 4),  # one test picture is the best, and no other is shown
         (small_cells(rounds=1), "", 2 * 3),
         (small_text(rounds=1), "loss", 0),
     ],
@@ -337,3 +338,23 @@ def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictu
     assert page.count("data:image/jpeg") == pictures
     assert page.count("<h4>Best:") == 2
     assert "Best" in site_page(tmp_path, SITES[0])
+
+
+def test_a_site_that_only_tests_is_in_no_mean(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    lines = [json.loads(text) for text in (copy / "metrics.jsonl").read_text().splitlines()]
+    results = json.loads((copy / "results.json").read_text())
+    last = max(results)
+    joined = {"time": 0.0, "event": "joined", "site": last, "round": 0, "ledger": "", "test_only": True}
+    lines = [line for line in lines if (line["event"], line.get("site")) != ("joined", last)]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, joined]))
+    page = run_page(read_record(copy))
+    assert f"{last} only tests and is in no mean" in page
+    kept = [one["test/global/dice"] for site, one in results.items() if site != last]
+    assert f"{sum(kept) / len(kept):.3f}" in page
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("nan"), 10**400])
+def test_a_number_that_no_server_takes_is_none(value: float) -> None:
+    assert files.number(value) is None
+    assert files.number(3.0) == 3.0

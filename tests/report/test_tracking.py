@@ -168,3 +168,12 @@ def test_a_class_stands_behind_a_dot() -> None:
     assert flat_name("test/global/dice") == "test/global/dice"
     assert flat_name("test/global/dice/cup") == "test/global/dice.cup"
     assert flat_name("train/loss") == "train/loss"
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://user:S3cr@etpw@127.0.0.1:9", "https://user:S3cr/et@h", "http://h/?token=S3cret", "htp://u:S3cret@h"]
+)
+def test_no_password_is_taken_or_shown(uri: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(TrackingConfig, {"mlflow": uri}, Path("tracking"))
+    assert "S3cr" not in str(error.value)

@@ -73,9 +73,18 @@ def _study(folder: Path, site: str) -> str:
     return study_page(folder.resolve().name, str(folder), groups, sheets(groups, Stage.GLOBAL), notes, Stage.GLOBAL)
 
 
+def _seed(job: Path) -> int:
+    """Return a job's seed; 0 of one that cannot be read."""
+    from consilium.config.job import load_job
+
+    try:
+        return load_job(job, plugins=None).training.seed
+    except ConfigError:
+        return 0
+
+
 def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
     """Return a study's finished runs, and why the others have no scores."""
-    from consilium.config.job import load_job
     from consilium.report.compare.groups import Absent
     from consilium.report.compare.runs import read_run
     from consilium.report.page.files import folders
@@ -91,5 +100,5 @@ def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
         except ConfigError as error:
             if (cell / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)
-                absent.append(Absent(labels, load_job(cell / "job.yaml", plugins=None).training.seed, why))
+                absent.append(Absent(labels, _seed(cell / "job.yaml"), why))
     return found, absent

@@ -20,7 +20,7 @@ def embed_architecture(raw: Any, job: Path) -> None:
     a site or a server that gets a path refuses it and opens nothing. Raises ConfigError.
     """
     if named := _named(raw):
-        raw["model"]["config"] = _read(job.parent / Path(named).expanduser(), named, job)
+        raw["model"]["config"] = _read(job.parent / named, named, job)
 
 
 def job_text(job: Path) -> bytes:

@@ -47,8 +47,15 @@ class TrackingConfig(Section):
     @classmethod
     def _address(cls, value: str) -> str:
         found = urlparse(value)
+        # ConfigError, not ValueError, whose message would have the value in it, and so a password
         if not ((found.scheme in ("http", "https") and found.hostname) or (found.scheme == "file" and found.path != "")):
-            raise ValueError(f"{value!r} is no address of MLflow; write http://HOST:PORT, https://HOST or file:///PATH")
+            raise ConfigError(
+                "tracking: mlflow: this is no address of MLflow; write http://HOST:PORT, https://HOST or file:///PATH"
+            )
+        if found.scheme != "file" and ("@" in value or found.query or found.fragment):  # logs would show what is in it
+            raise ConfigError(
+                "tracking: mlflow: an address holds no password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
         return value
 
 

@@ -82,7 +82,9 @@ class Keeping(LocalTraining):
         """Return what else a user of the model `name` must know, which runs without these blocks."""
         private, local = self.config.privacy, keeps_local(self.strategy, layers.tensors(self.model))
         own = name.startswith(Stage.PERSONALIZED) or local
-        found = [UNCOVERED] if private is not None and private.unit == "site" and own else []
+        offered = len(self.strategy.choices(Payload(0, 0, layers.values(self.model)))) > 1  # and validation data chose
+        uncovered = private is not None and ((private.unit == "site" and own) or offered)
+        found = [UNCOVERED] if uncovered else []
         if blocks:
             listed = ", ".join(f"`{block}`" for block in sorted(blocks))
             found.append(f"It runs without the base's blocks {listed}, which other programs do not know.")
@@ -103,7 +105,8 @@ def keep_shared(
 ) -> None:
     """Write the adapter that all sites share, as the server has it, into a run's `folder`; its scores are means over sites."""
     told = sum(site.num_samples for site in sites.values()) if config.privacy is None else None
-    split, scores = _over_sites(config, results)
+    trained = {site: one for site, one in results.items() if site not in sites or sites[site].num_samples}
+    split, scores = _over_sites(config, trained or results)
     card = Card.of(
         config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=scores,
         interval="lowest and highest site; the value is their mean", privacy=_claim(config, plan),

@@ -6,10 +6,12 @@ PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves,
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,12 +135,21 @@ def remedies(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     for name, change in REMEDIES.items():
         if all(raw[section][field] == value for section, fields in change.items() for field, value in fields.items()):
             continue
-        raw = raw | {section: raw[section] | fields for section, fields in change.items()}
-        said.append(name)
-        yield " ".join(said), JobConfig.model_validate(raw)
-    while (batch := raw["training"]["batch_size"]) > 1:
+        changed = raw | {section: raw[section] | fields for section, fields in change.items()}
+        with suppress(ValidationError):  # what this job cannot have, such as bf16 under record-level privacy
+            found = JobConfig.model_validate(changed)
+            raw = changed
+            said.append(name)
+            yield " ".join(said), found
+    yield from _smaller_batches(raw, said)
+
+
+def _smaller_batches(raw: dict[str, Any], said: list[str]) -> Iterator[tuple[str, JobConfig]]:
+    """Yield the job with batches of half the size as often as that goes, each step with as many samples as before."""
+    while (batch := raw["training"]["batch_size"]) > 1 and batch % 2 == 0:
         raw = raw | {"training": raw["training"] | {"batch_size": batch // 2, "accumulate": raw["training"]["accumulate"] * 2}}
-        yield (
-            " ".join([*said, f"training.batch_size={batch // 2} training.accumulate={raw['training']['accumulate']}"]),
-            (JobConfig.model_validate(raw)),
-        )
+        set_so = f"training.batch_size={batch // 2} training.accumulate={raw['training']['accumulate']}"
+        try:
+            yield " ".join([*said, set_so]), JobConfig.model_validate(raw)
+        except ValidationError:  # more batches a step than a job may have, or any under record-level privacy
+            return

@@ -76,7 +76,7 @@ class RunLog:
     def trains(self, strategy: Strategy, initial: Tensors) -> None:
         """Record how many parameters travel, stay at a site and do not train."""
         counts = by_role(strategy, {name: tensor.numel() for name, tensor in initial.items()})
-        self._line({"event": "parameters", **{role.value: count for role, count in counts.items()}})
+        self._line({"event": "parameters", "round": 0, "phase": 0, **{role.value: count for role, count in counts.items()}})
 
     def began_from(self, sha256: str) -> None:
         """Record the adapter that all sites go on from."""
@@ -164,7 +164,8 @@ class RunLog:
             write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
         self._draw()
         self._draw_confusions()
-        self._scalars(MEANS, mean_metrics(list(self._results.values())), self._rounds)
+        apart = test_only(self.folder)
+        self._scalars(MEANS, mean_metrics([one for site, one in self._results.items() if site not in apart]), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
         self._finished = True
 

@@ -6,7 +6,6 @@ The numbers, settings and files are those that the server has anyway, and that w
 import json
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +102,7 @@ class Tracker:
     def _fail(self, why: str) -> None:
         if not self._over:
             self._over = True
-            secretless = re.sub(r"//[^/@\s]*@", "//", why)
+            secretless = why.replace(self._uri, "its address")
             text = f"MLflow has stopped, the run goes on without: {shown(' '.join(secretless.split()))}"
             self._observer({"event": "warning", "text": text})
 

@@ -37,6 +37,7 @@ def read_own(source: Path, options: Options) -> Reading:
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """
     found = [one for folder in sorted(source.iterdir()) if folder.is_dir() for one in _site(folder)]
+    _check_names(source)
     if not found:
         raise wrong_layout(source, LAYOUT)
     values = sorted(set().union(*(_values(one.label) for one in found if isinstance(one.label, Path))) - {0})
@@ -50,11 +51,23 @@ def read_own(source: Path, options: Options) -> Reading:
     )
 
 
+def _check_names(source: Path) -> None:
+    """Raise DataError for two folders that would become one site."""
+    known: dict[str, str] = {}
+    for folder in sorted(one for one in source.iterdir() if one.is_dir()):
+        if (before := known.setdefault(_name(folder).casefold(), folder.name)) != folder.name:
+            raise DataError(f"{source}: {before!r} and {folder.name!r} would both be site {_name(folder)!r}; rename one")
+
+
+def _name(folder: Path) -> str:
+    return folder.name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", folder.name) else slug(folder.name)
+
+
 def _site(folder: Path) -> list[Found]:
     images, masks = child(folder, "images"), child(folder, "masks")
     if images is None or masks is None:
         return []
-    name = folder.name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", folder.name) else slug(folder.name)
+    name = _name(folder)
     if not name:
         raise DataError(f"{folder}: its name has no letter or digit of a site's name; rename it")
     known, found = by_stem(files(masks, PICTURE_ENDINGS)), by_stem(files(images, PICTURE_ENDINGS))

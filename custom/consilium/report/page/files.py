@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterator
@@ -99,11 +98,15 @@ def sha256(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+LARGEST = 3.4e38
+"""What single precision has; a server takes no larger number from a site."""
+
+
 def number(value: Any) -> float | None:
     """Return a finite number as such; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) <= LARGEST else None  # which NaN is not either
     except OverflowError:
         return None

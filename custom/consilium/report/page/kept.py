@@ -95,6 +95,7 @@ def tensors(found: Mapping[str, Any], run: str) -> Table | None:
 
 def ledger_of(folder: Path) -> Path | None:
     """Return a site's ledger: in its folder in a simulation, in a kit beside the runs; None where there is none."""
+    folder = folder.absolute()
     places = (folder, folder.parent.parent, folder.parent.parent.parent.parent)  # STATE/runs/RUN, STATE/runs/RUN/sites/NAME
     kits = [
         place

@@ -58,6 +58,11 @@ class Record:
         return sorted({*named, *(site for line in self.of("started") for site in line["sites"])})
 
     @cached_property
+    def apart(self) -> list[str]:
+        """Sites that only test: they are in no mean."""
+        return sorted({line["site"] for line in self.of("joined") if line.get("test_only") is True})
+
+    @cached_property
     def rounds(self) -> int:
         """How many rounds have ended."""
         return len({line["round"] for line in self.of("concluded") if line["phase"] == self._last_phase})

@@ -1,11 +1,13 @@
 """The page of a run: all that its folder says, finished or not."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from consilium.messages import Stage
 from consilium.report.clean import shown
+from consilium.report.means import Results
 from consilium.report.page import plots
 from consilium.report.page.cases import Cases, read_cases, spread
 from consilium.report.page.files import folders, read, sha256
@@ -18,18 +20,20 @@ from consilium.report.page.traffic import absences, parameters, tensors, times, 
 MOST_SITES = 24
 """Sites whose pictures are on one page."""
 MOST_JOB = 256 * 1024
-HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapter/adapter_model.safetensors",
-          "adapter/adapter.safetensors", "server/state.safetensors")  # fmt: skip
+HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters/global/consilium.safetensors",
+          "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
 
 
 def run_page(record: Record) -> str:
     """Return the page of a run."""
     own = site_parts(record) if record.simulated else []
-    closing, label = record.closing, record.scores.heading(record.metric)
+    closing, label = _trained(record), record.scores.heading(record.metric)
     refusals = absences(record)
     facts, training = times(record)
     private, private_facts = statement(record)
     results = headline(closing, record.scores, shown(record.config.title))
+    if results and record.apart:
+        results = replace(results, notes=[*results.notes, *_apart(record, label)])
     sections = ["result", "curves", *["sites"] * bool(own), "travelled", "time", "absences", "privacy", "versions"]
     values = {
         "warnings": warnings(record, bool(own)),
@@ -38,7 +42,7 @@ def run_page(record: Record) -> str:
         "headline": results,
         "gain": gains(closing, record.metric, label) if results else "",
         "beside": headline(closing, record.scores, shown(record.config.title), beside=True),
-        "models": plots.models("models", of_models(closing, record.metric), label),
+        "models": plots.models("models", of_models(record.closing, record.metric), label),
         "meant": MEANT,
         "figures": curve_figures(record),
         "sites": own[:MOST_SITES],
@@ -59,6 +63,20 @@ def run_page(record: Record) -> str:
         "job": (read(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
     return render("run.html", shown(record.config.title), lead(record), str(record.folder), sections, values)
+
+
+def _trained(record: Record) -> Results:
+    """Return the closing scores of the sites that train; of all where none does."""
+    return {site: one for site, one in record.closing.items() if site not in record.apart} or record.closing
+
+
+def _apart(record: Record, label: str) -> list[str]:
+    """Return a line of each site that only tests, with what the three models score there."""
+    found = []
+    for site, stages in of_models({s: record.closing[s] for s in record.apart if s in record.closing}, record.metric):
+        told = ", ".join(f"{stage} {value:.3f}" for stage, (value, _, _) in stages.items())
+        found.append(f"{shown(site)} only tests and is in no mean: {label} {told}")
+    return found
 
 
 def lead(record: Record) -> str:

@@ -16,7 +16,10 @@ from consilium.report.page.run import curve_figures, hashes, site_part
 from consilium.report.page.scores import MEANT, headline
 from consilium.report.runlog import versions
 
-HASHED = ("adapter/adapter_model.safetensors", "adapter/adapter.safetensors", "cases.json")
+HASHED = (
+    *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
+    "cases.json",
+)
 
 
 def site_folder(folder: Path, site: str) -> Path:
