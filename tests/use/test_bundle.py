@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,4 +185,31 @@ def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path)
 
 def test_a_language_model_has_no_bundle() -> None:
     with pytest.raises(ConfigError, match=r"^--format bundle: bundles are of pictures, .*; use merged$"):
-        bundle.check(small_text())
+        bundle.check(small_text(), card(small_text()))
+
+
+@pytest.mark.parametrize(
+    "name", ["$__import__('os').getpid()", "@network", "%other.json::x", "a @device", "x%file::y", "@", "%"]
+)
+def test_names_that_monai_would_run_are_refused(name: str) -> None:
+    config = changed(FUNDUS, task={"classes": ["disc", name]})
+    with pytest.raises(
+        ConfigError, match=r"^--format bundle: task\.classes: [^\n]*: MONAI would run a name with .* as code; use"
+    ):
+        bundle.check(config, card(config))
+    for field in ("job", "site", "model", "name", "adapter", "method"):
+        with pytest.raises(ConfigError, match="MONAI would run"):
+            bundle.check(FUNDUS, replace(card(FUNDUS), **{field: name}))
+
+
+def test_names_with_signs_that_mean_nothing_to_monai_stay() -> None:
+    config = changed(FUNDUS, task={"classes": ["stenosis > 50 %", "costs 5 $", "50%"]})
+    bundle.check(config, card(config))
+
+
+def test_a_model_of_parts_has_no_bundle() -> None:
+    config = changed(FUNDUS, task={"classes": ["disc"], "crop": 32})
+    with pytest.raises(
+        ConfigError, match=r"^--format bundle: the model was trained on parts of 32 pixels .*; use onnx or merged"
+    ):
+        bundle.check(config, card(config))

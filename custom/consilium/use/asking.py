@@ -68,7 +68,16 @@ class Asking:
         for start in range(0, len(parts), self.batch_size):
             items = parts[start : start + self.batch_size]
             images = [read_image(item, self.task) for item in items]
+            self._check_parts(one, images)
             yield items, images, self._ask(one, items, images)
+
+    def _check_parts(self, one: Input, images: list[np.ndarray]) -> None:
+        """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
+        crop = getattr(self.task, "crop", None)
+        for rows, columns in (image.shape[:2] for image in images):
+            if crop is not None and max(rows, columns) > crop:
+                what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
+                raise DataError(f"{one.path}: {what}; cut it into such parts first")
 
     @torch.no_grad()
     def _ask(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor:

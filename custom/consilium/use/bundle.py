@@ -5,6 +5,7 @@ it asks for; models/model.pt2 is the same as a program (torch.export), which nee
 """
 
 import json
+import re
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.card import Card
+from consilium.report.clean import shown
 from consilium.storage import PUBLIC, write_atomic
 from consilium.use.merge import merge_if_possible
 from consilium.use.probe import Inputs, answer, inputs_of, require_equal, takes_boxes
@@ -27,11 +29,24 @@ WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
 """By task: what writes the network's answers."""
 
 
-def check(config: JobConfig) -> None:
-    """Raise ConfigError for a task without pictures, or one whose answers are neither masks nor classes."""
+_CODE = re.compile(r"^[$@%]|[@%][^\s@%]")
+"""What MONAI runs or looks up in a configuration's texts: "$code", "@name", "%file"."""
+
+
+def check(config: JobConfig, card: Card) -> None:
+    """Raise ConfigError for a task that no bundle does, and for names that MONAI would run as code."""
     if not config.model.image_side or config.task.name not in WRITERS:
         what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
         raise ConfigError(f"--format bundle: {what}; use merged")
+    if crop := getattr(config.task, "crop", None):
+        what = f"the model was trained on parts of {crop} pixels (task.crop), which a bundle does not cut yet"
+        raise ConfigError(f"--format bundle: {what}; use onnx or merged, and give it such parts")
+    told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
+    told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
+    for what, text in [*told.items(), *(("task.classes", name) for name in _classes(config))]:
+        if _CODE.search(str(text)):
+            why = "MONAI would run a name with $, @ or % as code"
+            raise ConfigError(f"--format bundle: {what}: {shown(text, 80)!r}: {why}; use onnx, or train with another name")
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
@@ -39,7 +54,7 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
 
     An adapter that can be merged is, in place. Raises ConfigError as `check`.
     """
-    check(config)
+    check(config, card)
     inputs = inputs_of(config, None)
     wanted = answer(model, inputs)
     merge_if_possible(model, config)

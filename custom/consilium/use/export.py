@@ -33,7 +33,7 @@ class Exported:
 
 def check_possible(format: Format, folder: Path) -> None:
     """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
-    kept, _ = read_kept(folder)
+    kept, card = read_kept(folder)
     config = load_job(folder / "job.yaml", plugins=None)
     _check_blend(kept, format)
     if format == "peft":
@@ -43,7 +43,7 @@ def check_possible(format: Format, folder: Path) -> None:
     elif format == "onnx":
         onnx.check(config)
     else:
-        bundle.check(config)
+        bundle.check(config, card)
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False) -> Exported:
@@ -164,6 +164,8 @@ def _inputs(config: JobConfig) -> list[str]:
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:
         return []
+    crop = getattr(config.task, "crop", None)
+    part = f" It was trained on square parts of {crop} pixels of larger pictures: give it such parts." if crop else ""
     pad = f"the longer side becomes {side} pixels, the rest is padded right and below with RGB {config.model.padding}"
     how = f"stretched to {side} x {side} pixels" if resize == "stretch" else pad
     window = getattr(config.task, "window", None)
@@ -172,4 +174,4 @@ def _inputs(config: JobConfig) -> list[str]:
     names = ", ".join(cell(name) for name in getattr(config.task, "classes", ()))
     mask = "; a mask is where its logit is over 0" if config.task.name == "segmentation" else ""
     order = [f"Logits are in the order of the classes: {names}{mask}."] if names else []
-    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip(), *order]
+    return [f"Pictures are RGB in 0..255, bilinear and anti-aliased: {how}. {grey}".rstrip() + part, *order]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.errors import ConfigError, DataError
+from consilium.report.clean import shown
 from consilium.report.panels import overlay
 from consilium.storage import PRIVATE, private_folder, write_atomic
 from consilium.use.asking import Asked, Asking, joined
@@ -62,7 +63,10 @@ def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[
     work = {"segmentation": _masks, "classification": _classes, "language": _answers}.get(name)
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification and language only")
-    _check_free(_files(name, inputs, wanted), wanted)
+    files = _files(name, inputs, wanted)
+    _check_apart(files)
+    _check_inputs(files, inputs, wanted)
+    _check_free([file for file, _ in files], wanted)
     private_folder(wanted.out)
     outcome = Outcome()
     work(asking, _tried(inputs, outcome, done), wanted, outcome)
@@ -87,17 +91,44 @@ def _tried(inputs: list[Input], outcome: Outcome, done: Callable[[Input], None])
         done(one)
 
 
-def _files(task: str, inputs: list[Input], wanted: Wanted) -> list[str]:
-    """Return the names of all files that would be written. Raises ConfigError where two inputs would share one."""
+def _files(task: str, inputs: list[Input], wanted: Wanted) -> list[tuple[str, str]]:
+    """Return the name of every file that would be written, and what it would be of."""
     if task == "classification":
-        return [CLASSES]
-    found = [one.name if task == "language" else mask_name(one.name) for one in inputs]
-    if twice := sorted({name for name in found if found.count(name) > 1})[:1]:
-        raise ConfigError(f"two inputs would be written to {twice[0]!r}; rename one of them")
-    masks = task == "segmentation"
-    more = [with_ending(name, "overlay", ".png") for name in found if masks and wanted.overlays]
-    more += [_probability_name(name) for name in found if masks and wanted.probabilities]
-    return [*found, *more, *([LABELS] if masks else [])]
+        return [(CLASSES, "the table of classes")]
+    if task == "language":
+        return [(one.name, one.name) for one in inputs]
+    masks = [(mask_name(one.name), one.name) for one in inputs]
+    more = [(with_ending(name, "overlay", ".png"), one) for name, one in masks if wanted.overlays]
+    more += [(_probability_name(name), one) for name, one in masks if wanted.probabilities]
+    return [*masks, *more, (LABELS, "the table of labels")]
+
+
+def _check_apart(files: list[tuple[str, str]]) -> None:
+    """Raise ConfigError where two inputs would share a file, on disks too to which A and a are the same."""
+    seen: dict[str, str] = {}
+    for name, one in files:
+        if (other := seen.setdefault(name.casefold(), one)) is not one:
+            raise ConfigError(
+                f"{shown(other)!r} and {shown(one)!r}: both would be written to {shown(name)!r}; rename one of them"
+            )
+
+
+def _check_inputs(files: list[tuple[str, str]], inputs: list[Input], wanted: Wanted) -> None:
+    """Raise ConfigError, `force` or not, where a file would take the place of an input, or of a file of its series."""
+    originals = {_place(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    for name, _ in files:
+        path = wanted.out / name
+        if path.exists() and _place(path) in originals:
+            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Return what tells a file from all others, whatever names and links it has."""
+    try:
+        told = path.stat()
+    except OSError:  # a link to nowhere
+        return (-1, -1)
+    return (told.st_dev, told.st_ino)
 
 
 def _check_free(names: list[str], wanted: Wanted) -> None:
