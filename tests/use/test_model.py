@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -22,7 +22,8 @@ from consilium.federation.kept import Kept, note_best, read_best, read_kept, wri
 from consilium.federation.samples import site_data
 from consilium.federation.start import keep_inside, server_start
 from consilium.messages import Stage
-from consilium.use.model import TrainedModel, open_model
+from consilium.storage import save_state
+from consilium.use.model import TrainedModel, adapter_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES
 
@@ -127,9 +128,28 @@ def _changed(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Pat
     return write
 
 
+def _header(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Path], None]:
+    """Return what writes only the file that is opened again."""
+
+    def write(folder: Path) -> None:
+        kept, card = change(*read_kept(folder))
+        save_state(folder / "consilium.safetensors", kept.values, {"forward": kept.forward, "card": card.to_dict()})
+
+    return write
+
+
+def _deep(folder: Path) -> None:
+    deep = "[" * 200_000 + "]" * 200_000
+    save_file({"a": torch.ones(1)}, folder / "consilium.safetensors", {"meta": deep, "sha256": ""})
+
+
 def _nan(kept: Kept, card: Card) -> tuple[Kept, Card]:
     name = next(iter(kept.values))
     return replace(kept, values={**kept.values, name: kept.values[name] * float("nan")}), card
+
+
+def _whole(kept: Kept, card: Card) -> tuple[Kept, Card]:
+    return replace(kept, values={name: tensor.int() for name, tensor in kept.values.items()}), card
 
 
 def _fewer(kept: Kept, card: Card) -> tuple[Kept, Card]:
@@ -146,6 +166,12 @@ def _other_base(kept: Kept, card: Card) -> tuple[Kept, Card]:
         (_cut, "not a readable state file"),
         (_flip, "checksum does not match"),
         (_changed(_nan), "has NaN or Inf"),
+        (_header(_whole), "is of torch.int32, no float"),
+        (_header(lambda kept, card: (replace(kept, scaling=float("inf")), card)), "scaling inf: is no finite number"),
+        (_header(lambda kept, card: (replace(kept, scaling="1"), card)), "is of another version"),
+        (_header(lambda kept, card: (replace(kept, share=1.5), card)), "share 1.5: is not within 0 and 1"),
+        (_header(lambda kept, card: (replace(kept, share=float("nan")), card)), "share nan: is not within 0 and 1"),
+        (_deep, "is nested too deep"),
         (_changed(_fewer), "does not fit its job.yaml"),
         (_changed(_other_base), "made on a base with sha256 abab.* the package's weights are here"),
         (lambda folder: (folder / "job.yaml").unlink(), r"job\.yaml"),
@@ -171,6 +197,20 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         open_model(finished, site, stage)
+
+
+def test_an_adapter_folder_is_no_other_model_than_asked_for(finished: Path) -> None:
+    last, best = (finished / "sites/site-1/adapters" / name for name in ("personalized", "personalized-best"))
+    for folder, stage, wanted in ((last, Stage.PERSONALIZED, False), (best, Stage.PERSONALIZED, True), (best, None, True)):
+        assert adapter_folder(folder, None, stage, wanted) == folder
+    assert adapter_folder(finished) == finished / "adapters/global"
+    for folder, stage, wanted, said in (
+        (last, Stage.GLOBAL, False, "--stage global: .* is one adapter, 'personalized'; leave --stage and --best out"),
+        (last, None, True, "--best: .* is one adapter, 'personalized'"),
+        (best, Stage.PERSONALIZED, False, "is one adapter, 'personalized-best'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            adapter_folder(folder, None, stage, wanted)
 
 
 def test_a_run_goes_on_from_an_adapter(finished: Path, tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
-from consilium.errors import ConfigError, DataError
+from consilium.errors import DataError
 from consilium.use.asking import Asked, Asking, joined
 from consilium.use.inputs import Input, find_inputs, read_boxes
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
-from consilium.use.predict import Wanted, _check_apart, _files
 from tests.conftest import run
 
 AFFINE = np.array([[0.0, 0.7, 0, 3], [-0.8, 0, 0, 5], [0, 0, 2.5, -7], [0, 0, 0, 1]])
@@ -208,45 +207,3 @@ def test_a_box_is_cut_to_each_tile() -> None:
     one, parts = Input(Path("a.png"), "a.png"), [(0, 0, 64, 64), (48, 0, 64, 64), (96, 0, 64, 64)]
     found = [asking._box(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
     assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]
-
-
-def test_an_original_is_never_replaced(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = tmp_path / "in"
-    given.mkdir()
-    Image.fromarray(noise((20, 20, 3))).save(given / "a.png")
-    before = (given / "a.png").read_bytes()
-    (tmp_path / "link").symlink_to(given)
-    for words in ((given, given), (given / "a.png", given), (given, tmp_path / "link")):
-        assert run(monkeypatch, "predict", finished, words[0], "-o", words[1], "--force") == 2
-        assert "is an input, which is never replaced; give another folder" in capsys.readouterr().err
-    assert (given / "a.png").read_bytes() == before
-    assert [path.name for path in given.iterdir()] == ["a.png"]
-
-
-@pytest.mark.parametrize(
-    ("names", "more"),
-    [(("a.png", "a.tif"), {"overlays": True}), (("a.tif", "a.tiff"), {"probabilities": True}), (("A.png", "a.PNG"), {})],
-)
-def test_inputs_that_would_share_a_file_are_both_named(names: tuple[str, str], more: dict[str, bool], tmp_path: Path) -> None:
-    inputs = [Input(tmp_path / name, name) for name in names]
-    with pytest.raises(ConfigError, match=f"^{names[0]!r} and {names[1]!r}: both would be written to .*; rename one of them$"):
-        _check_apart(_files("segmentation", inputs, Wanted(tmp_path, **more)))
-    _check_apart(_files("segmentation", inputs[:1], Wanted(tmp_path, True, True)))
-
-
-def test_a_picture_of_another_scale_than_the_models_parts_is_refused(
-    windowed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(shutil.copytree(windowed, tmp_path / "model"))
-    job = yaml.safe_load((folder / "job.yaml").read_text())
-    job["task"] |= {"crop": 32}
-    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
-    (tmp_path / "in").mkdir()
-    Image.fromarray(noise((20, 40, 3))).save(tmp_path / "in/large.png")
-    Image.fromarray(noise((32, 20, 3))).save(tmp_path / "in/small.png")
-    assert run(monkeypatch, "predict", folder, tmp_path / "in", "-o", tmp_path / "out") == 1
-    said = capsys.readouterr()
-    assert "has 40x20 pixels, and the model was trained on parts of 32 pixels (task.crop); cut it into such parts" in said.err
-    assert "1 predicted, 1 bad" in said.out

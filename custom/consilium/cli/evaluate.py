@@ -71,7 +71,7 @@ def evaluate(
     from consilium.use.evaluate import evaluate as run
     from consilium.use.model import open_model
 
-    opened = open_model(model, site, stage or Stage.GLOBAL, own, best)
+    opened = open_model(model, site, stage, own, best)
     _print(run(opened, data, split.value), opened, split, data, format)
 
 

@@ -8,7 +8,6 @@ import typer
 
 from consilium.cli.options import LONGEST_LINE
 from consilium.cli.predict import BestOption, CheckpointsOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.messages import Stage
 from consilium.report.clean import shown
 
 
@@ -28,7 +27,7 @@ def export_model(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="receives it; must be new")],
     site: SiteOption = None,
-    stage: StageOption = Stage.GLOBAL,
+    stage: StageOption = None,
     best: BestOption = False,
     checkpoints: CheckpointsOption = None,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,

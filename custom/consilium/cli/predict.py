@@ -23,7 +23,7 @@ NAMED = 20
 """Bad inputs that are named on the terminal; the others are counted."""
 ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, or an adapter folder that a run has kept")]
 SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
-StageOption = Annotated[Stage, typer.Option(help="which model of a run")]
+StageOption = Annotated[Stage | None, typer.Option(help="which model of a run; default: global")]
 BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
 CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
@@ -34,7 +34,7 @@ def predict(
     images: Annotated[Path, typer.Argument(help="a picture, volume, DICOM series or .jsonl, or a folder of them")],
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for what is predicted")],
     site: SiteOption = None,
-    stage: StageOption = Stage.GLOBAL,
+    stage: StageOption = None,
     best: BestOption = False,
     overlays: Annotated[bool, typer.Option("--overlays", help="also a picture with the mask drawn on it")] = False,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,

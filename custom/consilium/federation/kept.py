@@ -24,6 +24,8 @@ from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import LOWER, TASKS
 
 ADAPTERS, TENSORS, CARD = "adapters", "consilium.safetensors", "README.md"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What an adapter's tensors may be."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,30 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
     path = folder / TENSORS
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {TENSORS} there; give an adapter folder, such as RUN/sites/NAME/adapters/global")
-    values, meta = load_state(path)
+    try:
+        values, meta = load_state(path)
+    except RecursionError:
+        raise CheckpointError(f"{path}: its header is nested too deep; take the file that the run wrote") from None
+    if bad := sorted(name for name, tensor in values.items() if tensor.dtype not in FLOATS):
+        raise CheckpointError(f"{path}: tensor {bad[0]!r} is of {values[bad[0]].dtype}, no float; take what the run wrote")
     if bad := sorted(name for name, tensor in values.items() if not torch.isfinite(tensor).all()):
         raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
     try:
-        return Kept(values, **meta["forward"]), Card.from_dict(meta["card"])
-    except (KeyError, TypeError) as error:
+        kept, card = Kept(values, **meta["forward"]), Card.from_dict(meta["card"])
+        _check_forward(kept, path)
+    except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: is of another version of consilium ({error}); open it with the one that made it"
         ) from None
+    return kept, card
+
+
+def _check_forward(kept: Kept, path: Path) -> None:
+    """Raise CheckpointError, or TypeError, for numbers that no forward pass takes."""
+    if not math.isfinite(kept.scaling):
+        raise CheckpointError(f"{path}: scaling {kept.scaling}: is no finite number; take what the run wrote")
+    if not 0 <= kept.share <= 1:
+        raise CheckpointError(f"{path}: share {kept.share}: is not within 0 and 1; take what the run wrote")
 
 
 def note_best(path: Path, kept: Kept, config: JobConfig, metric: str, score: float | None) -> None:

@@ -38,7 +38,7 @@ def find_inputs(given: Path, texts: bool, out: Path) -> list[Input]:
     ends = TEXTS if texts else PICTURES
     if not given.is_dir():
         return [Input(given, given.name)]
-    found = [Input(path, path.relative_to(given).as_posix()) for path in _walk(given, ends, out.resolve())]
+    found = [Input(path, path.relative_to(given).as_posix()) for path in _walk(given, ends, {out.resolve(), given.resolve()})]
     found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
     if not found:
         wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM"
@@ -46,15 +46,17 @@ def find_inputs(given: Path, texts: bool, out: Path) -> list[Input]:
     return sorted(found, key=lambda one: one.name)
 
 
-def _walk(folder: Path, ends: tuple[str, ...], out: Path) -> Iterator[Path]:
+def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path]) -> Iterator[Path]:
+    """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless."""
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
     series = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
     yield from series if _apart(series) else [folder]
     yield from (path for path in files if path not in series and path.name.lower().endswith(ends))
-    for path in entries:
-        if path.is_dir() and path.resolve() != out:
-            yield from _walk(path, ends, out)
+    for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
+        if (resolved := path.resolve()) not in seen:
+            seen.add(resolved)
+            yield from _walk(path, ends, seen)
 
 
 def _is_dicom(path: Path) -> bool:
@@ -66,9 +68,10 @@ def _apart(files: list[Path]) -> bool:
     if len(files) < 2:
         return True
     try:
-        from pydicom import dcmread
+        from consilium.data.dicom.files import open_file, reading
 
-        told = [dcmread(path, force=True, specific_tags=["SeriesInstanceUID"]).get("SeriesInstanceUID") for path in files]
+        with reading(files[0].parent):
+            told = [open_file(path).get("SeriesInstanceUID") for path in files]
     except Exception:  # a damaged file, or no pydicom: what reads the folder says so
         return False
     return len(set(told)) == len(files)

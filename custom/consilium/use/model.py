@@ -36,7 +36,7 @@ class TrainedModel:
 def open_model(
     path: Path,
     site: str | None = None,
-    stage: Stage = Stage.GLOBAL,
+    stage: Stage | None = None,
     own: SiteConfig = SiteConfig(),  # noqa: B008
     best: bool = False,
 ) -> TrainedModel:
@@ -58,20 +58,33 @@ def open_model(
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
-def adapter_folder(path: Path, site: str | None = None, stage: Stage = Stage.GLOBAL, best: bool = False) -> Path:
-    """Return the adapter folder that is meant. Raises ConfigError, naming what there is, where there is none."""
+def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:
+    """Return the adapter folder that is meant, of a run by default the global one's.
+
+    Raises ConfigError, naming what there is, where there is none.
+    """
     if (path / TENSORS).is_file():
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
+        if stage is not None or best:
+            _check_meant(path, stage, best)
         return path
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
     if site is not None and Path(site).name != site:
         raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_listed(run_sites(path))}")
-    folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage}{BEST if best else ''}"
+    folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
     raise ConfigError(_nothing_there(path, site, folder))
+
+
+def _check_meant(path: Path, stage: Stage | None, best: bool) -> None:
+    """Raise ConfigError where an adapter folder is not the model that the options name."""
+    card = read_kept(path)[1]
+    if card.name != f"{stage or card.stage}{BEST if best else ''}":
+        option = f"--stage {stage}" if stage is not None else "--best"
+        raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
 
 
 def _nothing_there(path: Path, site: str | None, folder: Path) -> str:

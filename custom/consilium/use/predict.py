@@ -1,6 +1,7 @@
 """What a model says of new inputs, written beside nothing of the user's: masks, a table of classes, or answers."""
 
 import csv
+import errno
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from consilium.use.writing import (
 )
 
 CLASSES, LABELS = "classes.csv", "labels.json"
+ENDS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What ends a run: the next input would meet it too."""
 SIDE = 1024
 """Pixels of an overlay's longest side, at most."""
 
@@ -77,13 +80,18 @@ Try = Callable[[Callable[[], None]], None]
 
 
 def _tried(inputs: list[Input], outcome: Outcome, done: Callable[[Input], None]) -> Iterator[tuple[Input, Try]]:
-    """Yield every input with what runs its work and notes a DataError of it."""
+    """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
 
     def run(work: Callable[[], None]) -> None:
         try:
             work()
         except DataError as error:
             outcome.bad.append((one.name, str(error)))
+        except OSError as error:
+            if error.errno in ENDS:
+                raise
+            why = f"{one.path}: its prediction cannot be written ({error.strerror}); look at the folder's names and rights"
+            outcome.bad.append((one.name, why))
 
     for one in inputs:
         yield one, run
@@ -107,10 +115,10 @@ def _check_apart(files: list[tuple[str, str]]) -> None:
     """Raise ConfigError where two inputs would share a file, on disks too to which A and a are the same."""
     seen: dict[str, str] = {}
     for name, one in files:
-        if (other := seen.setdefault(name.casefold(), one)) is not one:
-            raise ConfigError(
-                f"{shown(other)!r} and {shown(one)!r}: both would be written to {shown(name)!r}; rename one of them"
-            )
+        if (other := seen.get(name.casefold())) is not None:
+            what = f"both would be written to {shown(name)!r}"
+            raise ConfigError(f"{shown(other)!r} and {shown(one)!r}: {what}; rename one of them")
+        seen[name.casefold()] = one
 
 
 def _check_inputs(files: list[tuple[str, str]], inputs: list[Input], wanted: Wanted) -> None:

@@ -1,6 +1,7 @@
 """Masks in the format and on the grid of what they are masks of. Files are the user's alone."""
 
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,21 +57,30 @@ def write_pages(path: Path, planes: np.ndarray) -> None:
 
 def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     """Write values (i, j, k), or (i, j, k, C), with the place, unit and shape of the volume `source`."""
+    try:
+        data = _nifti(values, source)
+    except Exception as error:
+        why = f"its header makes no NIfTI of a mask ({type(error).__name__})"
+        raise DataError(f"{source}: {why}; convert it to NIfTI-1") from None
+    if path.name.lower().endswith(".gz"):
+        import gzip
+
+        data = gzip.compress(data, 6, mtime=0)
+    write_atomic(path, data)
+
+
+def _nifti(values: np.ndarray, source: Path) -> bytes:
     origin = nibabel.load(source)
     shape = tuple(origin.shape) if values.ndim == 3 else values.shape
     header = origin.header.copy()
     header.set_data_dtype(values.dtype)
     header.set_slope_inter(1, 0)
     header["cal_min"] = header["cal_max"] = 0
-    header["descrip"], header["aux_file"], header["db_name"] = f"consilium {__version__}", b"", b""
+    header["descrip"] = f"consilium {__version__}"
+    for free in {"aux_file", "db_name", "intent_name"} & set(header.keys()):  # NIfTI-2 lacks one; they may name the patient
+        header[free] = b""
     header.extensions.clear()  # they may name the patient
-    made = type(origin)(values.reshape(shape), origin.affine, header)
-    data = made.to_bytes()
-    if path.name.lower().endswith(".gz"):
-        import gzip
-
-        data = gzip.compress(data, 6, mtime=0)
-    write_atomic(path, data)
+    return bytes(type(origin)(values.reshape(shape), origin.affine, header).to_bytes())
 
 
 def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> None:
@@ -87,13 +97,21 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
         if len(files) == 1 and len(frames) > 1:  # frames of one file stay in its order
             segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
         images = [open_file(file, pixels=True) for file in files]
+        data = _encoded(images, segments, names, source, model)
+    write_atomic(path, data)
+
+
+def _encoded(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
+    """Return a DICOM-SEG as a file's bytes. Raises DataError; what libraries warn of stays unsaid, it quotes values."""
     file = io.BytesIO()
     try:
-        _segmentation(images, segments, names, model).save_as(file, enforce_file_format=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _segmentation(images, segments, names, model).save_as(file, enforce_file_format=True)
     except Exception as error:
         what = f"its elements make no DICOM-SEG ({type(error).__name__})"
         raise DataError(f"{source}: {what}; convert it to NIfTI") from None
-    write_atomic(path, file.getvalue())
+    return file.getvalue()
 
 
 def _segmentation(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:

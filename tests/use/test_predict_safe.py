@@ -1,0 +1,131 @@
+"""What `consilium predict` leaves alone and does not say: originals, other inputs' files, values of DICOM and NIfTI headers."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+import yaml
+from PIL import Image
+
+from consilium.data.synthetic.studies import Study
+from consilium.errors import ConfigError, DataError
+from consilium.use.asking import Asking
+from consilium.use.inputs import Input, find_inputs
+from consilium.use.model import open_model
+from consilium.use.predict import Wanted, _check_apart, _files, predict
+from consilium.use.writing import write_nifti, write_picture
+from tests.conftest import run
+from tests.use.test_predict import AFFINE, noise, write_dicom_series
+
+
+def test_an_original_is_never_replaced(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "in"
+    given.mkdir()
+    Image.fromarray(noise((20, 20, 3))).save(given / "a.png")
+    before = (given / "a.png").read_bytes()
+    (tmp_path / "link").symlink_to(given)
+    for words in ((given, given), (given / "a.png", given), (given, tmp_path / "link")):
+        assert run(monkeypatch, "predict", finished, words[0], "-o", words[1], "--force") == 2
+        assert "is an input, which is never replaced; give another folder" in capsys.readouterr().err
+    assert (given / "a.png").read_bytes() == before
+    assert [path.name for path in given.iterdir()] == ["a.png"]
+
+
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [(("a.png", "a.tif"), {"overlays": True}), (("a.tif", "a.tiff"), {"probabilities": True}), (("A.png", "a.PNG"), {})],
+)
+def test_inputs_that_would_share_a_file_are_both_named(names: tuple[str, str], more: dict[str, bool], tmp_path: Path) -> None:
+    inputs = [Input(tmp_path / name, name) for name in names]
+    with pytest.raises(ConfigError, match=f"^{names[0]!r} and {names[1]!r}: both would be written to .*; rename one of them$"):
+        _check_apart(_files("segmentation", inputs, Wanted(tmp_path, **more)))
+    _check_apart(_files("segmentation", inputs[:1], Wanted(tmp_path, True, True)))
+
+
+def test_a_picture_of_another_scale_than_the_models_parts_is_refused(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(finished / "adapters/global", tmp_path / "model"))
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    job["task"] |= {"crop": 32}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
+    (tmp_path / "in").mkdir()
+    Image.fromarray(noise((20, 40, 3))).save(tmp_path / "in/large.png")
+    Image.fromarray(noise((32, 20, 3))).save(tmp_path / "in/small.png")
+    assert run(monkeypatch, "predict", folder, tmp_path / "in", "-o", tmp_path / "out") == 1
+    said = capsys.readouterr()
+    assert "has 40x20 pixels, and the model was trained on parts of 32 pixels (task.crop); cut it into such parts" in said.err
+    assert "1 predicted, 1 bad" in said.out
+
+
+def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
+    given, other = tmp_path / "in", tmp_path / "other"
+    (given / "a").mkdir(parents=True)
+    other.mkdir()
+    for path in (given / "a/one.png", other / "two.png"):
+        Image.fromarray(noise((8, 8, 3))).save(path)
+    (given / "0").symlink_to(given / "a")
+    (given / "a/up").symlink_to(given)
+    (given / "a/elsewhere").symlink_to(other)
+    (other / "back").symlink_to(given / "a")
+    assert [one.name for one in find_inputs(given, False, tmp_path / "out")] == ["a/elsewhere/two.png", "a/one.png"]
+
+
+def test_what_cannot_be_written_is_that_inputs_problem_and_a_full_disk_is_the_runs(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.fromarray(noise((20, 20, 3))).save(tmp_path / "in" / name)
+    written = write_picture
+    number = errno.ENAMETOOLONG
+
+    def fail(path: Path, values: np.ndarray) -> None:
+        if path.name == "a.png":
+            raise OSError(number, "no way")
+        written(path, values)
+
+    monkeypatch.setattr("consilium.use.predict.write_picture", fail)
+    assert run(monkeypatch, "predict", finished, tmp_path / "in", "-o", tmp_path / "out") == 1
+    said = capsys.readouterr()
+    assert "1 predicted, 1 bad" in said.out
+    assert "a.png: its prediction cannot be written (no way)" in said.err
+    number = errno.ENOSPC
+    with pytest.raises(OSError, match="no way"):
+        predict(Asking(open_model(finished), 1), find_inputs(tmp_path / "in", False, tmp_path), Wanted(tmp_path / "2"), print)
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+def test_masks_of_nifti_1_and_2_say_nothing_of_the_patient(kind: type, tmp_path: Path) -> None:
+    image = kind(np.zeros((4, 5, 2), np.int16), AFFINE)
+    for name in {"descrip", "aux_file", "db_name", "intent_name"} & set(image.header.keys()):
+        image.header[name] = b"Jane Doe"
+    nibabel.save(image, tmp_path / "one.nii")
+    write_nifti(tmp_path / "mask.nii.gz", np.ones((4, 5, 2), np.uint8), tmp_path / "one.nii")
+    made = nibabel.load(tmp_path / "mask.nii.gz")
+    assert isinstance(made, kind)
+    assert b"Jane" not in made.header.binaryblock
+    assert np.array_equal(made.affine, nibabel.load(tmp_path / "one.nii").affine)
+    with pytest.raises(DataError, match=r"its header makes no NIfTI of a mask \(ValueError\); convert it to NIfTI-1"):
+        write_nifti(tmp_path / "mask.nii.gz", np.ones((4, 5, 3), np.uint8), tmp_path / "one.nii")
+
+
+def test_no_value_of_a_dicom_file_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    study = Study(np.zeros((4, 4, 2), np.int16), np.zeros((4, 4, 2), np.uint8), np.eye(4), "P", "S", "ct", 1)
+    write_dicom_series(tmp_path / "in", study)
+    for path in (tmp_path / "in").iterdir():
+        one = pydicom.dcmread(path)
+        one.SeriesInstanceUID = "1.2.3"
+        one.save_as(path)
+        path.write_bytes(path.read_bytes().replace(b"1.2.3", b"Jane "))
+    find_inputs(tmp_path / "in", False, tmp_path / "out")
+    said = capfd.readouterr()
+    assert "Jane" not in said.out + said.err + "".join(str(one.message) for one in recwarn)
