@@ -155,10 +155,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
     from consilium.training.device import pick_device
 
-    base, _, adapter = kinds_of(config)
-    model = bare_model(config, checkpoint_of(config.model, site), weights=True)
-    adapter.inject(model, config.adapter, base)
-    add_parts(config.strategy.parts, model, adapter, config.adapter, base)
+    model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
     return store(model, config.model.dtype, layers.tensors(model).values()).to(pick_device(site.device)).eval()
 
 
@@ -265,6 +262,19 @@ def _site(
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
     return found
+
+
+def laid_out(config: JobConfig) -> nn.Module:
+    """Return the base with adapters but without numbers (meta device). Raises ConfigError."""
+    with torch.device("meta"):
+        return _adapted(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
+
+
+def _adapted(config: JobConfig, model: nn.Module) -> nn.Module:
+    base, _, adapter = kinds_of(config)
+    adapter.inject(model, config.adapter, base)
+    add_parts(config.strategy.parts, model, adapter, config.adapter, base)
+    return model
 
 
 def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:

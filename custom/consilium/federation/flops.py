@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from consilium.adapters import layers
-from consilium.adapters.parts import add_parts
 from consilium.config.job import JobConfig
-from consilium.federation.build import Job, bare_model, kinds_of
+from consilium.federation.build import Job, laid_out
 from consilium.messages import Stage
 from consilium.strategies.strategy import Role
 
@@ -44,12 +43,8 @@ class Work:
 def work_of(job: Job) -> Work:
     """Return what a sample costs. Raises ConfigError for a model that cannot be laid out."""
     config = job.config
-    base, _, adapter = kinds_of(config)
     with torch.device("meta"):
-        model = bare_model(config, checkpoint=None, weights=False)
-        adapter.inject(model, config.adapter, base)
-        add_parts(job.strategy.parts, model, adapter, config.adapter, base)
-        model = model.to("meta")
+        model = laid_out(config)
         given = _sample(config)
         scoring = _count(lambda: _answer(model, given))
         _choose(model, job)

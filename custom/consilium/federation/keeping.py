@@ -82,13 +82,15 @@ class Keeping(LocalTraining):
         """Return what else a user of the model `name` must know, which runs without these blocks."""
         private, local = self.config.privacy, keeps_local(self.strategy, layers.tensors(self.model))
         own = name.startswith(Stage.PERSONALIZED) or local
-        offered = len(self.strategy.choices(Payload(0, 0, layers.values(self.model)))) > 1  # and validation data chose
-        uncovered = private is not None and ((private.unit == "site" and own) or offered)
-        found = [UNCOVERED] if uncovered else []
+        found = [UNCOVERED] if private is not None and ((private.unit == "site" and own) or self._chose()) else []
         if blocks:
             listed = ", ".join(f"`{block}`" for block in sorted(blocks))
             found.append(f"It runs without the base's blocks {listed}, which other programs do not know.")
         return found
+
+    def _chose(self) -> bool:
+        """Tell whether validation data chose what the model is."""
+        return len(self.strategy.choices(Payload(0, 0, layers.values(self.model)))) > 1
 
     def _best(self, run: str, stage: Stage) -> Path:
         return self.folder / run / f"best-{stage}.safetensors"

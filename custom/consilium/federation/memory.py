@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from consilium.adapters import layers
-from consilium.adapters.parts import add_parts
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
-from consilium.federation.build import Job, bare_model, kinds_of
+from consilium.federation.build import Job, laid_out
 from consilium.models.stored import store
+from consilium.tasks.registry import TASKS
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
 """Numbers that an optimizer keeps for each that trains; sgd keeps one with momentum."""
@@ -76,19 +76,16 @@ class _Live(TorchDispatchMode):
 
 
 def memory_of(job: Job) -> StepMemory:
-    """Return what a step of the job's first round takes at a site whose samples all have full size.
+    """Return what a step of the job's first round takes at a site whose samples all have full size, in bf16 unless it is fp32.
 
     Raises ConfigError for a task that cannot be rehearsed.
     """
     config = job.config
-    base, task, adapter = kinds_of(config)
+    task = TASKS[config.task.name]
     if task.rehearse is None:
         raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
-    with torch.device("meta"):
-        model = bare_model(config, checkpoint=None, weights=False)
-        adapter.inject(model, config.adapter, base)
-        add_parts(config.strategy.parts, model, adapter, config.adapter, base)
-        store(model, config.model.dtype, layers.tensors(model).values())
+    model = laid_out(config)
+    store(model, config.model.dtype, layers.tensors(model).values())
     with FakeTensorMode():
         _materialize(model)
         trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
