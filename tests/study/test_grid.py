@@ -45,6 +45,18 @@ def test_the_later_override_of_a_field_counts_and_comes_last(study_file: MakeStu
     assert smoke.folder.parts[:3] == ("runs", "studies", "tiny-smoke")
 
 
+def test_cells_say_how_large_their_own_data_are(study_file: MakeStudy) -> None:
+    """It is no field of the job: equal jobs stay one cell, however large their data are said to be."""
+    four = {"sites": 4, "training": 40}
+    by_number = {"4": {"training.lr": 0.1, "counts": four}, "all": {"training.lr": 0.2}}
+    told = cells_of(study_file(counts={"sites": 9, "training": 90}, axes={"clients": by_number}))
+    assert [(cell.counts.sites, cell.counts.training) for cell in told if cell.counts] == [(4, 40), (9, 90)]
+    silent = cells_of(study_file(axes={"clients": {"4": {"training.lr": 0.1}, "all": {"training.lr": 0.2}}}))
+    assert [cell.id for cell in told] == [cell.id for cell in silent] and silent[0].counts is None
+    with pytest.raises(ConfigError, match="counts.*sites"):
+        cells_of(study_file(axes={"clients": {"none": {"counts": {"sites": 0, "training": 1}}}}))
+
+
 def test_what_is_left_out_says_why(study_file: MakeStudy) -> None:
     study = load(
         study_file(axes={"method": METHODS, "seed": SEEDS}, exclude=[{"when": {"method": "FFA", "seed": 2}, "reason": "no"}])

@@ -64,10 +64,10 @@ class CountsConfig(Section):
 
 
 class StudyConfig(Section):
-    """A whole study. Overrides are job fields with dots, as `--set` takes them, and two names more.
+    """A whole study. Overrides are job fields with dots, as `--set` takes them, and three names more.
 
     `sites`: who takes part, as `simulate --sites` takes it; `folder`: a folder in `--data` instead of all of it.
-    `counts`: for an estimate of what it takes.
+    `counts`: for an estimate of what it takes; in an override where the data differ by cell.
     """
 
     about: str

@@ -19,15 +19,15 @@ class Computing:
     """Counts FLOPs of cells; jobs that differ in rounds, seeds or noise alone are laid out once."""
 
     def __init__(self, study: Study) -> None:
-        counts = study.config.counts if not study.size else None
-        self._given = None if counts is None else Samples(**counts.model_dump())
+        self._published = not study.size
         self._known: dict[str, Work] = {}
 
     def flops(self, cell: Cell) -> float | None:
         """Return what a cell computes in all; None where neither the study nor its job says how large the data are."""
         config = cell.load()
         names = site_names(cell.sites, None) if cell.sites or config.data.phantoms is not None else []
-        samples = own_samples(config, len(names)) or self._given
+        given = Samples(**cell.counts.model_dump()) if cell.counts and self._published else None
+        samples = own_samples(config, len(names)) or given
         if samples is None:
             return None
         job = assemble_job(config, cell.base)

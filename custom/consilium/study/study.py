@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError
 from consilium.schema import read_yaml, validate
-from consilium.study.config import MOST_CELLS, Choice, SizeConfig, StudyConfig
+from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
 from consilium.study.mistakes import Mistakes
 
 STUDIES = Path("jobs/studies")
@@ -25,7 +25,7 @@ Size = Literal["", "smoke", "small"]
 class Cell:
     """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
 
-    `folder` is an ordinary run's folder, see RunLog; `cell.json` in it says how far it is.
+    `counts`: how large its data are, if the study says so; `folder` is an ordinary run's folder, see RunLog; `cell.json` in it says how far it is.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Cell:
     base: Path
     sites: str = ""
     data: str = ""
+    counts: CountsConfig | None = None
 
     @property
     def name(self) -> str:
@@ -117,16 +118,21 @@ class Study:
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
         sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
+        counts = _counts(values.pop("counts")) if "counts" in values else self.config.counts
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
         name = _digest(make_job(raw, base, _parsed(texts), plugins=None, author=True), sites, data)
-        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data)
+        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts)
 
 
 def _text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
     return str(value)
+
+
+def _counts(value: Any) -> CountsConfig:
+    return validate(CountsConfig, value, Path("counts"))
 
 
 def _json(field: str, value: Any) -> str:
