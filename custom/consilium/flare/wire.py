@@ -18,7 +18,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
-STATISTICS = Kind.STATISTICS.value
+STATISTICS, MODEL = Kind.STATISTICS.value, Kind.MODEL.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
@@ -69,11 +69,11 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
 
 
 def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
-    """Return the run that a server's hello names, or its request for statistics by that key.
+    """Return the run that a server's hello names, or its request for statistics or a model by that key.
 
     Raises RefusedError for anything that is no such message, or more than one.
     """
-    asked, others = shareable.get(key), {HELLO, STATISTICS, "DXO"} - {key}
+    asked, others = shareable.get(key), {HELLO, STATISTICS, MODEL, "DXO"} - {key}
     if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
     return _text(asked["run"])
