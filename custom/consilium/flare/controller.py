@@ -178,7 +178,7 @@ class RoundController(Controller):
         self._exchange(c, wire.EVALUATE, payloads, accept, lambda: crossing.answered >= c.quorum, abort_signal, fl_ctx)
 
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.start().items()}
         asides = self._evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
@@ -195,7 +195,7 @@ class RoundController(Controller):
 
     def _evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.held_out().items()}
 
         def record(name: str, result: Shareable) -> None:
             coordinator.accept_held_out(name, wire.decode(result)[0])
@@ -204,7 +204,7 @@ class RoundController(Controller):
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         sent = coordinator.final() if coordinator.job.config.trains else {}
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in sent.items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in sent.items()}
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
