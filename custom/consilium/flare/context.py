@@ -21,6 +21,7 @@ from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.engine import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.flare.revocation import since
 from consilium.messages import Observer
 from consilium.registry import NO_PLUGINS, Plugins
 from consilium.report.predictions import PREDICTIONS
@@ -121,6 +122,11 @@ def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
 def experiment(fl_ctx: FLContext, job: Job) -> str:
     """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
+
+
+def revoked(fl_ctx: FLContext, start: float) -> set[str]:
+    """Return the sites whose credentials were revoked at this server after `start`; see revocation.py. Raises ConfigError."""
+    return set() if simulated() else since(Path(_workspace(fl_ctx).get_site_config_dir()), start)
 
 
 def submitter(fl_ctx: FLContext) -> str:

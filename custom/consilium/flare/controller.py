@@ -20,6 +20,7 @@ from consilium.federation.crossing import CrossSites
 from consilium.federation.start import keep_inside
 from consilium.flare import answers, context, wire
 from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.revocation import REFUSED
 from consilium.messages import Payload
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
@@ -51,6 +52,7 @@ class RoundController(Controller):
         self.crossing: CrossSites | None = None
         self._invited: dict[str, Task] = {}
         self._heard: set[str] = set()
+        self._began = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
@@ -235,7 +237,9 @@ class RoundController(Controller):
         gone = {name for name in messages if self.get_client_disconnect_time(name)}
         for name in sorted(gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
-        present = {name: message for name, message in messages.items() if name not in gone}
+        for name in sorted(revoked := context.revoked(fl_ctx, self._began) & messages.keys() - gone):
+            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
+        present = {name: message for name, message in messages.items() if name not in gone | revoked}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
         self._wait(coordinator, tasks, enough, abort_signal)
         for name in sorted(tasks.keys() - answered):
@@ -261,7 +265,8 @@ class RoundController(Controller):
             answered.add(name)
             self._heard.add(name)
             try:
-                if (reason := answers.why_none(result, fl_ctx)) is None:
+                reason = REFUSED if name in context.revoked(fl_ctx, self._began) else answers.why_none(result, fl_ctx)
+                if reason is None:
                     on_result(name, result)
             except RefusedError as error:
                 reason = str(error)
