@@ -18,6 +18,7 @@ class Reason(StrEnum):
     DATA = "data"
     DATASET = "dataset"
     STATISTICS = "statistics"
+    MODEL = "model"
     CHECKPOINT = "checkpoint"
     TRAINING = "training"
     RESULT = "result"
@@ -40,6 +41,7 @@ _TEXTS = {
     Reason.DATA: "the site's data cannot be read",
     Reason.DATASET: "the site has no data set as the job names it, or the job names none of several",
     Reason.STATISTICS: "the site gives no statistics to this job",
+    Reason.MODEL: "the site hands out no personalized model",
     Reason.CHECKPOINT: "the site's base weights or saved state cannot be used",
     Reason.TRAINING: "training failed there",
     Reason.RESULT: "the site's guard let nothing out",

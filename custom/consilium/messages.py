@@ -28,6 +28,7 @@ class Kind(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     STATISTICS = "statistics"
+    MODEL = "model"
 
 
 @dataclass(frozen=True)

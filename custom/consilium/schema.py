@@ -28,6 +28,8 @@ SMALLEST_NOISE = 0.05
 """Noise multipliers under this protect nothing, and accountants of sampled releases do not come to an end below."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="64 hex digits; `consilium doctor` prints a checkpoint's")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+"""A job's or a run's; it becomes a folder's."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Rank = Annotated[int, Field(ge=1, le=1024)]

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nvflare.fuel.utils import fobs
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
@@ -30,6 +31,12 @@ Runner = Callable[..., Path]
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a state file."""
     return load_state(path)[0]
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in the messages that a listener kept."""
+    messages = [fobs.loads(path.read_bytes()) for path in folder.iterdir()]
+    return {name for one in messages if "DXO" in one for name in wire.decode(one)[0].tensors}
 
 
 def untouched(config: Path) -> None:

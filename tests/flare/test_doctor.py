@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.flare import doctor
+from consilium.flare import certificates
 from consilium.flare.doctor import examine
 from consilium.flare.kits import update
 from consilium.flare.provision import provision
@@ -160,7 +160,7 @@ def test_the_clock_is_held_against_the_certificate(days: int, says: str, kit: Pa
         def now(cls, tz: Any = None) -> datetime:
             return datetime.now(UTC) + timedelta(days=days)
 
-    monkeypatch.setattr(doctor, "datetime", Clock)
+    monkeypatch.setattr(certificates, "datetime", Clock)
     assert says in problems(kit)["clock"]
 
 

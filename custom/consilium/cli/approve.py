@@ -71,7 +71,7 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     found = config.model_dump(mode="json", exclude_none=True)
     shown = {
         key: found.get(key)
-        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics")
+        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
     }
     shown |= {"packages": config.packages} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
@@ -88,6 +88,10 @@ def _leaves(job: Any) -> dict[str, Any]:
     numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
     found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
     section = job.config.statistics
+    if (asked := job.config.cross_site) and asked.personalized:
+        found |= {
+            "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
+        }
     return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
 
 

@@ -1,8 +1,6 @@
 """The command `consilium evaluate`."""
 
-import io
 import json
-import math
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -24,10 +22,7 @@ from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig
     from consilium.tasks.registry import Scores
-    from consilium.use.evaluate import Matrix
     from consilium.use.model import TrainedModel
-
-PICTURE, VALUES = "cross_sites.png", "cross_sites.json"
 
 
 class Split(StrEnum):
@@ -112,52 +107,25 @@ def _interval(found: Mapping[str, float], name: str) -> str:
 def _matrix(
     run: Path, data: Path | None, stage: Stage, own: "SiteConfig", split: Split, best: bool, out: Path | None, format: Format
 ) -> None:
+    from consilium.report.cross_sites import PICTURE, VALUES, WORDS, table, write
     from consilium.use.evaluate import cross_sites
 
-    _check_free(out)
+    _check_free([out / PICTURE, out / VALUES] if out is not None else [])
     console = Console(stderr=True, quiet=format is Format.JSON)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("evaluating", total=None)
         found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: progress.advance(bar))
-    told = {"metric": found.metric, "stage": str(stage), "split": str(split), "models": found.models, "sites": found.sites}
-    cells = [[None if math.isnan(value) else value for value in row] for row in found.values.tolist()]
     if out is not None:
-        _write(out, found, told | {"values": cells}, f"{found.metric} of the {stage} models, {split}")
+        write(out, found)
     if format is Format.JSON:
-        print(json.dumps(told | {"values": cells}, indent=1))
+        print(json.dumps(found.to_dict(), indent=1))
         return
-    typer.echo(f"{found.metric} of every site's {stage} model on every site's {split} data")
-    _table(found)
-    typer.echo(f"rows: whose model; columns: whose data{'' if out is None else f'; {out / PICTURE}, {out / VALUES}'}")
-
-
-def _check_free(out: Path | None) -> None:
-    there = [out / name for name in (PICTURE, VALUES) if (out / name).exists()] if out is not None else []
-    if there:
-        raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
-
-
-def _write(out: Path, found: "Matrix", told: Mapping[str, object], title: str) -> None:
-    from consilium.report.figures import plot_cross_sites
-    from consilium.storage import write_atomic
-
-    file = io.BytesIO()
-    plot_cross_sites(file, found.values, found.models, found.sites, title)
-    write_atomic(out / PICTURE, file.getvalue())
-    write_atomic(out / VALUES, json.dumps(told, indent=1).encode())
-
-
-def _table(found: "Matrix") -> None:
-    from consilium.report.tables import fit
-
-    def layout(names: Mapping[str, str]) -> Table:
-        table = Table(box=SIMPLE, pad_edge=False)
-        table.add_column("")
-        for name in found.sites:
-            table.add_column(line(names[name]), justify="right", no_wrap=True)
-        for name, row in zip(found.models, found.values.tolist(), strict=True):
-            table.add_row(line(names[name]), *("-" if math.isnan(value) else f"{value:.3f}" for value in row))
-        return table
-
     console = page()
-    console.print(fit([layout, layout], {*found.models, *found.sites}, console.width))
+    typer.echo(found.title)
+    console.print(table(found, console.width))
+    typer.echo(f"{WORDS}{'' if out is None else f'; {out / PICTURE}, {out / VALUES}'}")
+
+
+def _check_free(files: list[Path]) -> None:
+    if there := [path for path in files if path.exists()]:
+        raise ConfigError(f"--out: {there[0]}: is there already; give another folder")

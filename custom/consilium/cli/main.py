@@ -20,6 +20,7 @@ from consilium.cli.deploy import app as deploy_app
 from consilium.cli.evaluate import evaluate
 from consilium.cli.export_model import export_model
 from consilium.cli.fit import fit
+from consilium.cli.kits import app as kits_app
 from consilium.cli.options import (
     ASSUMED,
     LONGEST_LINE,
@@ -50,6 +51,7 @@ app.add_typer(study_app, name="study")
 app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
+app.add_typer(kits_app)
 app.add_typer(submit_app)
 app.command()(compare)
 app.command()(predict)

@@ -196,23 +196,31 @@ def _print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
 ) -> None:
     from consilium.report.closing import result_table
+    from consilium.report.cross_sites import VALUES, WORDS, read, table
     from consilium.report.predictions import PREDICTIONS
     from consilium.report.runlog import test_only
     from consilium.tasks.registry import TASKS
 
     surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
     told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
+    crossed = read(json.loads((folder / VALUES).read_text())) if (folder / VALUES).is_file() else None
     if format is Format.JSON:
         found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
+        found |= {"cross_sites": crossed.to_dict()} if crossed else {}
         print(json.dumps(found, indent=1, sort_keys=True))
         return
     if told:
         typer.echo((folder / "statistics.txt").read_text())
         files += ["statistics.json", "statistics.png"]
+    console = page()
+    if crossed:
+        typer.echo(f"{crossed.title} ({WORDS})")
+        console.print(table(crossed, console.width))
+        typer.echo(f"Everything of this run: {folder} (cross_sites.json, cross_sites.png, results.json)")
+        return
     if not config.trains:
         typer.echo(f"Everything of this run: {folder} (statistics.json, statistics.txt, statistics.png)")
         return
-    console = page()
     scores = TASKS[config.task.name].scores(config.task)
     console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
     if claim := claim_of(folder):

@@ -87,9 +87,12 @@ def status(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
+    from consilium.flare.certificates import warnings
     from consilium.flare.session import connect, experiment_of
 
     with connect(kit) as admin:
+        for warning in warnings(kit):
+            Console(stderr=True, soft_wrap=True).print(line(warning, "yellow", 1000))
         if job:
             found: Any = admin.status(job)
         else:

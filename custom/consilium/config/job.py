@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
+from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.embed import embed_architecture
@@ -20,7 +21,7 @@ from consilium.config.statistics import StatisticsConfig
 from consilium.errors import ConfigError
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.registry import NO_PLUGINS, KindField, Plugins
-from consilium.schema import SMALLEST_NOISE, Positive, Seconds, Section, Seed, Share, read_yaml, validate
+from consilium.schema import SMALLEST_NOISE, Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
 
@@ -101,9 +102,6 @@ class FederationConfig(Section):
     max_norm_ratio: Positive = 100.0
 
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]  # it becomes a folder's name
-
-
 class JobConfig(Section):
     """A whole job: server and sites read the same file. `experiment` names one run of it; given at submission."""
 
@@ -119,6 +117,7 @@ class JobConfig(Section):
     server: ServerConfig | None = None
     privacy: PrivacyConfig | None = None
     statistics: StatisticsConfig | None = None
+    cross_site: CrossSiteConfig | None = None
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
     @property
@@ -133,8 +132,8 @@ class JobConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether the job does more than ask for statistics."""
-        return self.statistics is None or not self.statistics.only
+        """Whether the job does more than ask for statistics, or for scores of an earlier run's models."""
+        return self.cross_site is None and (self.statistics is None or not self.statistics.only)
 
     @property
     def title(self) -> str:
@@ -174,6 +173,18 @@ class JobConfig(Section):
         """Return what the update of a site that says it has so many samples weighs in the mean."""
         most = self.federation.max_weight
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
+
+    @model_validator(mode="after")
+    def _lends(self) -> Self:
+        """Raise ValueError for a cross-site job that would have private models travel, or has a single, pooled one."""
+        if self.cross_site is None:
+            return self
+        if self.strategy.pools_data:
+            raise ValueError(f"cross_site: strategy {self.strategy.name!r} has one pooled site; use consilium evaluate")
+        if self.cross_site.personalized and self.privacy is not None:
+            what = "a personalized model holds what no noise covers, so none travels in a job with privacy"
+            raise ValueError(f"cross_site.personalized: true: {what}; use false")
+        return self
 
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:

@@ -18,6 +18,7 @@ MEANINGS: dict[str, str] = {
     "JobConfig.diagnostics": "what a run measures of itself",
     "JobConfig.server": "the mean that the server takes of the sites' updates, and its step along it",
     "JobConfig.statistics": "counts that every site is asked for once, before the first round",
+    "JobConfig.cross_site": "models of a run that has ended, scored at every site; nothing is trained",
     "DiagnosticsConfig.leakage": "common drift and heterogeneity leakage of shared factors",
     "DiagnosticsConfig.oracle": "drift from a high-rank oracle",
     "JobConfig.privacy": "differential privacy; without it shared factors leave as trained",

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.capacity import CapacityConfig
+from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import DataConfig, PhantomConfig
 from consilium.config.datasets import DatasetConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
@@ -240,7 +241,7 @@ def job_reference() -> str:
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
     parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
     parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
-    parts += [chapter("`statistics:`", StatisticsConfig)]
+    parts += [chapter("`statistics:`", StatisticsConfig), chapter("`cross_site:`", CrossSiteConfig)]
     parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`diagnostics: {oracle:}`", OracleConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
     parts += [_strategy(name, kind) for name, kind in STRATEGIES.items()]

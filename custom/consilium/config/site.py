@@ -64,8 +64,10 @@ class SiteConfig(Section):
 
     `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
     because no noise protects them. `share_statistics`: whether counts of the data leave for a job that asks; by default only
-    where the site has no privacy policy and the job no `privacy:` section. `statistics_minimum`: the fewest patients in a
-    count; a job may ask for more. `capacity` tells algorithms with unequal ranks how much this site can train and download.
+    where the site has no privacy policy and the job no `privacy:` section. `share_personalized`: whether this site's own model
+    leaves it for a job with `cross_site.personalized`, to be scored at the other sites; never under `privacy:`.
+    `statistics_minimum`: the fewest patients in a count; a job may ask for more. `capacity` tells algorithms with unequal ranks
+    how much this site can train and download.
     `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
     packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
     Without the list none are, in a simulation all. `workers`: threads that read samples ahead of training, 0 for none; by
@@ -90,6 +92,7 @@ class SiteConfig(Section):
     test_only: bool = False
     share_metrics: bool | None = None
     share_statistics: bool | None = None
+    share_personalized: bool = False
     statistics_minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10
     approve: Literal["digest"] | None = None
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None

@@ -233,6 +233,7 @@ def build_guard(
         Terms(site.share_statistics, site.statistics_minimum),
         tuple(job.initial),
         site.test_only,
+        site.share_personalized,
     )
 
 

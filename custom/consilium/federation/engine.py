@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, TrackingConfig, check_packages
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.crossing import CrossSites
 from consilium.federation.inside import Inside
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload, loading
@@ -40,6 +42,11 @@ class Member:
         task = self.guard.authorize(Kind.STATISTICS, run)
         return self.guard.release_statistics(task, self.site.statistics())
 
+    def model(self, run: str) -> Payload:
+        """Return the site's own model, if its guard lets it out."""
+        task = self.guard.authorize(Kind.MODEL, run)
+        return self.guard.release_model(task, self.site.personalized_model())
+
     def train(self, run: str, payload: Payload) -> Payload:
         """Train and return what the guard releases."""
         task = self.guard.authorize(Kind.TRAIN, run, payload)
@@ -66,7 +73,8 @@ def simulate(
     folder = workspace / "sites"
     observer(loading(job.config.model.title))
     model = build_model(job.config, next(iter(sites.values())))
-    members = {name: _member(job, name, site, folder / name, observer, model) for name, site in sites.items()}
+    former = former_run(job.config, workspace)
+    members = {name: _member(job, name, site, folder / name, former, observer, model) for name, site in sites.items()}
     trainers = members
     if job.strategy.pools_data:
         pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
@@ -75,11 +83,14 @@ def simulate(
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
     coordinator = Coordinator(job, workspace, observer, resume, own=own)
+    crossing = CrossSites(coordinator, former) if job.config.cross_site else None
     write_atomic(workspace / SIMULATION, b"{}")
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:
             _survey(coordinator, members if job.strategy.pools_data else {n: members[n] for n in coordinator.sites})
+        if crossing:
+            _cross(crossing, members)
         while not coordinator.done:
             run_phase(coordinator, trainers, inside)
         if job.config.trains:
@@ -94,10 +105,19 @@ def simulate(
     return coordinator
 
 
-def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
+def former_run(config: JobConfig, workspace: Path) -> Path | None:
+    """Return the folder of the run that a cross-site job scores: beside the workspace. None where it is not there."""
+    folder = workspace.resolve().parent / config.cross_site.run if config.cross_site else None
+    return folder if folder and folder.is_dir() else None
+
+
+def _member(
+    job: Job, name: str, site: SiteConfig, folder: Path, former: Path | None, observer: Observer, model: nn.Module
+) -> Member:
     check_packages(job.config, site, name)
     guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
-    return Member(build_site(job, name, site, folder, observer, model), guard)
+    own = former / "sites" / name if former else folder
+    return Member(build_site(job, name, site, own if own.is_dir() else folder, observer, model), guard)
 
 
 def _guard_of_all(members: dict[str, Member]) -> Guard:
@@ -128,6 +148,21 @@ def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
         else:
             coordinator.survey.accept(name, told)
     coordinator.survey.finish()
+
+
+def _cross(crossing: CrossSites, members: dict[str, Member]) -> None:
+    """Have every member score what all share, and then each model that its owner gives."""
+    coordinator = crossing.coordinator
+    for name, payload in crossing.shared().items():
+        _exchange(coordinator, name, payload, members[name].evaluate, crossing.accept)
+    for owner in crossing.owners:
+        try:
+            crossing.take(owner, members[owner].model(coordinator.run))
+        except ConsiliumError as error:
+            coordinator.refuse(owner, error.reason.text)  # as much as would leave a site
+        for name, payload in crossing.lent().items():
+            _exchange(coordinator, name, payload, members[name].evaluate, crossing.accept)
+    crossing.finish()
 
 
 def run_phase(coordinator: Coordinator, members: dict[str, Member], inside: Inside | None = None) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from consilium.adapters import layers
 from consilium.adapters.names import MEAN, SHIFT, is_base
+from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError
 from consilium.federation.card import Card, page
@@ -82,7 +83,7 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
         raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
     try:
         kept, card = Kept(values, **meta["forward"]), Card.from_dict(meta["card"])
-        _check_forward(kept, path)
+        check_forward(kept, path)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: is of another version of consilium ({error}); open it with the one that made it"
@@ -90,7 +91,7 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
     return kept, card
 
 
-def _check_forward(kept: Kept, path: Path) -> None:
+def check_forward(kept: Kept, path: Path | str) -> None:
     """Raise CheckpointError, or TypeError, for numbers that no forward pass takes."""
     if not math.isfinite(kept.scaling):
         raise CheckpointError(f"{path}: scaling {kept.scaling}: is no finite number; take what the run wrote")
@@ -136,6 +137,15 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     layers.leave_out(model, blocks)
     layers.load(model, {**values, **{name: torch.zeros_like(live[name]) for name in absent}})
     return blocks
+
+
+def run_as_kept(model: nn.Module, config: JobConfig, kept: Kept) -> None:
+    """Have the forward pass take the adapter as it did when the model was scored."""
+    kind = config.adapter_kind
+    if kind.scale:
+        kind.scale(model, config.adapter, kept.scaling)
+    if LOCAL_ADAPTER in config.strategy.parts and kind.mix:
+        kind.mix(model, config.adapter, kept.share)
 
 
 def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:

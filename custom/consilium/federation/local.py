@@ -99,6 +99,8 @@ class LocalTraining:
 
         def watch(progress: Progress) -> None:
             self.should_stop()
+            if progress.loss is None:
+                return
             place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
             self.observer(place | asdict(progress))
             step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"

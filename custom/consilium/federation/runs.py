@@ -52,6 +52,14 @@ def run_folder(state: Path, name: str, submitter: str) -> Path:
     return folder
 
 
+def known_run(state: Path, name: str, submitter: str) -> Path | None:
+    """Return STATE/runs/NAME if it is there. Raises ConfigError for a name that cannot be, or another submitter's run."""
+    folder = state / RUNS / check_name(name)
+    if (owner := _owner(folder)) is not None and owner != submitter:
+        raise ConfigError(f"cross_site.run: {name!r} is a run of {shown(owner)}, not of {shown(submitter)}; give one of yours")
+    return None if owner is None else folder
+
+
 def _owner(folder: Path) -> str | None:
     try:
         return str(json.loads((folder / OWNER).read_text(encoding="utf-8"))["submitter"])

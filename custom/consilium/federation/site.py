@@ -16,20 +16,18 @@ from consilium.adapters import layers
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
-from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
-from consilium.federation.keeping import Keeping
 from consilium.federation.kept import Kept
+from consilium.federation.scoring import Scoring
 from consilium.messages import (
     HELD_OUT,
-    SKIPPED,
     TRAIN_LOSS,
     TRAIN_MEMORY,
     TRAIN_PENALTY,
     TRAIN_SECONDS,
     TRAIN_STEPS,
     Hello,
-    MetricKey,
     Observer,
     Payload,
     Stage,
@@ -57,7 +55,7 @@ class Held(NamedTuple):
     optimizer: Tensors
 
 
-class Site(Keeping):
+class Site(Scoring):
     """One site in one run. All it must remember stands in one atomic file, so it may be a new process every round.
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
@@ -91,6 +89,7 @@ class Site(Keeping):
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
+        run = self.scored_run(run)
         joined, carries = self._file(run).exists(), self._capacity(run)
         return Hello(self.name, self.task.num_samples, joined, __version__, self._base(), carries, plugins=self.config.packages)
 
@@ -165,10 +164,13 @@ class Site(Keeping):
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
         It also writes the folders of `adapters/`, the site's result of the run, and predictions.png and cases.json, which stay
-        here. In the phase HELD_OUT it only returns validation metrics of the global model.
+        here. In the phase HELD_OUT it only returns validation metrics of the global model, and of a cross-site job only those
+        of the model that the payload means.
         """
-        held = self._restore(run)
+        held = self._restore(self.scored_run(run))
         own, last = held.params, held.place
+        if self.config.cross_site is not None:
+            return self.score(own, payload, self.config.cross_site.split)
         if payload.phase == HELD_OUT:
             self._receive(own, payload)
             full = self.config.training.validation.full
@@ -201,14 +203,6 @@ class Site(Keeping):
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
-    def _receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Load the strategy's view of own tensors and payload into the model and return it."""
-        start = self.strategy.receive(own, payload)
-        self.load(start)
-        self._scale(self.strategy.scaling(payload))
-        self._mix(0.0)
-        return start
-
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
         config = self.config.training
@@ -227,21 +221,6 @@ class Site(Keeping):
         ):
             found = self._evaluate("validation", Stage.GLOBAL, payload, config.validation.full)
             self.note_best(run, Stage.GLOBAL, kept, found)
-
-    def _skipped(self) -> dict[str, float]:
-        """Return how many samples were left out, {} for none or for a task that leaves none out."""
-        count = getattr(self.task, "skipped", 0)
-        return {SKIPPED: float(count)} if count else {}
-
-    def _evaluate(self, split: str, stage: Stage, payload: Payload, distances: bool = False) -> dict[str, float]:
-        self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
-        device = next(self.model.parameters()).device
-        with torch.no_grad(), autocast(device, self.config.training.precision):
-            metrics = self.task.evaluate(self.model, split, self.config.training.batch_size, distances)
-        if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
-            what = f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)"
-            raise ConsiliumError(what, Reason.TRAINING)
-        return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
     def _draw(self, closing: Closing, run: Path, metrics: dict[str, float]) -> None:
         """Write what the evaluation shows, which stays here; what goes wrong with a picture never costs the scores."""

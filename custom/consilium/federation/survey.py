@@ -30,7 +30,8 @@ class Survey:
     @property
     def wanted(self) -> bool:
         """Whether the job asks for statistics that are not there yet."""
-        return self.config.statistics is not None and not (self.folder / FILE).is_file()
+        asks = self.config.statistics is not None and self.config.cross_site is None  # whose run has asked before
+        return asks and not (self.folder / FILE).is_file()
 
     def begin(self, names: Iterable[str]) -> None:
         """Note who is asked."""

@@ -19,7 +19,9 @@ from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plu
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
-from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, run_folder
+from consilium.federation.engine import former_run
+from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.flare.revocation import since
 from consilium.messages import Observer
 from consilium.registry import NO_PLUGINS, Plugins
 from consilium.report.predictions import PREDICTIONS
@@ -122,6 +124,11 @@ def experiment(fl_ctx: FLContext, job: Job) -> str:
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
 
 
+def revoked(fl_ctx: FLContext, start: float) -> set[str]:
+    """Return the sites whose credentials were revoked at this server after `start`; see revocation.py. Raises ConfigError."""
+    return set() if simulated() else since(Path(_workspace(fl_ctx).get_site_config_dir()), start)
+
+
 def submitter(fl_ctx: FLContext) -> str:
     """Return who submitted this job, as the server knows it by its certificate; "" in a simulation."""
     try:
@@ -170,6 +177,27 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     if site.state:
         return _run_folder(fl_ctx, job, site.state)
     return _run_folder(fl_ctx, job, _state(fl_ctx)) / "sites" / name
+
+
+def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
+    """Return the site's folder of the run that a cross-site job scores; None where it took no part. Raises ConfigError."""
+    former = _former(fl_ctx, job, site.state or _state(fl_ctx))
+    found = former if former is None or site.state else former / "sites" / name
+    return found if found and found.is_dir() else None
+
+
+def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
+    """Return the server's folder of the run that a cross-site job scores; None where there is none. Raises ConfigError."""
+    return _former(fl_ctx, job, _state(fl_ctx))
+
+
+def _former(fl_ctx: FLContext, job: Job, state: Path) -> Path | None:
+    """Return a run of the same submitter under `state`; in a simulation the folder of that name beside its own."""
+    if job.config.cross_site is None:
+        return None
+    if simulated() and state == _state(fl_ctx):
+        return former_run(job.config, state)
+    return known_run(state, job.config.cross_site.run, submitter(fl_ctx))
 
 
 def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:

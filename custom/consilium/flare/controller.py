@@ -7,7 +7,6 @@ from typing import Annotated
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
-from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -15,17 +14,17 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.crossing import CrossSites
 from consilium.federation.start import keep_inside
-from consilium.flare import context, wire
+from consilium.flare import answers, context, wire
 from consilium.flare.aggregator import StrategyAggregator
-from consilium.messages import Hello
-from consilium.report.clean import shown
+from consilium.flare.revocation import REFUSED
+from consilium.messages import Payload
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
 
-CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]
 Messages = dict[str, Shareable]
 
@@ -50,8 +49,10 @@ class RoundController(Controller):
         super().__init__(task_check_period=task_check_period)
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
+        self.crossing: CrossSites | None = None
         self._invited: dict[str, Task] = {}
         self._heard: set[str] = set()
+        self._began = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
@@ -66,6 +67,8 @@ class RoundController(Controller):
             if not context.simulated():
                 keep_inside(job.config, own)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
+            if job.config.cross_site:
+                self.crossing = CrossSites(self.coordinator, context.former_server(fl_ctx, job))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
@@ -96,6 +99,8 @@ class RoundController(Controller):
             self._wait(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
             if c.survey.wanted and not abort_signal.triggered:
                 self._survey(c, abort_signal, fl_ctx)
+            if self.crossing and not abort_signal.triggered:
+                self._cross(self.crossing, abort_signal, fl_ctx)
             while not c.done and not abort_signal.triggered:
                 self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
@@ -126,7 +131,7 @@ class RoundController(Controller):
 
         def answer(name: str, result: Shareable) -> None:
             try:
-                coordinator.welcome(_hello(name, result))
+                coordinator.welcome(answers.hello(name, result))
             except RefusedError as error:
                 self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}", joining=True))
 
@@ -149,8 +154,33 @@ class RoundController(Controller):
         if not abort_signal.triggered:
             survey.finish()
 
+    def _cross(self, crossing: CrossSites, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Have every site score what all share, and then each model that its owner gives, one after the other."""
+        c = crossing.coordinator
+        self._score(crossing, crossing.shared(), abort_signal, fl_ctx)
+
+        def take(name: str, result: Shareable) -> None:
+            crossing.take(name, wire.decode(result)[0])
+
+        for owner in crossing.owners:
+            if not abort_signal.triggered:
+                asks = {owner: wire.encode_dict(wire.MODEL, {"run": c.run})}
+                self._exchange(c, wire.MODEL, asks, take, lambda: False, abort_signal, fl_ctx)
+                self._score(crossing, crossing.lent(), abort_signal, fl_ctx)
+        if not abort_signal.triggered:
+            crossing.finish()
+
+    def _score(self, crossing: CrossSites, sent: dict[str, Payload], abort_signal: Signal, fl_ctx: FLContext) -> None:
+        c = crossing.coordinator
+        payloads = {name: wire.encode(payload, c.run, update=False) for name, payload in sent.items()}
+
+        def accept(name: str, result: Shareable) -> None:
+            crossing.accept(name, wire.decode(result)[0])
+
+        self._exchange(c, wire.EVALUATE, payloads, accept, lambda: crossing.answered >= c.quorum, abort_signal, fl_ctx)
+
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.start().items()}
         asides = self._evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
@@ -167,7 +197,7 @@ class RoundController(Controller):
 
     def _evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.held_out().items()}
 
         def record(name: str, result: Shareable) -> None:
             coordinator.accept_held_out(name, wire.decode(result)[0])
@@ -176,7 +206,7 @@ class RoundController(Controller):
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         sent = coordinator.final() if coordinator.job.config.trains else {}
-        payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in sent.items()}
+        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in sent.items()}
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
@@ -207,7 +237,9 @@ class RoundController(Controller):
         gone = {name for name in messages if self.get_client_disconnect_time(name)}
         for name in sorted(gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
-        present = {name: message for name, message in messages.items() if name not in gone}
+        for name in sorted(revoked := context.revoked(fl_ctx, self._began) & messages.keys() - gone):
+            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
+        present = {name: message for name, message in messages.items() if name not in gone | revoked}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
         self._wait(coordinator, tasks, enough, abort_signal)
         for name in sorted(tasks.keys() - answered):
@@ -233,7 +265,8 @@ class RoundController(Controller):
             answered.add(name)
             self._heard.add(name)
             try:
-                if (reason := _why(result, fl_ctx)) is None:
+                reason = REFUSED if name in context.revoked(fl_ctx, self._began) else answers.why_none(result, fl_ctx)
+                if reason is None:
                     on_result(name, result)
             except RefusedError as error:
                 reason = str(error)
@@ -260,32 +293,3 @@ class RoundController(Controller):
                 if time.monotonic() - enough_since >= grace:
                     return
             time.sleep(self.task_check_period)
-
-
-def _hello(name: str, result: Shareable) -> Hello:
-    """Return a site's hello. Raises RefusedError unless it is one, under the name of the site's certificate."""
-    try:
-        hello = Hello(**result[wire.HELLO])
-    except (TypeError, KeyError):
-        raise RefusedError("its hello is none of this version; install the same at all sites") from None
-    if hello.name != name:
-        raise RefusedError(f"it says it is {shown(hello.name, 40)!r}, its certificate says {name!r}")
-    return hello
-
-
-def _why(result: Shareable, fl_ctx: FLContext) -> str | None:
-    """Return why a reply holds no result, None if it does: in our own words, whatever text a site sends.
-
-    What the server's own check found comes in FLARE's context, which nobody else can write to.
-    """
-    code = result.get_return_code()
-    if code == ReturnCode.OK:
-        return None
-    if found := fl_ctx.get_prop(wire.REASON):
-        return found
-    if (said := result.get_header(wire.REASON)) is None and code in CODES:
-        return f"FLARE return code {code}; see the site's log"
-    try:
-        return Reason(said).text
-    except ValueError:
-        return "no reason that this version knows; see the site's log"

@@ -1,16 +1,13 @@
 """Is this startup kit fit to join? Its signature, policies, certificate and server, after doctor.py's look at the machine."""
 
 import json
-import socket
-import ssl
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nvflare.lighter.constants import ProvFileName
-from nvflare.lighter.utils import load_crt, verify_folder_signature
+from nvflare.lighter.utils import verify_folder_signature
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.errors import ConfigError
@@ -25,12 +22,13 @@ from consilium.federation.doctor import (
     examine_versions,
 )
 from consilium.flare.allow import CLASSES, KEY, is_ours
+from consilium.flare.certificates import examine_own, examine_servers
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.hardening import is_pinned, leaves_callers_folder
-from consilium.flare.kits import certificate, kit_name, kit_role
+from consilium.flare.kits import kit_name, kit_role
+from consilium.flare.revocation import is_checked
+from consilium.flare.revocation import read as read_revoked
 
-EXPIRES_SOON = 30
-"""Days."""
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
@@ -49,10 +47,12 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield _settings(kit)
     if (role := kit_role(kit)) is not None:
         yield from _policies(kit, role)
-    yield _clock(kit)
+    yield from examine_own(kit)
+    if kit_role(kit) == "server":
+        yield checked("revocation", lambda: _revocation(kit))
     if kit_role(kit) == "site":
         yield from _site(kit)
-        yield checked("server", lambda: _server(kit))
+        yield checked("server", lambda: examine_servers(kit))
 
 
 def _signature(kit: Path) -> Finding:
@@ -195,34 +195,11 @@ def _promised_gpus(kit: Path) -> int:
     return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
 
 
-def _clock(kit: Path) -> Finding:
-    """Return whether now lies in the certificate's time: it does not where the clock is wrong or the kit old."""
-    found, now = load_crt(certificate(kit)), datetime.now(UTC)
-    start, end = found.not_valid_before_utc, found.not_valid_after_utc
-    span = f"now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d} to {end:%Y-%m-%d}"
-    if not start <= now <= end:
-        return Finding("clock", span, "set the clock, or ask the hub for a new kit")
-    if (days := (end - now).days) < EXPIRES_SOON:
-        return Finding("clock", span, f"ask the hub for a new kit: {days} days are left")
-    return Finding("clock", span)
-
-
-def _server(kit: Path) -> Finding | str:
-    """Connect with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here."""
-    target = _json(kit / "startup" / "fed_client.json")["servers"][0]["service"]["target"]
-    host, _, port = target.rpartition(":")
-    startup = kit / "startup"
-    try:
-        context = ssl.create_default_context(cafile=startup / "rootCA.pem")
-        context.load_cert_chain(startup / "client.crt", startup / "client.key")
-        with socket.create_connection((host, int(port)), timeout=5) as plain, context.wrap_socket(plain, server_hostname=host):
-            return f"{target}: answers, and is of this project"
-    except ssl.SSLError as error:
-        return Finding(
-            "server", f"{target}: {error}", "ask the network's people not to open TLS to it, and the hub which server it is"
-        )
-    except OSError as error:
-        return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
+def _revocation(kit: Path) -> Finding | str:
+    """Return whether the server looks at revoked credentials, and whose there are."""
+    if not is_checked(kit):
+        return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
+    return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Answer:
 
 
 class SiteExecutor(Executor):
-    """Runs `hello`, `statistics`, `train` and `evaluate`. FLARE's own FedAvg may drive `train` alone."""
+    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`. FLARE's own FedAvg may drive `train` alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SiteExecutor(Executor):
         if self._site is None:
             name = fl_ctx.get_identity_name()
             job, site = context.approved(fl_ctx, name)
-            folder = context.site_folder(fl_ctx, job, name, site)
+            folder = context.former_site(fl_ctx, job, name, site) or context.site_folder(fl_ctx, job, name, site)
             root = context.site_root(fl_ctx, job, name, site)
             self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name), root=root)
         self._site.should_stop = lambda: _stop_if(abort_signal)
@@ -71,6 +71,8 @@ class SiteExecutor(Executor):
             return site.hello(task.run).to_dict()
         if task.kind is Kind.STATISTICS:
             return site.statistics()
+        if task.kind is Kind.MODEL:
+            return site.personalized_model()
         return (site.train if task.kind is Kind.TRAIN else site.evaluate)(task.run, task.payload)
 
 

@@ -111,11 +111,11 @@ class ResultCheckFilter(ClosedFilter):
 
 def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
     """Return the task that the guard makes of a message, which must be of the kind its name says."""
-    if name in (Kind.HELLO, Kind.STATISTICS):
+    if name in (Kind.HELLO, Kind.STATISTICS, Kind.MODEL):
         return guard.authorize(Kind(name), wire.decode_ask(shareable, Kind(name).value))
     if name not in (Kind.TRAIN, Kind.EVALUATE):
         raise RefusedError(f"{guard.name}: there is no task {str(name)[:80]!r}; nothing was sent", Reason.TASK)
-    if wire.HELLO in shareable or wire.STATISTICS in shareable:
+    if any(one in shareable for one in (wire.HELLO, wire.STATISTICS, wire.MODEL)):
         raise RefusedError(f"{guard.name}: a task {name} that is another too; nothing was sent", Reason.TASK)
     payload, run = wire.decode(shareable)
     return guard.authorize(Kind(name), run, payload)
@@ -129,9 +129,12 @@ def _message(guard: Guard, answer: Answer) -> Shareable:
         return wire.encode_dict(wire.HELLO, guard.greet(answer.task, answer.result))
     if answer.task.kind is Kind.STATISTICS:
         return wire.encode_dict(wire.STATISTICS, guard.release_statistics(answer.task, answer.result))
+    if answer.task.kind is Kind.MODEL:
+        return wire.encode(guard.release_model(answer.task, answer.result), "", update=False)
     if answer.task.kind is Kind.EVALUATE:
         return wire.encode(guard.release_scores(answer.task, answer.result), "", update=True)
-    return wire.encode(guard.release(answer.task, answer.result), "", update=True, num_samples=guard.shown_samples)
+    ours = not answer.task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
+    return wire.encode(guard.release(answer.task, answer.result), "", True, guard.shown_samples, packed=ours)
 
 
 def _guard(component: Filter, fl_ctx: FLContext) -> Guard:

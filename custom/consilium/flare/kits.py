@@ -13,6 +13,7 @@ from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry
 from consilium.errors import ConfigError
 from consilium.flare.allow import CLASSES, KEY, allow_classes
 from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings
+from consilium.flare.revocation import add_check
 from consilium.storage import write_atomic
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/README.md lists all fields.\n"
@@ -57,6 +58,8 @@ def update(folder: Path) -> Path:
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
     close(folder)
+    if role == "server":
+        add_check(folder)
     return allow_classes(folder, role)
 
 

@@ -15,10 +15,11 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
 
 from consilium.errors import Reason, RefusedError
+from consilium.flare import packing
 from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
-STATISTICS = Kind.STATISTICS.value
+STATISTICS, MODEL = Kind.STATISTICS.value, Kind.MODEL.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
@@ -33,11 +34,17 @@ def register() -> None:
     fobs.register(TensorDecomposer)
 
 
-def encode(payload: Payload, run: str, update: bool, num_samples: int = 1) -> Shareable:
-    """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight."""
+def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packed: bool = False) -> Shareable:
+    """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight.
+
+    `packed`: for one of ours, see packing.py; FLARE's own controllers want tensors under their names.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
-    rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
-    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest | {"ledger": payload.ledger}})
+    rest: Any = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
+    rest |= {"ledger": payload.ledger}
+    if packed:
+        tensors, rest = packing.pack(tensors, rest)
+    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
     shareable = dxo.to_shareable()
@@ -53,27 +60,29 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
     """
     try:
         dxo = from_shareable(shareable)
-        rest: dict[str, Any] = dxo.get_meta_prop(KEY) or {}
+        rest, tensors = dxo.get_meta_prop(KEY) or {}, dict(dxo.data)
+        if isinstance(rest, bytes):
+            tensors, rest = packing.unpack(tensors, rest)
         round = _whole(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
         payload = Payload(
             round,
             _whole(rest.get("phase", 0)),
-            dict(dxo.data),
+            tensors,
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
             _text(rest.get("ledger", "")),
         )
         return payload, _text(rest.get("run", ""))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
 
 def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
-    """Return the run that a server's hello names, or its request for statistics by that key.
+    """Return the run that a server's hello names, or its request for statistics or a model by that key.
 
     Raises RefusedError for anything that is no such message, or more than one.
     """
-    asked, others = shareable.get(key), {HELLO, STATISTICS, "DXO"} - {key}
+    asked, others = shareable.get(key), {HELLO, STATISTICS, MODEL, "DXO"} - {key}
     if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
     return _text(asked["run"])

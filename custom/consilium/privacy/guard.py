@@ -5,7 +5,6 @@ values, clips, adds noise, keeps what it releases, writes the ledger, and only t
 bytes again and spends nothing. On any doubt nothing is sent.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
-from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, noise, recovery, statistics, words
+from consilium.messages import Kind, Payload
+from consilium.privacy import audit, kept, lending, mechanism, noise, places, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
@@ -36,7 +35,8 @@ class Guard:
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name; `terms`: what the
-    site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is ever trained here.
+    site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is ever trained here;
+    `share_personalized`: whether the site's own model may go to a cross-site job.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Guard:
     terms: statistics.Terms = statistics.TERMS
     tensors: Collection[str] = ()
     test_only: bool = False
+    share_personalized: bool = False
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
@@ -80,17 +81,19 @@ class Guard:
         budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
         self._task = None
-        if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or self.job_id):  # it becomes a folder's name
-            raise RefusedError(f"{self.name}: {run[:80]!r} is no name of a run; nothing was sent", Reason.TASK)
-        own = f"{run or f'job-{self.job_id}'}.{self.config.digest[:16]}"  # the server's word alone is not enough
+        own = places.own_run(self.name, run, self.config, self.job_id)
         task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
-        self._check_place(task)
+        places.check_place(self.name, self.config, self.strategy, task, self.test_only)
         if task.run != self._admitted:
             self._admit(task.run)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
             statistics.check_question(self.records, self.dataset, self.config, self.listed)
+        if kind is Kind.MODEL:
+            lending.check_lends(self.name, self.config, self.share_personalized, self.policy.protects)
+        if kind is Kind.EVALUATE and self.config.cross_site:
+            lending.check_once(self.folder / task.run, task.place, task.payload)
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
@@ -98,23 +101,10 @@ class Guard:
         self._task = self._asked = task
         return task
 
-    def _check_place(self, task: Task) -> None:
-        """Raise RefusedError unless the job asks for this kind of task in this round and phase."""
-        (round, phase), rounds = task.place, self.config.training.rounds
-        trains, known = self.config.trains, self.config.trains and 0 <= round < rounds
-        fits = {
-            Kind.HELLO: task.place == (-1, -1),
-            Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
-            Kind.TRAIN: known and not self.test_only and 0 <= phase < self.strategy.phases(round),
-            Kind.EVALUATE: (trains and task.place == (rounds, 0)) or (known and phase == HELD_OUT),
-        }
-        if not fits[task.kind]:
-            what = f"the job has no task {task.kind} in round {round} phase {phase}; nothing was sent"
-            raise RefusedError(f"{self.name}: {what}", Reason.TASK)
-
     def _admit(self, run: str) -> None:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
-        if self.config.trains or not self.terms.share:  # a job of statistics only is the site's to allow
+        counts = not self.config.trains and self.config.cross_site is None  # a job of statistics only is the site's to allow
+        if not (counts and self.terms.share):
             check_policy(self.name, self.plan, self.policy)
         recovery.check(self.records, self.ledger)
         if self.plan is not None and self.config.trains:
@@ -182,6 +172,14 @@ class Guard:
         shown = statistics.answer(self.records, self.dataset, self.config, counted, self.terms, self.listed)
         self._note("statistics", values=shown)
         return shown
+
+    def release_model(self, task: Task, result: Payload) -> Payload:
+        """Return the site's own model, as it leaves for a cross-site job. Raises RefusedError, and then nothing may be sent."""
+        self._take(task, Kind.MODEL)
+        lending.check_model(self.name, result, frozenset(self.tensors))
+        released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
+        self._note("model", released)
+        return released
 
     def refuse(self, reason: Reason) -> Payload | None:
         """Put a refusal on record before it leaves, each one; return what goes in its place, if anything.

@@ -21,6 +21,7 @@ from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
 from consilium.training import optim
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
+from consilium.training.losses import Losses
 from consilium.training.optim import learning_rate, make_optimizer
 
 
@@ -30,11 +31,14 @@ class Stopped(ConsiliumError):
 
 @dataclass(frozen=True)
 class Progress:
-    """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step."""
+    """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step.
+
+    The loss is None where it was not looked at: on a GPU that is done once a second, see losses.py.
+    """
 
     step: int
     steps: int
-    loss: float
+    loss: float | None
     lr: float
 
 
@@ -72,7 +76,7 @@ def train(
         optim.restore(optimizer, list(active), kept)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
-    total, running = config.steps_per_round(task.num_samples), 0.0
+    total, losses = config.steps_per_round(task.num_samples), Losses(_device(model), config.lr)
     penalties: list[Tensor] = []
 
     def regularize(step: LocalStep) -> Tensor | None:
@@ -84,20 +88,20 @@ def train(
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
-        _steps(model, task, optimizer, config, seed, active, total, dp) as take_step,
+        _steps(model, task, optimizer, config, seed, active, total, dp, losses) as take_step,
     ):
         torch.manual_seed(seed)
         for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            running += take_step(LocalStep(params, anchors, scalars, memory), regularize)
+            known = take_step(LocalStep(params, anchors, scalars, memory), regularize, step == total)
             _move(active, drift, rate / sum(rates))
-            watch(Progress(step, total, running / step, rate))
+            watch(Progress(step, total, losses.total / step if known else None, rate))
     if kept is not None:
         kept.update(optim.memory(optimizer, list(active)))
     model.eval()
     added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
-    return {"loss": running / total, "steps": float(total)} | added
+    return {"loss": losses.total / total, "steps": float(total)} | added
 
 
 @torch.no_grad()
@@ -116,16 +120,18 @@ def _steps(
     trained: Mapping[str, nn.Parameter],
     total: int,
     dp: DpSgd | None,
-) -> Iterator[Callable[[LocalStep, Regularizer], float]]:
-    """Yield what takes one optimizer step, of `total`, and returns its task loss."""
+    losses: Losses,
+) -> Iterator[Callable[[LocalStep, Regularizer, bool], bool]]:
+    """Yield what takes one optimizer step, of `total`, and tells whether all losses are known; after the last they are."""
     if dp is None:
         with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
-            yield lambda step, regularizer: _step(model, task, optimizer, made, config, regularizer, step)
+            yield lambda step, regularizer, last: _step(model, task, optimizer, made, config, regularizer, step, losses, last)
         return
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
     seeds = (seed_for(seed, "step", number) for number in itertools.count())
     with PrivateSteps(model, optimizer, trained, task.num_samples, dp) as private:
-        yield lambda step, regularizer: _private_step(model, task, private, next(seeds), config, regularizer, step)
+        private_step = partial(_private_step, model, task, private, config)
+        yield lambda step, regularizer, last: private_step(next(seeds), regularizer, step, losses, last)
 
 
 def _step(
@@ -136,26 +142,32 @@ def _step(
     config: TrainingConfig,
     regularizer: Regularizer,
     step: LocalStep,
-) -> float:
-    """Take one step over `accumulate` batches."""
+    losses: Losses,
+    last: bool,
+) -> bool:
+    """Take one step over `accumulate` batches. A loss that is known not to be finite never reaches the optimizer."""
     penalty = regularizer(step)
     if penalty is not None and penalty.requires_grad:
         penalty.backward()
-    total = sum(_backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
+    for _ in range(config.accumulate):
+        losses.add(_backward(model, task, next(stream), config, 1 / config.accumulate))
+    known = losses.look(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total
+    return known
 
 
 def _private_step(
     model: nn.Module,
     task: Task,
     private: PrivateSteps,
-    seed: int,
     config: TrainingConfig,
+    seed: int,
     regularizer: Regularizer,
     step: LocalStep,
-) -> float:
+    losses: Losses,
+    last: bool,
+) -> bool:
     """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
@@ -163,18 +175,18 @@ def _private_step(
     `seed` is the step's: were it the batch's, one more record would change the augmentation of all others, and with it more
     of the clipped sum than the clip, which is what the noise is made for.
     """
-    penalty, trained = regularizer(step), private.gradients.trained
-    indices, total = private.draw(), 0.0
+    penalty, trained, indices = regularizer(step), private.gradients.trained, private.draw()
     starts = range(0, len(indices), config.batch_size)
     calls = (partial(_batch, task, _device(model), indices[start : start + config.batch_size], seed) for start in starts)
     with closing(ahead(calls, _ahead(task))) as made:
         for batch in filter(None, made):
             count = len(next(iter(batch.values())))
             with private.gradients.collect(count):
-                total += count / len(indices) * _backward(model, task, batch, config, 1.0)
+                losses.add(_backward(model, task, batch, config, 1.0), count / len(indices))
+    known = losses.look(last)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
-    return total
+    return known
 
 
 def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -182,17 +194,13 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
     return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
 
 
-def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
-    """Add the gradients of one batch's loss times `share`; return that loss."""
+def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> Tensor:
+    """Add the gradients of one batch's loss times `share`; return that loss, on its device."""
     with autocast(_device(model), config.precision):
         loss = _scalar(task.loss(model, batch)) * share
-    if not torch.isfinite(loss):
-        raise ConsiliumError(
-            f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
-        )
     if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
         loss.backward()
-    return loss.item()
+    return loss
 
 
 def _scalar(loss: Tensor) -> Tensor:

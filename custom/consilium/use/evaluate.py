@@ -2,43 +2,28 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
-import torch
 
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
 from consilium.federation.participants import site_names
 from consilium.federation.samples import site_data
+from consilium.federation.scoring import scores as all_scores
 from consilium.messages import Stage
 from consilium.report.clean import shown
+from consilium.report.cross_sites import Matrix, matrix
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.training.device import autocast
 from consilium.use.model import TrainedModel, open_model, run_sites
 
 Split = Literal["training", "validation", "test"]
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A score of every site's model on every site's data: `values` (models, sites), NaN where there is none."""
-
-    metric: str
-    models: tuple[str, ...]
-    sites: tuple[str, ...]
-    values: np.ndarray
-
-
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
-    training = opened.config.training
-    with torch.no_grad(), autocast(next(opened.model.parameters()).device, training.precision):
-        found = task.evaluate(opened.model, split, training.batch_size, True)
+    found = all_scores(opened.model, task, opened.config, split, distances=True)
     if not found:
         raise DataError(f"--split {split}: there are no samples in it; give another split")
     return found
@@ -81,18 +66,17 @@ def cross_sites(
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
         table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
-    names = {name for row in table for name in row[0]}
+    names = {name for row in table for found in row.values() for name in found}
     metric = TASKS[first.config.task.name].scores(first.config.task).lead(names)
-    values = np.array([[cell.get(metric, np.nan) for cell in row] for row in table])
-    return Matrix(metric, tuple(models), tuple(sites), values)
+    return matrix(metric, split, [(model, stage, row) for model, row in zip(models, table, strict=True)])
 
 
 def _row(
     opened: TrainedModel, name: str, tasks: Mapping[str, Task], split: str, done: Callable[[str, str], None]
-) -> list[dict[str, float]]:
+) -> dict[str, dict[str, float]]:
     """Return one model's metrics at every site, {} where the site has nothing in the split."""
-    found = []
+    found = {}
     for site, task in tasks.items():
-        found.append(scores(opened, task, split) if task.has(split) else {})
+        found[site] = scores(opened, task, split) if task.has(split) else {}
         done(name, site)
     return found

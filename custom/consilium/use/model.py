@@ -5,13 +5,12 @@ from pathlib import Path
 
 from torch import nn
 
-from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import build_model, checkpoint_of
 from consilium.federation.card import BEST, Card
-from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read_kept
+from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read_kept, run_as_kept
 from consilium.federation.site import checkpoint_hash
 from consilium.messages import Stage
 from consilium.report.clean import shown
@@ -54,7 +53,7 @@ def open_model(
         load_values(model, config.strategy, kept.values, str(folder))
     except CheckpointError as error:
         raise CheckpointError(f"{folder / TENSORS}: does not fit its job.yaml ({error}); copy the whole folder again") from None
-    _run_as_kept(model, config, kept)
+    run_as_kept(model, config, kept)
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
@@ -117,12 +116,3 @@ def _check_base(config: JobConfig, card: Card, own: SiteConfig, folder: Path) ->
         here = f"{checkpoint} has sha256 {found}" if checkpoint else "the package's weights are here"
         remedy = "give the checkpoint that the model card names (--checkpoints)"
         raise CheckpointError(f"{folder}: made on a base with sha256 {card.base_sha256 or '(the package)'}, {here}; {remedy}")
-
-
-def _run_as_kept(model: nn.Module, config: JobConfig, kept: Kept) -> None:
-    """Have the forward pass take the adapter as it did when the model was scored."""
-    kind = config.adapter_kind
-    if kind.scale:
-        kind.scale(model, config.adapter, kept.scaling)
-    if LOCAL_ADAPTER in config.strategy.parts and kind.mix:
-        kind.mix(model, config.adapter, kept.share)

@@ -52,7 +52,7 @@ def _row(message: Mapping[str, Any]) -> list[str]:
     return [
         "-" if when is None else stamp(when),
         shown(message.get("kind", "-"), 40),
-        "" if round is None else f"{round + 1:.0f}" + (f", phase {phase + 1:.0f}" if phase else ""),
+        "" if round is None or round < 0 else f"{round + 1:.0f}" + (f", phase {phase + 1:.0f}" if phase else ""),
         str(len(tensors)),
         size(sum(number(one.get("bytes")) or 0.0 for one in tensors.values())),
         f"{norm:.4g}" if tensors else "",

@@ -14,7 +14,8 @@ from consilium.report.clean import shown
 LIMIT = 1000
 """Characters of one text on a page."""
 HEADINGS = {
-    "result": "Result", "curves": "Learning curves", "sites": "Site by site", "travelled": "What travelled", "time": "Time",
+    "result": "Result", "crossed": "Across sites", "confusion": "Confusion", "curves": "Learning curves",
+    "sites": "Site by site", "travelled": "What travelled", "time": "Time",
     "absences": "Refusals and absences", "cases": "Best and worst", "left": "What left", "privacy": "Privacy",
     "versions": "Versions", "tables": "Tables", "figures": "Figures", "notes": "What is not here",
 }  # fmt: skip

@@ -11,6 +11,7 @@ from consilium.report.means import Results
 from consilium.report.page import plots
 from consilium.report.page.cases import Cases, read_cases, spread
 from consilium.report.page.files import folders, read, sha256
+from consilium.report.page.matrices import classes_of, confusion_tables, cross_site_table
 from consilium.report.page.privacy import statement
 from consilium.report.page.record import Record
 from consilium.report.page.render import render
@@ -34,7 +35,20 @@ def run_page(record: Record) -> str:
     results = headline(closing, record.scores, shown(record.config.title))
     if results and record.apart:
         results = replace(results, notes=[*results.notes, *_apart(record, label)])
-    sections = ["result", "curves", *["sites"] * bool(own), "travelled", "time", "absences", "privacy", "versions"]
+    confused = confusion_tables(closing, classes_of(record.config.task))
+    crossed = cross_site_table(record.folder)
+    sections = [
+        "result",
+        *["crossed"] * bool(crossed),
+        *["confusion"] * bool(confused),
+        "curves",
+        *["sites"] * bool(own),
+        "travelled",
+        "time",
+        "absences",
+        "privacy",
+        "versions",
+    ]
     values = {
         "warnings": warnings(record, bool(own)),
         "facts": about(record),
@@ -44,6 +58,8 @@ def run_page(record: Record) -> str:
         "beside": headline(closing, record.scores, shown(record.config.title), beside=True),
         "models": plots.models("models", of_models(record.closing, record.metric), label),
         "meant": MEANT,
+        "crossed": crossed,
+        "confused": confused,
         "figures": curve_figures(record),
         "sites": own[:MOST_SITES],
         "units": _units(own),

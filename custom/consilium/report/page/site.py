@@ -9,6 +9,7 @@ from consilium.report.clean import shown
 from consilium.report.page import kept
 from consilium.report.page.cases import Cases, read_cases
 from consilium.report.page.files import folders, is_folder
+from consilium.report.page.matrices import confusion_tables
 from consilium.report.page.privacy import NONE, of_summary
 from consilium.report.page.record import Record, is_simulation, read_record
 from consilium.report.page.render import render
@@ -75,6 +76,7 @@ def _scores(record: Record | None, cases: Cases | None, site: str) -> dict[str, 
         "facts": facts,
         "headline": headline(closing, scores, cases.job if cases else "") if scores else None,
         "beside": headline(closing, scores, cases.job if cases else "", beside=True) if scores else None,
+        "confused": confusion_tables(closing, [name for name, _ in cases.key]) if cases else [],
         "figures": curve_figures(record, site) if record else [],
     }
 

@@ -1,0 +1,65 @@
+"""The commands that keep startup kits in use: `consilium renew`, `update-kit` and `revoke`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.options import Format, FormatOption
+
+app = typer.Typer()
+
+
+@app.command()
+def renew(
+    sites: Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the folder that `consilium provision -o` made kits in")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="a participant; several times for several; default: all")
+    ] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Make kits with new keys, certificates and a new end of the root's, before the old ones end. Old kits stay valid."""
+    from consilium.flare.renewal import renew as make
+
+    kits = make(sites, output, only or ())
+    told = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
+    _print({"kits": str(kits), "renewed": sorted(only or [p.name for p in kits.iterdir()])}, told, format)
+
+
+@app.command()
+def update_kit(
+    kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
+    new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
+    fingerprint: Annotated[str, typer.Option(help="SHA-256 of the root's certificate, if the root has a new key")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
+    from consilium.flare.renewal import OLD
+    from consilium.flare.renewal import update_kit as put
+
+    changed = put(kit, new, fingerprint)
+    told = f"{kit}: {', '.join(changed)}. Start it again; then delete {kit / OLD}, which holds the former key"
+    _print({"kit": str(kit), "changed": changed}, told, format)
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="a site's name, or a person's address")],
+    kit: Annotated[Path, typer.Option("--kit", help="the server's startup kit, at the server")],
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Have the server refuse every certificate of this name made until now, at once and without a restart."""
+    from consilium.flare.revocation import revoke as write
+
+    until = write(name, kit)
+    told = (
+        f"{name}: certificates made until {until} are refused from now on, and jobs that run go on without it. A kit made "
+        f"later is valid: `consilium renew SITES_YML -o kits --only {name}`"
+    )
+    _print({"name": name, "until": until}, told, format)
+
+
+def _print(found: dict[str, Any], told: str, format: Format) -> None:
+    typer.echo(json.dumps(found, indent=1) if format is Format.JSON else told)

@@ -1,0 +1,116 @@
+"""A cross-site job at the server: models of a run that has ended, each scored at every site. Only scores come back."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from consilium.errors import CheckpointError, ConfigError, RefusedError
+from consilium.federation import checkpoint
+from consilium.federation.checkpoint import Saved
+from consilium.federation.checks import check_evaluation, check_lent
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.scoring import former_jobs
+from consilium.messages import MetricKey, Payload, Stage
+from consilium.privacy.lending import MODELS
+from consilium.report.cross_sites import SHARED, matrix, write
+from consilium.tasks.registry import TASKS
+
+
+class CrossSites:
+    """Drives a cross-site job; both engines call the same methods in the same order.
+
+    shared -> accept*, and for each of `owners`: take -> lent -> accept*; then finish. `former`: the folder of the run, None
+    where there is none. Raises ConfigError.
+    """
+
+    def __init__(self, coordinator: Coordinator, former: Path | None) -> None:
+        self.coordinator, self.job = coordinator, coordinator.job
+        if (section := self.job.config.cross_site) is None:
+            raise ConfigError("cross_site: the job has no such section; write `cross_site: {run: NAME}`")
+        self.section = section
+        if former is None or not (former / "results.json").is_file():
+            what = "no run of that name here has come to its end"
+            raise ConfigError(f"cross_site.run: {section.run!r}: {what}; give the experiment of one that has")
+        saved = self._read(former)
+        coordinator.run, coordinator.checkpoint = saved.run, saved.checkpoint
+        self.state = saved.state
+        self._rows: list[tuple[str, Stage, dict[str, dict[str, float]]]] = []
+        self._model: Payload | None = None
+        self._asked: set[str] = set()
+
+    def _read(self, former: Path) -> Saved:
+        """Return the run's last state. Raises ConfigError for a run of another job."""
+        rounds, why = self.job.config.training.rounds, ""
+        for config in former_jobs(self.job.config):
+            try:
+                saved = checkpoint.read(former / "server" / "state.safetensors", replace(self.job, config=config))
+            except CheckpointError as error:
+                why = str(error)
+                continue
+            if saved.state.round != rounds:
+                raise ConfigError(
+                    f"training.rounds: {rounds}: the run {self.section.run!r} had {saved.state.round}; write that"
+                )
+            return saved
+        raise ConfigError(f"cross_site.run: {self.section.run!r}: {why}; take that run's job.yaml and add cross_site")
+
+    @property
+    def owners(self) -> list[str]:
+        """The sites that are asked for their personalized models: those that took part in the run, where the job wants them."""
+        joined = sorted(name for name, site in self.coordinator.sites.items() if site.joined)
+        return joined[:MODELS] if self.section.personalized else []
+
+    def shared(self) -> dict[str, Payload]:
+        """Return what every site is to score first: what all share, for each to run with its own local factors."""
+        strategy, sites = self.job.strategy, self.coordinator.sites
+        self._begin(SHARED, Stage.GLOBAL)
+        return {name: replace(strategy.final(self.state, site), phase=0) for name, site in sorted(sites.items())}
+
+    def take(self, owner: str, result: Payload) -> None:
+        """Keep a site's own model until it is scored. Raises RefusedError for what is none."""
+        check_lent(self.job, result)
+        place = self.job.config.training.rounds, len(self._rows)
+        self._model = Payload(*place, result.tensors, result.scalars)
+        self._begin(owner, Stage.PERSONALIZED)
+
+    def lent(self) -> dict[str, Payload]:
+        """Return the model that was taken, for every site; {} where none was."""
+        model, self._model = self._model, None
+        return {name: model for name in sorted(self.coordinator.sites)} if model else {}
+
+    def _begin(self, model: str, stage: Stage) -> None:
+        self._rows.append((model, stage, {}))
+        self._asked = set(self.coordinator.sites)
+
+    def accept(self, name: str, result: Payload) -> str | None:
+        """Keep a site's scores of the model that is scored now. Returns None, or why they were refused."""
+        place = self.job.config.training.rounds, len(self._rows) - 1
+        try:
+            if name not in self._asked:
+                raise RefusedError(f"{name} was not asked, or has answered already")
+            check_evaluation(self.job, result, *place)
+        except RefusedError as refusal:
+            return self.coordinator.refuse(name, str(refusal))
+        self._asked.discard(name)
+        if place[1] == 0:
+            self.coordinator.log.final(name, result)
+        _, stage, row = self._rows[-1]
+        row[name] = self._scores(result.metrics, stage)
+        self.coordinator.observer({"event": "final", "site": name, "metrics": result.metrics})
+        return None
+
+    def _scores(self, metrics: Mapping[str, float], stage: Stage) -> dict[str, float]:
+        """Return the metrics of the split and model that were asked for, by their own names."""
+        keys = {key: value for name, value in metrics.items() if (key := MetricKey.parse(name))}
+        return {key.metric: value for key, value in keys.items() if (key.split, key.stage) == (self.section.split, stage)}
+
+    @property
+    def answered(self) -> int:
+        """How many sites have scored the model that is scored now."""
+        return len(self._rows[-1][2]) if self._rows else 0
+
+    def finish(self) -> None:
+        """Write the matrix, as a picture and as JSON."""
+        reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
+        lead = TASKS[self.job.config.task.name].scores(self.job.config.task).lead(reported)
+        write(self.coordinator.folder, matrix(lead, self.section.split, self._rows))

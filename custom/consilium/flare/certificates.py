@@ -1,0 +1,98 @@
+"""How long certificates last: a kit's own, the project's root in it, and the one that the server shows."""
+
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.utils import load_crt
+
+from consilium.errors import ConfigError
+from consilium.federation.doctor import Finding
+from consilium.flare.kits import certificate
+
+WARN_DAYS, URGENT_DAYS = 60, 30
+"""Days before the end from which there is a warning, and from which it is a problem."""
+RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
+RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
+CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
+PATIENCE = 5.0
+"""Seconds to wait for the server."""
+
+
+def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
+    """Return whole days until a certificate ends, negative after it."""
+    return (found.not_valid_after_utc - (now or datetime.now(UTC))).days
+
+
+def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
+    """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
+    start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
+    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d} to {end:%Y-%m-%d}"
+    if not start <= now <= end:
+        return Finding(check, span, f"set the clock, or {remedy}")
+    days = days_left(found, now)
+    if days < URGENT_DAYS:
+        return Finding(check, span, f"{days} days are left: {remedy}")
+    return Finding(check, span, advice=f"{days} days are left: {remedy}" if days < WARN_DAYS else "")
+
+
+def examine_own(kit: Path) -> Iterator[Finding]:
+    """Yield findings about the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
+    own = load_crt(certificate(kit))
+    yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
+    yield examine_expiry("root", "the project's root in this kit", load_crt(kit / "startup" / "rootCA.pem"), RENEW)
+
+
+def examine_servers(kit: Path) -> Finding:
+    """Return whether the server answers as one of this project, and how long its certificate lasts.
+
+    Connects with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here.
+    """
+    target = server_address(kit)
+    try:
+        found = server_certificate(kit)
+    except ssl.SSLError as error:
+        remedy = "ask the network's people not to open TLS to it, and the hub which server it is"
+        return Finding("server", f"{target}: {error}", remedy)
+    except OSError as error:
+        return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
+    until = examine_expiry("server", target, found, RENEW_SERVER)
+    if until.ok and not until.advice:
+        return Finding("server", f"{target}: answers, and is of this project")
+    return until
+
+
+def server_address(kit: Path) -> str:
+    """Return host:port of the server that a kit is for. Raises ConfigError."""
+    for path in (kit / "startup" / name for name in CONFIGS):
+        if path.is_file():
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if "admin" in raw:
+                return f"{raw['admin']['host']}:{raw['admin']['port']}"
+            return raw["servers"][0]["service"]["target"]
+    raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
+
+
+def server_certificate(kit: Path) -> x509.Certificate:
+    """Return the certificate that the server shows. Raises OSError, of which ssl.SSLError is one."""
+    host, _, port = server_address(kit).rpartition(":")
+    own = certificate(kit)
+    context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
+    context.load_cert_chain(own, own.with_suffix(".key"))
+    address = (host, int(port))
+    with socket.create_connection(address, timeout=PATIENCE) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+        return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
+
+
+def warnings(kit: Path) -> list[str]:
+    """Return a line for each certificate that ends within WARN_DAYS, of a person's kit and of the server it leads to."""
+    found = [*examine_own(kit)]
+    with suppress(OSError):  # of no server the session says it better
+        found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
+    return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

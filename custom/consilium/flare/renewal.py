@@ -1,0 +1,126 @@
+"""New certificates before the old ones end: the hub makes kits anew, whose startup/ replaces the old one at a participant.
+
+The root keeps its key and its name, and gets a new certificate. So what the old root signed is valid under the new one, and the
+other way round: hospitals change one after the other, each before the root in its own kit ends, and nobody waits for anybody.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.utils import Identity, generate_cert, load_crt, serialize_cert, verify_cert, verify_folder_signature
+
+from consilium.config.deployment import load_deployment
+from consilium.errors import ConfigError
+from consilium.flare.hardening import is_signed
+from consilium.flare.kits import certificate
+from consilium.flare.provision import provision
+from consilium.storage import write_atomic
+
+OLD, NEW = "startup.old", ".startup.new"
+"""Beside a kit's startup/: what it replaced, which still holds a valid key; and what is about to."""
+ROOT, ROOT_KEY = "root_cert", "root_pri_key"
+"""In FLARE's cert.json."""
+
+
+def renew(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+    """Make kits as `provision` does, with new keys and certificates for `names` (all by default) and a new root certificate.
+
+    `folder` is where the kits were made. Returns the folder of the new kits. Raises ConfigError for a name that is not in the
+    sites.yml and for a folder without the project's state.
+    """
+    deployment = load_deployment(sites)
+    known = {entry.name for entry in deployment.entries()}
+    if unknown := sorted(set(names) - known):
+        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
+    path = folder / deployment.name / "state" / "cert.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
+    state = json.loads(path.read_text(encoding="utf-8"))
+    for name in set(names) or known:
+        state.pop(name, None)
+    state[ROOT] = _same_key(state[ROOT], state[ROOT_KEY], deployment.valid_days).decode()
+    write_atomic(path, json.dumps(state).encode())
+    return provision(sites, folder)
+
+
+def _same_key(root: str, key: str, days: int) -> bytes:
+    """Return a new certificate, valid from now, of a root's name and key."""
+    signing = load_pem_private_key(key.encode(), password=None)
+    name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(root.encode())))
+    return serialize_cert(generate_cert(name, name, signing, signing.public_key(), valid_days=days, ca=True))
+
+
+def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
+    """Put a renewed kit's startup/ in the place of a kit's own; local/ and all else stays. Return what changed, in words.
+
+    A root with another key is taken only with its certificate's SHA-256 `fingerprint`, told by another way than the kit. Raises
+    ConfigError, before anything is changed, for what is no renewal of this very kit.
+    """
+    if problem := next(_problems(kit, new, fingerprint.replace(":", "").lower()), None):
+        raise ConfigError(f"{new}: {problem}")
+    startup, ready, old = kit / "startup", kit / NEW, kit / OLD
+    shutil.rmtree(ready, ignore_errors=True)
+    shutil.copytree(new / "startup", ready)
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(startup, old)
+    os.replace(ready, startup)
+    old.chmod(0o700)
+    own, root = load_crt(certificate(kit)), load_crt(startup / "rootCA.pem")
+    return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
+
+
+def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
+    """Yield why a kit is no renewal of another."""
+    before, after = load_crt(certificate(kit)), load_crt(certificate(new))
+    root, next_root = (load_crt(one / "startup" / "rootCA.pem") for one in (kit, new))
+    if before.subject != after.subject:
+        yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
+    if certificate(kit).name != certificate(new).name:
+        yield "is of another role; ask the hub for yours"
+    told = next_root.fingerprint(hashes.SHA256()).hex()
+    if not _same_public_key(root, next_root) and told != fingerprint:
+        yield (
+            f"its root has another key than yours. Ask the hub by telephone for the root's fingerprint, and give it with "
+            f"--fingerprint; this one's is {told}"
+        )
+    if not _signed_by(after, next_root):
+        yield "its certificate is not signed by its root; ask the hub again"
+    if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
+        yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
+    if after.not_valid_after_utc <= before.not_valid_after_utc:
+        yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
+    key = load_pem_private_key(certificate(new).with_suffix(".key").read_bytes(), password=None)
+    if _public(key.public_key()) != _public(after.public_key()):
+        yield "its key is none of its certificate; ask the hub again"
+    if is_signed(kit / "startup") and not _whole(new / "startup"):
+        yield "its startup/ is not as the hub signed it; ask the hub again"
+
+
+def _whole(startup: Path) -> bool:
+    return is_signed(startup) and verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, "signature.json")
+
+
+def _signed_by(leaf: x509.Certificate, root: x509.Certificate) -> bool:
+    try:
+        verify_cert(leaf, root.public_key())
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _same_public_key(one: x509.Certificate, other: x509.Certificate) -> bool:
+    return _public(one.public_key()) == _public(other.public_key())
+
+
+def _public(key: Any) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

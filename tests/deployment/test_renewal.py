@@ -1,0 +1,90 @@
+"""Certificates that end and credentials that are revoked, on running kits: one hospital after the other, none has to wait."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from nvflare.lighter.utils import sign_folders
+
+from consilium.flare.doctor import examine
+from consilium.flare.kits import certificate
+from consilium.flare.renewal import renew, update_kit
+from consilium.flare.revocation import revoke
+from tests.conftest import small_config
+from tests.deployment.federation import ADMIN, Federation
+
+pytestmark = pytest.mark.slow
+
+
+def age(kit: Path, state: Path, days: float) -> None:
+    """Let a kit's two certificates be as they are after so many days more, signed by the project's root as they were."""
+    key = load_pem_private_key(json.loads(state.read_text())["root_pri_key"].encode(), None)
+    for path in (certificate(kit), kit / "startup/rootCA.pem"):
+        old = x509.load_pem_x509_certificate(path.read_bytes())
+        new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
+        new = new.not_valid_before(old.not_valid_before_utc - timedelta(days)).not_valid_after(
+            old.not_valid_after_utc - timedelta(days)
+        )
+        for extension in old.extensions:
+            new = new.add_extension(extension.value, extension.critical)
+        path.write_bytes(new.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    sign_folders(str(kit / "startup"), key, signature_file="signature.json")
+
+
+def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_keep_theirs(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
+        kits = federation.kits
+        age(federation.kit("site-2"), kits.parent / "state/cert.json", 361)
+        federation.start("server", "site-1")
+        federation.start("site-2", wait=0)
+        assert "set the clock, or ask the hub" in {f.check: f for f in examine(federation.kit("site-2"))}["clock"].remedy
+        time.sleep(8)  # FLARE's client says nothing of it and tries again and again
+        assert sites(federation) == {"site-1"}
+        federation.kill("site-2")
+        new = renew(federation.file, kits.parents[1])
+        update_kit(federation.kit("site-2"), new / "site-2")
+        federation.start("site-2")  # new certificate, new root; the server and site-1 have the old ones
+        federation.kill("server")
+        update_kit(federation.kit("server"), new / "localhost")
+        federation.start("server")  # now the server is new, and site-1 old
+        job = federation.submit(federation.export(small_config("fedit", rounds=1)))
+        assert federation.wait(job) == "FINISHED:COMPLETED"
+        (round,) = federation.events("concluded")
+        assert round["sites"] == ["site-1", "site-2"]
+        federation.shutdown()
+
+
+def test_a_revoked_hospital_is_out_of_its_job_and_stays_out_until_its_kit_is_a_later_one(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
+        federation.start()
+        job = federation.submit(federation.export(small_config("fedit", rounds=40)))
+        federation.until(lambda: federation.concluded() >= 1, 90, "round 1")
+        revoke("site-3", federation.kit("server"))
+        done = federation.concluded()
+        federation.until(lambda: federation.concluded() >= done + 3, 60, "three rounds more")
+        assert federation.events("concluded")[-1]["sites"] == ["site-1", "site-2"]
+        reasons = {e["reason"] for e in federation.events("refused") if e["site"] == "site-3"}
+        assert any("revoked" in reason for reason in reasons)
+        federation.abort(job)
+        federation.until(lambda: sites(federation) == {"site-1", "site-2"}, 60, "site-3 to be out")
+        federation.kill("site-3")
+        federation.start("site-3", wait=0)
+        federation.until(lambda: "its credential was revoked" in federation.log("server"), 60, "the refusal")
+        time.sleep(3)
+        assert sites(federation) == {"site-1", "site-2"}
+        federation.kill("site-3")
+        new = renew(federation.file, federation.kits.parents[1], ["site-3"])
+        update_kit(federation.kit("site-3"), new / "site-3")
+        federation.start("site-3")
+        assert sites(federation) == {"site-1", "site-2", "site-3"}
+        federation.shutdown()
+
+
+def sites(federation: Federation) -> set[str]:
+    with federation.session(ADMIN) as session:
+        return {client.name for client in session.get_system_info().client_info}

@@ -1,0 +1,333 @@
+"""Certificates that end: who warns when; kits that are renewed in place; what is no renewal; revoked names at the server."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.hci.server.sess import SessionManager
+from nvflare.lighter.utils import sign_content
+from nvflare.private.fed.server.client_manager import ClientManager
+from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
+
+from consilium.errors import ConfigError
+from consilium.flare import revocation
+from consilium.flare.certificates import examine_own, warnings
+from consilium.flare.kits import certificate, update
+from consilium.flare.provision import provision
+from consilium.flare.renewal import OLD, renew, update_kit
+from consilium.flare.revocation import REFUSED, read, revoke
+from consilium.flare.revocation_check import RevocationCheck
+
+DAYS = 200
+
+
+def deployment(folder: Path, days: int = DAYS) -> Path:
+    server = {"name": "localhost", "org": "hub", "port": 9, "state": str(folder / "state")}
+    people = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
+    sites = [{"name": "clinic", "org": "clinic"}]
+    path = folder / "sites.yml"
+    path.write_text(yaml.safe_dump({"name": "test", "valid_days": days, "server": server, "sites": sites, "admins": people}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with sites.yml, kits/test/prod_00, and prod_01 in which only the clinic was renewed, with 300 days."""
+    folder = tmp_path_factory.mktemp("hub")
+    provision(deployment(folder), folder / "kits")
+    time.sleep(1)  # certificates count whole seconds
+    renew(deployment(folder, 300), folder / "kits", ["clinic"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the kits of another project of the same names."""
+    folder = tmp_path_factory.mktemp("stranger")
+    return provision(deployment(folder, 300), folder / "kits")
+
+
+@pytest.fixture
+def kit(hub: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hub / "kits/test/prod_00/clinic", tmp_path / "clinic", symlinks=True))
+
+
+@pytest.fixture
+def new(hub: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hub / "kits/test/prod_01/clinic", tmp_path / "new", symlinks=True))
+
+
+def opened(kit: Path, name: str = "") -> x509.Certificate:
+    return x509.load_pem_x509_certificate((kit / "startup" / name if name else certificate(kit)).read_bytes())
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return now
+
+    monkeypatch.setattr("consilium.flare.certificates.datetime", Clock)
+
+
+@pytest.mark.parametrize(
+    ("before", "remedy", "advice"),
+    [
+        (61, "", ""),
+        (59, "", "59 days are left: ask the hub for a renewed kit"),
+        (31, "", "31 days are left"),
+        (29, "29 days are left: ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`", ""),
+        (-1, "set the clock, or ask the hub for a renewed kit", ""),
+    ],
+)
+def test_a_kits_end_is_told_from_60_days_before(
+    before: int, remedy: str, advice: str, kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=before, minutes=1))
+    for found in examine_own(kit):  # the root ends with it
+        assert found.remedy.startswith(remedy)
+        assert bool(found.remedy) == bool(remedy)
+        assert found.advice.startswith(advice)
+        assert bool(found.advice) == bool(advice)
+
+
+def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_session(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = hub / "kits/test/prod_00/a@hub.example"
+    assert warnings(kit) == []
+    set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=20, minutes=-1))
+    own, root = warnings(kit)
+    assert own.startswith("clock: a@hub.example: now ")
+    assert "19 days are left: ask the hub for a renewed kit" in own
+    assert root.startswith("root: ")
+
+
+def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
+    old, new = hub / "kits/test/prod_00", hub / "kits/test/prod_01"
+    assert opened(old / "clinic").public_key() != opened(new / "clinic").public_key()
+    assert opened(old / "localhost") == opened(new / "localhost")  # not named
+    root, next_root = opened(old / "clinic", "rootCA.pem"), opened(new / "clinic", "rootCA.pem")
+    assert (root.public_key(), root.subject) == (next_root.public_key(), next_root.subject)
+    assert (next_root.not_valid_after_utc - next_root.not_valid_before_utc).days == 300
+    for leaf in (old / "clinic", new / "clinic"):
+        for one in (root, next_root):
+            opened(leaf).verify_directly_issued_by(one)
+
+
+def test_an_updated_kit_keeps_what_is_the_hospitals(kit: Path, new: Path) -> None:
+    (kit / "local/site.yaml").write_text("device: cpu\n")
+    (kit / "_consilium").mkdir()
+    told = update_kit(kit, new)
+    until = datetime.now(UTC) + timedelta(days=300)
+    assert told == [f"certificate valid until {until:%Y-%m-%d}", f"root valid until {until:%Y-%m-%d}"]
+    assert opened(kit) == opened(new)
+    assert (kit / "local/site.yaml").read_text() == "device: cpu\n"
+    assert (kit / "_consilium").is_dir()
+    assert (kit / OLD / "client.key").is_file()
+    assert (kit / OLD).stat().st_mode & 0o077 == 0
+    assert (kit / "startup/client.key").stat().st_mode & 0o077 == 0
+
+
+def of_another(new: Path, hub: Path, stranger: Path) -> None:
+    shutil.copy(hub / "kits/test/prod_00/a@hub.example/startup/client.crt", new / "startup/client.crt")
+
+
+def of_another_project(new: Path, hub: Path, stranger: Path) -> None:
+    shutil.rmtree(new / "startup")
+    shutil.copytree(stranger / "clinic/startup", new / "startup")
+
+
+def strangers_certificate(new: Path, hub: Path, stranger: Path) -> None:
+    for name in ("client.crt", "client.key"):
+        shutil.copy(stranger / "clinic/startup" / name, new / "startup" / name)
+
+
+def old_one(new: Path, hub: Path, stranger: Path) -> None:
+    shutil.copytree(hub / "kits/test/prod_00/clinic/startup", new / "startup", dirs_exist_ok=True)
+
+
+def another_key(new: Path, hub: Path, stranger: Path) -> None:
+    shutil.copy(stranger / "clinic/startup/client.key", new / "startup/client.key")
+
+
+def altered(new: Path, hub: Path, stranger: Path) -> None:
+    with (new / "startup/sub_start.sh").open("a") as file:
+        file.write("true\n")
+
+
+def unsigned(new: Path, hub: Path, stranger: Path) -> None:
+    (new / "startup/signature.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_another, "ask the hub for yours"),
+        (of_another_project, "its root has another key than yours"),
+        (strangers_certificate, "its certificate is not signed by its root"),
+        (old_one, "ends no later than the one that is here"),
+        (another_key, "its key is none of its certificate"),
+        (altered, "its startup/ is not as the hub signed it"),
+        (unsigned, "its startup/ is not as the hub signed it"),
+    ],
+)
+def test_what_is_no_renewal_of_this_kit_changes_nothing(
+    change: Callable[..., None], says: str, kit: Path, new: Path, hub: Path, stranger: Path
+) -> None:
+    change(new, hub, stranger)
+    before = {p: p.read_bytes() for p in kit.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match=says):
+        update_kit(kit, new)
+    assert {p: p.read_bytes() for p in kit.rglob("*") if p.is_file()} == before
+
+
+def test_a_root_with_a_new_key_is_taken_by_its_fingerprint_only(kit: Path, stranger: Path) -> None:
+    fingerprint = opened(stranger / "clinic", "rootCA.pem").fingerprint(hashes.SHA256()).hex(":").upper()
+    with pytest.raises(ConfigError, match="another key"):
+        update_kit(kit, stranger / "clinic", fingerprint[:-2] + "00")
+    update_kit(kit, stranger / "clinic", fingerprint)
+    assert opened(kit) == opened(stranger / "clinic")
+
+
+def test_only_what_is_there_can_be_renewed(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none is named 'clinc'; give one of a@hub"):
+        renew(hub / "sites.yml", hub / "kits", ["clinc"])
+    with pytest.raises(ConfigError, match="nothing can be renewed; give the folder that"):
+        renew(hub / "sites.yml", tmp_path)
+
+
+# Revocation
+
+
+@pytest.fixture
+def server(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a server's kit, with FLARE's methods wrapped as in its process."""
+    for owner, name in ((IdentityVerifier, "verify_common_name"), (ClientManager, "heartbeat")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name in ("get_session", "recreate_session"):
+        monkeypatch.setattr(SessionManager, name, getattr(SessionManager, name))
+    return Path(shutil.copytree(hub / "kits/test/prod_00/localhost", tmp_path / "server", symlinks=True))
+
+
+def started(server: Path) -> RevocationCheck:
+    """Return the component as the server's start makes it."""
+    check, context = RevocationCheck(), FLContext()
+    place = SimpleNamespace(get_site_config_dir=lambda: str(server / "local"))
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, place, private=True)
+    check.handle_event("_system_bootstrap", context)
+    return check
+
+
+def shows(server: Path, kit: Path) -> bool:
+    """Show a kit's certificate to the server, as at a registration."""
+    name, key = "clinic", load_pem_private_key((kit / "startup/client.key").read_bytes(), None)
+    return IdentityVerifier(str(server / "startup/rootCA.pem")).verify_common_name(
+        asserted_cn=name, nonce="n", asserter_cert=opened(kit), signature=sign_content(name + "n", key, return_str=False)
+    )
+
+
+def test_a_revoked_certificate_is_refused_and_a_later_one_is_not(server: Path, kit: Path, new: Path) -> None:
+    started(server)
+    assert shows(server, kit)
+    cut = opened(kit).not_valid_before_utc.timestamp()
+    (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut}}))
+    with pytest.raises(InvalidAsserterCert, match=REFUSED):
+        shows(server, kit)
+    assert opened(new).not_valid_before_utc.timestamp() > cut
+    assert shows(server, new)
+    revoke("clinic", server)
+    with pytest.raises(InvalidAsserterCert, match=REFUSED):
+        shows(server, new)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"clinic": {}}', '{"clinic": {"until": "x"}}'])
+def test_with_a_broken_list_nobody_comes_in_and_who_is_there_stays(text: str, server: Path, kit: Path) -> None:
+    check = started(server)
+    (server / "local" / revocation.FILE).write_text(text)
+    with pytest.raises(InvalidAsserterCert, match="until then nobody is let in"):
+        shows(server, kit)
+    assert (check._is_out("clinic", True), check._is_out("clinic", False)) == (False, True)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        revoke("clinic", server)
+
+
+def test_before_the_server_knows_its_kit_it_takes_nobody(server: Path, kit: Path) -> None:
+    RevocationCheck()
+    with pytest.raises(InvalidAsserterCert, match="not ready"):
+        shows(server, kit)
+
+
+def test_a_token_from_before_is_refused_although_flare_signed_it(server: Path, kit: Path, new: Path) -> None:
+    started(server)
+    manager, context = ClientManager(), FLContext()
+    shows(server, kit)
+    assert manager.heartbeat("old token", "clinic", "clinic", context) is True  # FLARE takes any name's token
+    cut = time.time()
+    (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut}}))
+    assert manager.heartbeat("old token", "clinic", "clinic", context) is False
+    assert REFUSED in context.get_prop(FLContextKey.UNAUTHENTICATED)
+    manager.clients.clear()  # as the check does at the next heartbeat of anybody
+    (server / "local" / revocation.FILE).write_text(json.dumps({"clinic": {"until": cut - 3600}}))
+    assert manager.heartbeat("old token", "clinic", "clinic", context) is False  # a restart of the server does not help
+    assert not manager.clients
+
+
+def test_sites_that_are_there_by_a_revoked_credential_are_taken_out(server: Path, kit: Path) -> None:
+    check, manager, out = started(server), ClientManager(), []
+    shows(server, kit)
+    for name in ("clinic", "other"):
+        manager.heartbeat(f"token of {name}", name, name, FLContext())
+    revoke("clinic", server)
+    context = FLContext()
+    parts = SimpleNamespace(client_manager=manager, logout_client=out.append)
+    engine = SimpleNamespace(server=parts, fire_event=lambda *_: None)
+    context.get_engine = lambda: engine  # type: ignore[method-assign]
+    check.handle_event("_client_heartbeat_received", context)
+    assert out == ["token of clinic"]
+
+
+def test_a_revoked_person_logs_in_anew(server: Path) -> None:
+    started(server)
+    key = load_pem_private_key((server / "startup/server.key").read_bytes(), None)
+    asserter = SimpleNamespace(
+        cert=opened(server), sign=lambda text, return_str: sign_content(text, key, return_str=return_str)
+    )
+    manager = SessionManager(None)
+    token = manager.create_session("a@hub.example", "hub", "lead", "").make_token(asserter)
+    assert manager.get_session(token, asserter).user_name == "a@hub.example"
+    revoke("a@hub.example", server)
+    assert manager.get_session(token, asserter) is None
+    with pytest.raises(ValueError, match="log in again"):
+        manager.recreate_session(token, "", asserter)
+    assert manager.get_session(token, asserter) is None
+    manager.shutdown()
+
+
+def test_revoke_is_for_the_servers_kit_and_needs_its_check(server: Path, kit: Path) -> None:
+    with pytest.raises(ConfigError, match="not the server's startup kit"):
+        revoke("clinic", kit)
+    for name in ("", " clinic", "server"):
+        with pytest.raises(ConfigError, match="no name of a site or a person"):
+            revoke(name, server)
+    path = server / "local/resources.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"components": []}))
+    with pytest.raises(ConfigError, match="consilium allow KIT"):
+        revoke("clinic", server)
+    update(server)
+    before = time.time()
+    revoke("clinic", server)
+    assert before <= read(server / "local")["clinic"] <= time.time()
+    assert (server / "local" / revocation.FILE).stat().st_mode & 0o077 == 0

@@ -1,0 +1,192 @@
+"""A cross-site job: models of an ended run scored everywhere, over FLARE as in one process; scores alone come back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from consilium.config.job import JobConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.site import Given, SiteConfig, find_site
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.federation.build import assemble_job, build_guard
+from consilium.federation.engine import simulate
+from consilium.federation.runs import known_run, run_folder
+from consilium.messages import Kind, Payload, Stage
+from consilium.use.evaluate import cross_sites
+from tests.conftest import small_config
+from tests.flare.running import Runner, edited, listen, state_of
+
+TRAINED, SITES = ["gives", "keeps"], ["gives", "keeps", "new"]
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sites that train, one of which gives its model away, and one that comes later with test pictures only."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    for name in SITES:
+        path = make_phantoms(folder / name, "fundus", name, 0, 2, 1, 2, 64, 0.7, 0.7)
+        if name == "new":
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"training": [], "validation": []}))
+        site = {"datalist": "datalist.json", "share_personalized": name == "gives"}
+        (folder / name / "site.yaml").write_text(yaml.safe_dump(site))
+    return folder
+
+
+def config(strategy: Any = "fedsa_lora", **sections: Any) -> JobConfig:
+    return JobConfig.model_validate(small_config(strategy, rounds=1, lr=1e-2, local_steps=1).model_dump() | sections)
+
+
+def crossing(**section: Any) -> JobConfig:
+    return config(cross_site={"run": "first", "personalized": True, **section})
+
+
+def train(folder: Path, hospitals: Path, one: JobConfig) -> Path:
+    simulate(assemble_job(one), {name: find_site(name, Given(hospitals)) for name in TRAINED}, folder, lambda event: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, hospitals: Path) -> Path:
+    """The run that the jobs here score."""
+    return train(tmp_path_factory.mktemp("ended") / "first", hospitals, config())
+
+
+@pytest.fixture
+def beside(tmp_path: Path, ended: Path) -> Path:
+    """Return a folder in which the run lies."""
+    (tmp_path / "first").symlink_to(ended)
+    return tmp_path
+
+
+def crossed(folder: Path, hospitals: Path, one: JobConfig, sites: list[str] = SITES) -> dict[str, Any]:
+    found = {name: find_site(name, Given(hospitals)) for name in sites}
+    simulate(assemble_job(one), found, folder, lambda event: None)
+    return json.loads((folder / "cross_sites.json").read_text())
+
+
+def test_the_matrix_is_the_same_over_flare_and_has_the_runs_own_scores(flare: Runner, hospitals: Path, beside: Path) -> None:
+    results = json.loads((beside / "first/results.json").read_text())
+    workspace = flare(crossing(), edited(client=listen), SITES, hospitals)
+    found = json.loads((workspace / "cross_sites.json").read_text())
+    assert found == crossed(beside / "inprocess", hospitals, crossing())
+    assert (found["models"], found["sites"]) == (["(shared)", "gives"], SITES)
+    shared, gives = found["values"]
+    assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
+    assert gives[0] == results["gives"]["test/personalized/dice"]
+    other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
+    assert gives == other.values[other.models.index("gives")].tolist()
+    assert json.loads((workspace / "results.json").read_text())["gives"]["test/global/dice"] == shared[0]
+    assert (workspace / "cross_sites.png").stat().st_size > 5000
+    _check_wire(workspace, beside / "first")
+
+
+def _check_wire(workspace: Path, run: Path) -> None:
+    """No number of the model that stays is on the wire; the one that leaves is on record; nothing else left but scores."""
+    own = {name: state_of(run / f"sites/{name}/adapters/personalized/consilium.safetensors") for name in TRAINED}
+    local = [name for name, tensor in own["keeps"].items() if not torch.equal(tensor, own["gives"][name])]
+    sent = {name: b"".join(path.read_bytes() for path in (workspace / "heard" / name).iterdir()) for name in SITES}
+    assert all(own["gives"][name].numpy().tobytes() in sent["gives"] for name in local)
+    assert not any(own["keeps"][name].numpy().tobytes() in said for said in sent.values() for name in local)
+    kinds = {name: [line["kind"] for line in _record(workspace / "sites" / name)] for name in SITES}
+    assert kinds["gives"] == ["hello", "evaluation", "model", "evaluation"]
+    assert kinds["keeps"] == ["hello", "evaluation", "evaluation", "refusal"]
+    assert kinds["new"] == ["hello", "evaluation", "evaluation"]
+    (line,) = (line for line in _record(workspace / "sites/gives") if line["kind"] == "model")
+    assert line["tensors"].keys() == own["gives"].keys()
+    refused = [json.loads(x) for x in (workspace / "metrics.jsonl").read_text().splitlines() if '"refused"' in x]
+    assert [(one["site"], one["reason"]) for one in refused] == [("keeps", Reason.MODEL.text)]
+
+
+def _record(site: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for path in site.rglob("audit.jsonl") for x in path.read_text().splitlines()]
+
+
+KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedala", "fedhera", "fedsca", "flora", "frlora"]
+
+
+@pytest.mark.parametrize(
+    "strategy", [KINDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in KINDS[1:])], ids=lambda one: str(one)[:20]
+)
+def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any, hospitals: Path, tmp_path: Path) -> None:
+    results = json.loads((train(tmp_path / "first", hospitals, config(strategy)) / "results.json").read_text())
+    job = config(strategy, cross_site={"run": "first", "personalized": True})
+    found = crossed(tmp_path / "second", hospitals, job, TRAINED)
+    values = dict(zip(found["models"], found["values"], strict=True))
+    assert values["(shared)"] == [results[name]["test/global/dice"] for name in TRAINED]
+    if (own := results["gives"].get("test/personalized/dice")) is not None:
+        assert values["gives"][0] == own
+
+
+def test_a_private_job_lends_no_model_and_its_scores_stay(hospitals: Path, tmp_path: Path) -> None:
+    privacy = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
+    with pytest.raises(ValueError, match=r"cross_site\.personalized: true: a personalized model holds what no noise covers"):
+        config(privacy=privacy, cross_site={"run": "first", "personalized": True})
+    job = assemble_job(config("fedit", privacy=privacy, cross_site={"run": "first"}))
+    guard = build_guard(job, "gives", find_site("gives", Given(hospitals)), tmp_path, tmp_path, lambda event: None)
+    task = guard.authorize(Kind.EVALUATE, "r", Payload(1, 0, {}))
+    assert guard.release_scores(task, Payload(1, 0, {}, metrics={"test/global/dice": 0.5})).metrics == {}
+    with pytest.raises(RefusedError, match="the job asks for no personalized model"):
+        guard.authorize(Kind.MODEL, "r")
+
+
+def gate(hospitals: Path, folder: Path, name: str = "gives", **policy: Any) -> Any:
+    site = find_site(name, Given(hospitals)).model_copy(update=policy)
+    return build_guard(assemble_job(crossing()), name, site, folder, folder, lambda event: None)
+
+
+def test_what_a_site_never_gives(hospitals: Path, tmp_path: Path) -> None:
+    """A server that asks for more: to train, for a second model at one place, for a model of who keeps it or of no adapter."""
+    guard = gate(hospitals, tmp_path)
+    for kind, place in ((Kind.TRAIN, (0, 0)), (Kind.EVALUATE, (0, -1)), (Kind.EVALUATE, (1, 257)), (Kind.STATISTICS, (-1, -1))):
+        with pytest.raises(RefusedError, match="the job has no task"):
+            guard.authorize(kind, "r", Payload(*place, {}))
+    one, other = (Payload(1, 1, {"x": torch.ones(1) * value}, {"scaling": 1.0, "share": 0.0}) for value in (1, 2))
+    for again in (one, one):
+        guard.authorize(Kind.EVALUATE, "r", again)
+    with pytest.raises(RefusedError, match="had another model before"):
+        guard.authorize(Kind.EVALUATE, "r", other)
+    with pytest.raises(RefusedError, match="its model stays here"):
+        gate(hospitals, tmp_path / "keeps", "keeps").authorize(Kind.MODEL, "r")
+    numbers = {"scaling": 1.0, "share": 0.0}
+    name = next(iter(assemble_job(crossing()).initial))
+    for tensors, scalars in (
+        ({"picture": torch.zeros(4)}, numbers),
+        ({name: torch.full((4, 4), torch.nan)}, numbers),
+        ({name: torch.zeros(4, dtype=torch.uint8)}, numbers),
+        ({name: torch.zeros(4)}, numbers | {"age": 63.0}),
+    ):
+        with pytest.raises(RefusedError, match="nothing was sent"):
+            guard.release_model(guard.authorize(Kind.MODEL, "r"), Payload(-1, -1, tensors, scalars))
+
+
+def test_a_hospital_that_demands_privacy_lends_nothing(hospitals: Path, tmp_path: Path) -> None:
+    policy = HospitalPrivacyPolicy(trust=("local",))
+    with pytest.raises(RefusedError, match="privacy"):
+        gate(hospitals, tmp_path, privacy=policy).authorize(Kind.MODEL, "r")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cross_site": {"run": "second"}}, "no run of that name here has come to its end"),
+        ({"adapter": {"rank": 2, "alpha": 4}}, "take that run's job.yaml and add cross_site"),
+        ({"strategy": "fedit"}, "take that run's job.yaml and add cross_site"),
+    ],
+)
+def test_a_run_that_cannot_be_scored_is_said_in_one_line(change: dict, said: str, hospitals: Path, beside: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        crossed(beside / "cross", hospitals, JobConfig.model_validate(crossing().model_dump() | change))
+
+
+def test_another_submitters_run_is_nobodys_to_score(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "first", "lead@hub")
+    assert known_run(tmp_path, "first", "lead@hub") == folder
+    assert known_run(tmp_path, "other", "lead@hub") is None
+    for name, who in (("first", "guest@hub"), ("../runs/first", "lead@hub")):
+        with pytest.raises(ConfigError):
+            known_run(tmp_path, name, who)

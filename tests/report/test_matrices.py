@@ -1,0 +1,85 @@
+"""The tables of a page with classes or sites on both sides."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from consilium.report.cross_sites import SHARED, matrix, read, write
+from consilium.report.page.matrices import confusion_tables, cross_site_table
+from consilium.report.page.record import read_record
+from consilium.report.page.run import run_page
+from consilium.report.page.site import site_page
+from tests.conftest import small_cells
+from tests.report.pages import Page, make_run
+
+CLASSES = ["lymph", "mono"]
+COUNTS = {"lymph/lymph": 3.0, "lymph/mono": 1.0, "mono/mono": 2.0}
+
+
+def told(**more: float) -> dict[str, float]:
+    return {f"test/global/confusion/{pair}": count for pair, count in (COUNTS | more).items()}
+
+
+def test_confusions_are_summed_and_shown_for_every_site() -> None:
+    """Worked by hand: of 4 lymphocytes 3 are found, so recall is 0.75; both sites together 6 of 9."""
+    results = {"b": told(), "a": told(**{"lymph/mono": 2.0}), "none": {"test/global/accuracy": 1.0}}
+    parts = confusion_tables(results, CLASSES)
+    assert [part.name for part in parts] == ["all sites", "a", "b"]
+    (both,), _, (own,) = (part.tables for part in parts)
+    assert own.columns == ["true class", "taken for lymph", "taken for mono", "recall"]
+    assert own.rows == [["lymph", "3", "1", "0.750"], ["mono", "0", "2", "1.000"]]
+    assert both.rows == [["lymph", "6", "3", "0.667"], ["mono", "0", "4", "1.000"]]
+    assert confusion_tables(results, []) == confusion_tables({}, CLASSES) == []
+    empty = confusion_tables({"a": {"test/global/confusion/mono/mono": 1.0}}, CLASSES)[0].tables[0]
+    assert empty.rows[0] == ["lymph", "0", "0", "-"]
+
+
+def test_a_page_of_classification_has_them_with_headings_on_both_sides(tmp_path: Path) -> None:
+    job = small_cells().model_dump(mode="json")
+    job["task"]["classes"] = CLASSES
+    folder = make_run(tmp_path / "run", simulated=False, **{key: job[key] for key in ("task", "model", "data", "adapter")})
+    (folder / "results.json").write_text(json.dumps({site: told() for site in ("north", "<b>")}))
+    page = Page(run_page(read_record(folder)))
+    assert page.text.count("taken for lymph") == 3
+    assert "<b>, global model" in page.text
+    assert "north, global model: how many of each true class" in page.text
+    assert "confusion" in [one["id"] for one in page.of("h2")]
+    cases = json.loads((folder / "sites/north/cases.json").read_text()) | {"task": job["task"], "classes": CLASSES}
+    (folder / "sites/north/cases.json").write_text(json.dumps(cases | {"metrics": told()}))
+    (folder / "simulation.json").write_text("{}")
+    assert "0.750" in Page(site_page(folder, "north")).text
+
+
+def test_a_matrix_is_read_again_and_damage_is_none(tmp_path: Path) -> None:
+    rows = [(SHARED, "global", {"a": {"dice": 0.5}, "b": {}}), ("a", "personalized", {"a": {"dice": 0.75}})]
+    found = matrix("dice", "test", rows)  # type: ignore[arg-type]
+    write(tmp_path, found)
+    table = cross_site_table(tmp_path)
+    assert table is not None
+    assert table.columns == ["model of", "on a", "on b"]
+    assert table.rows == [["(shared)", "0.500", "-"], ["a", "0.750", "-"]]
+    raw = json.loads((tmp_path / "cross_sites.json").read_text())
+    again = read(raw)
+    assert again is not None
+    assert math.isnan(again.values[0, 1])
+    for damage in ({"values": [[1]]}, {"stages": ["x", "y"]}, {"values": "no"}, {"sites": 3}, {"values": [["1e999"] * 2] * 2}):
+        assert read(raw | damage) is None or not math.isfinite(read(raw | damage).values[0, 0])  # type: ignore[union-attr]
+    assert read([]) is None
+
+
+@pytest.mark.parametrize("width", [80, 30])
+def test_a_matrix_fits_a_narrow_terminal(width: int) -> None:
+    from rich.console import Console
+
+    from consilium.report.cross_sites import table
+
+    sites = [f"hospital-of-the-{name}" for name in ("north", "south", "east", "west", "centre")]
+    rows = [(site, "personalized", {other: {"dice": 0.5} for other in sites}) for site in sites]
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table(matrix("dice", "test", rows), width))  # type: ignore[arg-type]
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(line.count("0.500") for line in lines) == 25
