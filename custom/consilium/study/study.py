@@ -25,7 +25,8 @@ Size = Literal["", "smoke", "small"]
 class Cell:
     """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
 
-    `counts`: how large its data are, if the study says so; `folder` is an ordinary run's folder, see RunLog; `cell.json` in it says how far it is.
+    `counts`: how large its data are, if the study says so. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
+    says how far it is.
     """
 
     id: str
