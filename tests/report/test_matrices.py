@@ -1,12 +1,14 @@
 """The tables of a page with classes or sites on both sides."""
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from consilium.report.cross_sites import SHARED, matrix, read, write
+from consilium.report.cross_sites import SHARED, matrix, read, table, write
 from consilium.report.page.matrices import confusion_tables, cross_site_table
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
@@ -56,10 +58,10 @@ def test_a_matrix_is_read_again_and_damage_is_none(tmp_path: Path) -> None:
     rows = [(SHARED, "global", {"a": {"dice": 0.5}, "b": {}}), ("a", "personalized", {"a": {"dice": 0.75}})]
     found = matrix("dice", "test", rows)  # type: ignore[arg-type]
     write(tmp_path, found)
-    table = cross_site_table(tmp_path)
-    assert table is not None
-    assert table.columns == ["model of", "on a", "on b"]
-    assert table.rows == [["(shared)", "0.500", "-"], ["a", "0.750", "-"]]
+    shown = cross_site_table(tmp_path)
+    assert shown is not None
+    assert shown.columns == ["model of", "on a", "on b"]
+    assert shown.rows == [["(shared)", "0.500", "-"], ["a", "0.750", "-"]]
     raw = json.loads((tmp_path / "cross_sites.json").read_text())
     again = read(raw)
     assert again is not None
@@ -71,13 +73,9 @@ def test_a_matrix_is_read_again_and_damage_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 30])
 def test_a_matrix_fits_a_narrow_terminal(width: int) -> None:
-    from rich.console import Console
-
-    from consilium.report.cross_sites import table
-
     sites = [f"hospital-of-the-{name}" for name in ("north", "south", "east", "west", "centre")]
     rows = [(site, "personalized", {other: {"dice": 0.5} for other in sites}) for site in sites]
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table(matrix("dice", "test", rows), width))  # type: ignore[arg-type]
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
