@@ -28,7 +28,7 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
         server = [federation.kit("server"), tmp_path / "hub/server-state", federation.download(job)]
         federation.shutdown()
     _nothing_of_a_patient(server, tmp_path / "pacs")
-    runs, series = kit / STATE / "runs" / name, tmp_path / "pacs/site-1"
+    runs, series = kit / STATE / "runs" / name, tmp_path / "pacs/site-1/images"
     assert run(monkeypatch, "report", runs, "--site", "site-1", "-o", tmp_path / "own.html") == 0
     page = (tmp_path / "own.html").read_text()
     assert page.count("data:image/jpeg") >= 4
