@@ -97,7 +97,7 @@ def test_from_plain_folders_to_a_papers_parts_in_six_commands(copy: Path, enviro
     table = (copy / "table.tex").read_text()
     assert all(method in table for method in ("local only", "FedIT", "IAT + SOR"))
     assert {"curves.png", "examples-a.png"} <= {path.name for path in (copy / "figures").iterdir()}
-    masks = [Image.open(copy / "masks" / name) for name in ("new.png", "new.overlay.png")]
+    masks = [Image.open(copy / "masks" / name) for name in ("new.png", "new_overlay.png")]
     assert masks[0].size == (48, 40)
     command = (
         "cd bundle && python -m monai.bundle run --config_file configs/inference.json --dataset_dir ../NEW --output_dir ../said"

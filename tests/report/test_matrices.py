@@ -30,7 +30,7 @@ def test_confusions_are_summed_and_shown_for_every_site() -> None:
     parts = confusion_tables(results, CLASSES)
     assert [part.name for part in parts] == ["all sites", "a", "b"]
     (both,), _, (own,) = (part.tables for part in parts)
-    assert own.columns == ["true class", "taken for lymph", "taken for mono", "recall"]
+    assert own.columns == ["true class", "lymph", "mono", "recall"]
     assert own.rows == [["lymph", "3", "1", "0.750"], ["mono", "0", "2", "1.000"]]
     assert both.rows == [["lymph", "6", "3", "0.667"], ["mono", "0", "4", "1.000"]]
     assert confusion_tables(results, []) == confusion_tables({}, CLASSES) == []
@@ -44,9 +44,9 @@ def test_a_page_of_classification_has_them_with_headings_on_both_sides(tmp_path:
     folder = make_run(tmp_path / "run", simulated=False, **{key: job[key] for key in ("task", "model", "data", "adapter")})
     (folder / "results.json").write_text(json.dumps({site: told() for site in ("north", "<b>")}))
     page = Page(run_page(read_record(folder)))
-    assert page.text.count("taken for lymph") == 3
+    assert page.text.count("true class") == 4  # the sentence, all sites together, and each
     assert "<b>, global model" in page.text
-    assert "north, global model: how many of each true class" in page.text
+    assert "north, global model" in page.text
     assert "confusion" in [one["id"] for one in page.of("h2")]
     cases = json.loads((folder / "sites/north/cases.json").read_text()) | {"task": job["task"], "classes": CLASSES}
     (folder / "sites/north/cases.json").write_text(json.dumps(cases | {"metrics": told()}))
