@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
+from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
@@ -113,7 +114,12 @@ def check_lent(job: Job, result: Payload) -> None:
     if extra := [name for name in result.tensors if not isinstance(name, str) or not belongs(name, job.initial)]:
         raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
-        _check_tensor(name, tensor, job.initial[name].dtype if name in job.initial else torch.float32)
+        own = job.initial.get(name)
+        _check_tensor(name, tensor, torch.float32 if own is None else own.dtype)
+        if own is not None and not job.config.adapter_kind.unequal_ranks and tensor.shape != own.shape:
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(own.shape)}")
+    if sum(tensor.numel() for tensor in result.tensors.values()) > LARGEST_ADAPTER:
+        raise RefusedError(f"a model of over {LARGEST_ADAPTER:,} numbers")
     if result.metrics or result.scalars.keys() != NUMBERS:
         raise RefusedError("a model with other numbers than declared")
     _check_numbers("scalar", result.scalars)
