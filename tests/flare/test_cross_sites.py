@@ -112,9 +112,8 @@ def _record(site: Path) -> list[dict[str, Any]]:
 KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedala", "fedhera", "fedsca", "flora", "frlora"]
 
 
-@pytest.mark.parametrize(
-    "strategy", [KINDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in KINDS[1:])], ids=lambda one: str(one)[:20]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", KINDS, ids=lambda one: str(one)[:20])
 def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any, hospitals: Path, tmp_path: Path) -> None:
     results = json.loads((train(tmp_path / "first", hospitals, config(strategy)) / "results.json").read_text())
     job = config(strategy, cross_site={"run": "first", "personalized": True})
