@@ -1,6 +1,8 @@
 """A cross-site job: models of an ended run scored everywhere, over FLARE as in one process; scores alone come back."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from consilium.config.site import Given, SiteConfig, find_site
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.federation.build import assemble_job, build_guard
+from consilium.federation.checks import check_lent
 from consilium.federation.engine import simulate
 from consilium.federation.runs import known_run, run_folder
 from consilium.messages import Kind, Payload, Stage
@@ -109,9 +112,8 @@ def _record(site: Path) -> list[dict[str, Any]]:
 KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedala", "fedhera", "fedsca", "flora", "frlora"]
 
 
-@pytest.mark.parametrize(
-    "strategy", [KINDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in KINDS[1:])], ids=lambda one: str(one)[:20]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", KINDS, ids=lambda one: str(one)[:20])
 def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any, hospitals: Path, tmp_path: Path) -> None:
     results = json.loads((train(tmp_path / "first", hospitals, config(strategy)) / "results.json").read_text())
     job = config(strategy, cross_site={"run": "first", "personalized": True})
@@ -190,3 +192,23 @@ def test_another_submitters_run_is_nobodys_to_score(tmp_path: Path) -> None:
     for name, who in (("first", "guest@hub"), ("../runs/first", "lead@hub")):
         with pytest.raises(ConfigError):
             known_run(tmp_path, name, who)
+
+
+def test_a_server_hands_on_nothing_but_an_adapter() -> None:
+    """A site's answer is relayed to all others: its names, shapes, types and numbers are those of the job's adapter."""
+    job, numbers = assemble_job(crossing()), {"scaling": 1.0, "share": 0.0}
+    good = Payload(-1, -1, {name: tensor.clone() for name, tensor in job.initial.items()}, numbers)
+    check_lent(job, good)
+    name = next(iter(good.tensors))
+    for bad, said in (
+        ({name: torch.zeros(2**20)}, "has shape"),
+        ({name: good.tensors[name].double()}, "float64"),
+        ({name: good.tensors[name] * torch.inf}, "NaN or Inf"),
+        ({"x": torch.zeros(1)}, "none of the adapter's"),
+        ({7: torch.zeros(1)}, "none of the adapter's"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            check_lent(job, replace(good, tensors=good.tensors | bad))
+    for wrong in ({"scaling": 1.0}, numbers | {"age": 1.0}, numbers | {"share": math.nan}, numbers | {"share": "x"}):
+        with pytest.raises(RefusedError):
+            check_lent(job, replace(good, scalars=wrong))

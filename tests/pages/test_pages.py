@@ -39,6 +39,7 @@ NOT_RUN = {
         "consilium data import pannuke",
     ],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
+    "custom/consilium/use/README.md": ["consilium submit"],
     "provisioning/README.md": ["consilium submit", "consilium doctor KIT", "consilium approve --revoke DIGEST"],
     "tests/README.md": ["pytest tests/strategies"],
 }

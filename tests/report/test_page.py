@@ -16,6 +16,7 @@ from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.report.page import files, plots
+from consilium.report.page.kept import ledger_of
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
@@ -269,6 +270,12 @@ def test_a_hospital_reads_what_left_it(tmp_path: Path) -> None:
     text = re.sub(r"\s+", " ", Page(site_page(tmp_path / "kit/_consilium/runs/first", "north")).text)
     for told in ("a.lora_A", "2x3", "24 B", "2.5 to 2.5", "line 2 does not follow", "There is no ledger here"):
         assert told in text, told
+    settings = tmp_path / "kit/local/site.yaml"
+    settings.parent.mkdir()
+    for said, known in (("privacy: {ledger: ../mine.sqlite}", tmp_path / "kit/local/../mine.sqlite"), ("privacy: 3", None)):
+        settings.write_text(said)
+        (tmp_path / "kit/mine.sqlite").touch()
+        assert ledger_of(place) == known
 
 
 @pytest.mark.usefixtures("undrawn")

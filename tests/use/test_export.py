@@ -1,6 +1,8 @@
 """`consilium export-model`: what it writes for others, and what it says where it writes nothing."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from consilium.federation.card import Card
 from consilium.federation.kept import Kept, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
 from consilium.use import probe
-from consilium.use.destination import check_destination, write_record
+from consilium.use.destination import check_destination, new_folder, write_record
 from consilium.use.export import export
 from consilium.use.model import open_model
 from tests.conftest import run, small_config, small_text
@@ -235,3 +237,15 @@ def test_wrong_words_are_one_line(
     assert run(monkeypatch, "export-model", folder, *words, "-o", tmp_path / "out") == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_export_left_goes_at_the_next_one(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = (f".out.{ended.pid}", f".out.{os.getppid()}", ".out.1x", ".out.old.77", f".other.{ended.pid}")
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.999999999").symlink_to(tmp_path / ".out.1x")
+    with new_folder(tmp_path / "out", force=False) as made:
+        (made / "a").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.999999999", *names[1:]}

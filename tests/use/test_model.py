@@ -23,7 +23,7 @@ from consilium.federation.samples import site_data
 from consilium.federation.start import keep_inside, server_start
 from consilium.messages import Stage
 from consilium.storage import save_state
-from consilium.use.model import TrainedModel, adapter_folder, open_model
+from consilium.use.model import TrainedModel, adapter_folder, cell_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES
 
@@ -265,3 +265,20 @@ def test_a_submitter_gets_no_adapter_from_outside_the_servers_checkpoint_folder(
         keep_inside(JobConfig.model_validate(raw), SiteConfig())
     raw["adapter"]["start"] = "${SITE}/shared"
     keep_inside(JobConfig.model_validate(raw), own)
+
+
+def test_a_run_of_a_study_is_named_by_its_values(finished: Path, tmp_path: Path) -> None:
+    for cell, labels in (("a1", {"method": "FedIT", "seed": "0"}), ("b2", {"method": "IAT + SOR", "seed": "0"}), ("c3", None)):
+        (tmp_path / "study/cells").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "study/cells" / cell).symlink_to(finished)
+        if labels:
+            (tmp_path / "study/cells" / cell).unlink()
+            shutil.copytree(finished / "adapters", tmp_path / "study/cells" / cell / "adapters")
+            (tmp_path / "study/cells" / cell / "results.json").write_text("{}")
+            (tmp_path / "study/cells" / cell / "cell.json").write_text(json.dumps({"labels": labels}))
+    found = adapter_folder(tmp_path / "study/method=IAT + SOR, seed=0")
+    assert found == tmp_path / "study/cells/b2/adapters/global"
+    assert cell_folder(tmp_path / "study/cells/a1") == tmp_path / "study/cells/a1"
+    for wrong in ("study", "study/method=FedIT", "study/seed=1"):
+        with pytest.raises(ConfigError, match=r"which run of the study\? .*method=FedIT,seed=0, method=IAT \+ SOR,seed=0$"):
+            adapter_folder(tmp_path / wrong)

@@ -129,3 +129,16 @@ def test_no_value_of_a_dicom_file_is_said(
     find_inputs(tmp_path / "in", False, tmp_path / "out")
     said = capfd.readouterr()
     assert "Jane" not in said.out + said.err + "".join(str(one.message) for one in recwarn)
+
+
+def test_an_overlay_that_cannot_be_drawn_costs_itself_alone(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "b.png"):
+        Image.fromarray(noise((40, 30, 3))).save(tmp_path / name)
+    monkeypatch.setattr("consilium.use.predict.overlay", lambda *values: 1 / 0)
+    asking = Asking(open_model(finished), 2)
+    found = predict(asking, find_inputs(tmp_path, False, tmp_path / "out"), Wanted(tmp_path / "out", True), lambda one: None)
+    assert [name for name, _ in found.bad] == ["a.png", "b.png"]
+    assert "its mask is written, its overlay cannot be drawn (ZeroDivisionError)" in found.bad[0][1]
+    assert (tmp_path / "out/b.png").is_file()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAMED = 20
 """Bad inputs that are named on the terminal; the others are counted."""
-ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, or an adapter folder that a run has kept")]
+ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, STUDY/AXIS=VALUE,..., or an adapter folder")]
 SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
 StageOption = Annotated[Stage | None, typer.Option(help="which model of a run; default: global")]
 BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]

@@ -26,6 +26,7 @@ def report(
     ] = "",
 ) -> None:
     """Write a run, finished or not, or a study as one page for any browser: no network, light and dark, printable."""
+    run = run if run.is_dir() else _cell(run)
     if not run.is_dir():
         raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
     target = output or _place(run, site) / FILE
@@ -33,6 +34,13 @@ def report(
         raise ConfigError(f"--output: {target}: is a folder; give a file, such as {target / FILE}")
     write_atomic(target, _page(run, site).encode(errors="backslashreplace"))
     typer.echo(f"{target}: written")
+
+
+def _cell(run: Path) -> Path:
+    """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
+    from consilium.use.model import cell_folder
+
+    return cell_folder(run)
 
 
 def _place(run: Path, site: str) -> Path:

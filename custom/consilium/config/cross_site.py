@@ -6,11 +6,11 @@ from consilium.schema import Name, Section
 
 
 class CrossSiteConfig(Section):
-    """Every model of a run that has ended, scored at every site. The job trains nothing; scores alone leave a site.
+    """Every model of a run that has ended, scored at every site. The job trains nothing; the rest of job.yaml is the run's.
 
-    The rest of job.yaml is that of the run. `run`: its name at server and sites, which is its experiment; of a simulation the
-    folder beside this job's workspace. `split` that is scored. `personalized`: besides the shared model, which every site runs
-    with its own local factors, the models of sites whose site.yaml says `share_personalized: true`; never with `privacy:`.
+    `run`: its name at server and sites, which is its experiment; of a simulation the folder beside this job's workspace.
+    `split`: which samples are scored. `personalized`: besides the shared model, which every site runs with its own local
+    factors, the models of sites whose site.yaml says `share_personalized: true`; never with `privacy:`.
     """
 
     run: Name

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
+from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
-from consilium.privacy.lending import NUMBERS
+from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
 from consilium.report.clean import shown
@@ -110,10 +111,15 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
 
 def check_lent(job: Job, result: Payload) -> None:
     """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
-    if extra := result.tensors.keys() - job.initial.keys():
+    if extra := [name for name in result.tensors if not isinstance(name, str) or not belongs(name, job.initial)]:
         raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
-        _check_tensor(name, tensor, job.initial[name].dtype)
+        own = job.initial.get(name)
+        _check_tensor(name, tensor, torch.float32 if own is None else own.dtype)
+        if own is not None and not job.config.adapter_kind.unequal_ranks and tensor.shape != own.shape:
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(own.shape)}")
+    if sum(tensor.numel() for tensor in result.tensors.values()) > LARGEST_ADAPTER:
+        raise RefusedError(f"a model of over {LARGEST_ADAPTER:,} numbers")
     if result.metrics or result.scalars.keys() != NUMBERS:
         raise RefusedError("a model with other numbers than declared")
     _check_numbers("scalar", result.scalars)

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from consilium.config.cross_site import CrossSiteConfig
 from consilium.errors import CheckpointError, ConfigError, RefusedError
 from consilium.federation import checkpoint
+from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_lent
 from consilium.federation.coordinator import Coordinator
@@ -16,43 +18,41 @@ from consilium.report.cross_sites import SHARED, matrix, write
 from consilium.tasks.registry import TASKS
 
 
+def former_state(job: Job, former: Path | None) -> Saved | None:
+    """Return the last state of the run that a cross-site job scores; None for any other job.
+
+    `former`: the run's folder, None where there is none. Raises ConfigError for a run that has not ended, or of another job.
+    """
+    if (section := job.config.cross_site) is None:
+        return None
+    where, why = f"cross_site.run: {section.run!r}", ""
+    if former is None or not (former / "results.json").is_file():
+        what = "no run of that name here has come to its end"
+        raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
+    for config in former_jobs(job.config):
+        try:
+            saved = checkpoint.read(former / "server" / "state.safetensors", replace(job, config=config))
+        except CheckpointError as error:
+            why = str(error)
+            continue
+        if saved.state.round != job.config.training.rounds:
+            raise ConfigError(f"training.rounds: {job.config.training.rounds}: {where} had {saved.state.round}; write that")
+        return saved
+    raise ConfigError(f"{where}: {why}; take that run's job.yaml and add cross_site")
+
+
 class CrossSites:
     """Drives a cross-site job; both engines call the same methods in the same order.
 
-    shared -> accept*, and for each of `owners`: take -> lent -> accept*; then finish. `former`: the folder of the run, None
-    where there is none. Raises ConfigError.
+    shared -> accept*, and for each of `owners`: take -> lent -> accept*; then finish. `saved`: what `former_state` has found.
     """
 
-    def __init__(self, coordinator: Coordinator, former: Path | None) -> None:
-        self.coordinator, self.job = coordinator, coordinator.job
-        if (section := self.job.config.cross_site) is None:
-            raise ConfigError("cross_site: the job has no such section; write `cross_site: {run: NAME}`")
-        self.section = section
-        if former is None or not (former / "results.json").is_file():
-            what = "no run of that name here has come to its end"
-            raise ConfigError(f"cross_site.run: {section.run!r}: {what}; give the experiment of one that has")
-        saved = self._read(former)
+    def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:
+        self.coordinator, self.job, self.section, self.state = coordinator, coordinator.job, section, saved.state
         coordinator.run, coordinator.checkpoint = saved.run, saved.checkpoint
-        self.state = saved.state
         self._rows: list[tuple[str, Stage, dict[str, dict[str, float]]]] = []
         self._model: Payload | None = None
         self._asked: set[str] = set()
-
-    def _read(self, former: Path) -> Saved:
-        """Return the run's last state. Raises ConfigError for a run of another job."""
-        rounds, why = self.job.config.training.rounds, ""
-        for config in former_jobs(self.job.config):
-            try:
-                saved = checkpoint.read(former / "server" / "state.safetensors", replace(self.job, config=config))
-            except CheckpointError as error:
-                why = str(error)
-                continue
-            if saved.state.round != rounds:
-                raise ConfigError(
-                    f"training.rounds: {rounds}: the run {self.section.run!r} had {saved.state.round}; write that"
-                )
-            return saved
-        raise ConfigError(f"cross_site.run: {self.section.run!r}: {why}; take that run's job.yaml and add cross_site")
 
     @property
     def owners(self) -> list[str]:

@@ -13,7 +13,7 @@ from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.crossing import CrossSites
+from consilium.federation.crossing import CrossSites, former_state
 from consilium.federation.inside import Inside
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload, loading
@@ -82,8 +82,9 @@ def simulate(
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
+    saved = former_state(job, former)
     coordinator = Coordinator(job, workspace, observer, resume, own=own)
-    crossing = CrossSites(coordinator, former) if job.config.cross_site else None
+    crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
     write_atomic(workspace / SIMULATION, b"{}")
     try:
         _welcome(coordinator, trainers)

@@ -16,7 +16,7 @@ from pydantic import Field, StrictBool, StrictFloat
 
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.crossing import CrossSites
+from consilium.federation.crossing import CrossSites, former_state
 from consilium.federation.start import keep_inside
 from consilium.flare import answers, context, wire
 from consilium.flare.aggregator import StrategyAggregator
@@ -66,9 +66,10 @@ class RoundController(Controller):
             own = context.own_config(fl_ctx)
             if not context.simulated():
                 keep_inside(job.config, own)
+            saved = former_state(job, context.former_server(fl_ctx, job))
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
-            if job.config.cross_site:
-                self.crossing = CrossSites(self.coordinator, context.former_server(fl_ctx, job))
+            if job.config.cross_site and saved:
+                self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 

@@ -176,7 +176,7 @@ class Guard:
     def release_model(self, task: Task, result: Payload) -> Payload:
         """Return the site's own model, as it leaves for a cross-site job. Raises RefusedError, and then nothing may be sent."""
         self._take(task, Kind.MODEL)
-        lending.check_model(self.name, result, frozenset(self.tensors))
+        lending.check_model(self.name, result, self.tensors)
         released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
         self._note("model", released)
         return released

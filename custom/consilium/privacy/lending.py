@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Set
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
+from consilium.adapters.names import is_frozen_part
 from consilium.config.job import JobConfig
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload
@@ -47,9 +48,15 @@ def check_once(run: Path, place: tuple[int, int], sent: Payload) -> None:
         note(path, key, {"model": found})
 
 
-def check_model(name: str, result: Payload, names: Set[str]) -> None:
+def belongs(name: str, names: Collection[str]) -> bool:
+    """Tell whether a tensor is an adapter's: one of its `names`, or a frozen part of one of its layers."""
+    layer = name.rpartition(".")[0]
+    return name in names or (is_frozen_part(name) and any(one.rpartition(".")[0] == layer for one in names))
+
+
+def check_model(name: str, result: Payload, names: Collection[str]) -> None:
     """Raise RefusedError unless `result` is an adapter and nothing else: known names, finite floats."""
-    if extra := sorted(result.tensors.keys() - names):
+    if extra := sorted(name for name in result.tensors if not belongs(name, names)):
         raise RefusedError(f"{name}: tensor {extra[0]!r} is none of the adapter's; nothing was sent")
     if bad := sorted(n for n, t in result.tensors.items() if not t.is_floating_point() or not torch.isfinite(t).all()):
         raise RefusedError(f"{name}: tensor {bad[0]!r} is no finite float; nothing was sent")

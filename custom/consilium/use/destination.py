@@ -1,5 +1,6 @@
 """The folder that a model is handed on in: new, or in the place of an earlier export; nothing of the user's is removed."""
 
+import glob
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors import SafetensorError
 
 from consilium.errors import CheckpointError, ConfigError
@@ -79,7 +81,8 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
     """
     folder = folder.absolute()
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(made, ignore_errors=True)
+    for left in [made, *_left(folder)]:
+        shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
     try:
         yield made
@@ -88,6 +91,13 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _left(folder: Path) -> list[Path]:
+    """Return the half-written folders of exports to `folder` whose process is gone."""
+    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
+    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
+    return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
 
 
 def _swap(made: Path, folder: Path, force: bool) -> None:

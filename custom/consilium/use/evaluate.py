@@ -16,7 +16,7 @@ from consilium.report.clean import shown
 from consilium.report.cross_sites import Matrix, matrix
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.use.model import TrainedModel, open_model, run_sites
+from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites
 
 Split = Literal["training", "validation", "test"]
 
@@ -54,6 +54,7 @@ def cross_sites(
 
     `data`: the folder that the run's sites had; without it their phantoms. Raises ConfigError, DataError.
     """
+    run = cell_folder(run)
     if not (models := run_sites(run)):
         raise ConfigError(f"{run}: its sites keep no {stage} model; give the folder of a simulated run that came to its end")
     first = open_model(run, models[0], stage, own, best)

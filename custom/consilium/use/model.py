@@ -14,6 +14,10 @@ from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read
 from consilium.federation.site import checkpoint_hash
 from consilium.messages import Stage
 from consilium.report.clean import shown
+from consilium.report.page.files import read_json
+
+CELLS = "cells"
+"""The folder of a study's runs."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,35 @@ def open_model(
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
+def cell_folder(path: Path) -> Path:
+    """Return the run of a study that STUDY/AXIS=VALUE,AXIS=VALUE names, or the path as it is.
+
+    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has.
+    """
+    study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
+    if (path.exists() and study != path) or not (study / CELLS).is_dir():
+        return path
+    named = {_named(folder): folder for folder in sorted((study / CELLS).iterdir()) if (folder / "results.json").is_file()}
+    wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
+    if wanted and wanted in named:
+        return named[wanted]
+    known = sorted(filter(None, named))
+    raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_listed(known)}")
+
+
+def _named(cell: Path) -> str:
+    """Return a cell's values on all axes, "" where they are not known."""
+    labels = read_json(cell / "cell.json")
+    labels = labels.get("labels") if isinstance(labels, dict) else None
+    return ",".join(f"{axis}={value}" for axis, value in labels.items()) if isinstance(labels, dict) else ""
+
+
 def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:
     """Return the adapter folder that is meant, of a run by default the global one's.
 
-    Raises ConfigError, naming what there is, where there is none.
+    A run of a study may be named as in `cell_folder`. Raises ConfigError, naming what there is, where there is none.
     """
+    path = cell_folder(path)
     if (path / TENSORS).is_file():
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")

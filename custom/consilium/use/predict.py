@@ -181,7 +181,7 @@ def _mask(asking: Asking, one: Input, wanted: Wanted, outcome: Outcome) -> None:
         found.write(wanted.out / name, wanted.out / _probability_name(name))
     outcome.written.append(name)
     if wanted.overlays and best is not None:
-        _overlay(wanted.out / with_ending(name, "overlay", ".png"), best)
+        _drawn(wanted.out / with_ending(name, "overlay", ".png"), best, one)
 
 
 def _area(part: Asked) -> int:
@@ -223,6 +223,17 @@ class _Volume:
         write_dicom(path, self.masks.transpose(3, 2, 1, 0), self.names, self.one.path, model)
         if self.shares is not None:
             write_dicom(beside, self.shares.transpose(3, 2, 1, 0), self.names, self.one.path, model)
+
+
+def _drawn(path: Path, part: Asked, one: Input) -> None:
+    """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
+    try:
+        _overlay(path, part)
+    except OSError:
+        raise
+    except Exception as error:
+        what = f"its mask is written, its overlay cannot be drawn ({type(error).__name__})"
+        raise DataError(f"{one.path}: {what}; look at the picture") from None
 
 
 def _overlay(path: Path, part: Asked) -> None:

@@ -94,3 +94,12 @@ def test_an_evaluation_answers_in_a_fixed_form(client: MakeClient) -> None:
     site = client()
     answer = wire.decode(site.ask("evaluate", site.task(2, 0)))
     assert answer == (Payload(2, 0, {}, {}, {"test/global/dice": 0.5}, ""), "")
+
+
+def test_a_model_is_nobodys_to_ask_for_in_a_job_that_trains(client: MakeClient) -> None:
+    site = client()
+    assert refused(site, site.ask("model", Shareable({wire.MODEL: {"run": "run-1"}})))
+    both = site.task()
+    both[wire.MODEL] = {"run": "run-1"}
+    for task in ("train", "evaluate", "model"):
+        assert refused(site, site.ask(task, both))

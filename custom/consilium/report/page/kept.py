@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import RefusedError
+from consilium.config.site import load_site
+from consilium.errors import ConfigError, RefusedError
 from consilium.privacy.audit import FILE, read
 from consilium.privacy.ledger import Ledger, summary
 from consilium.report.clean import shown
@@ -102,8 +103,18 @@ def ledger_of(folder: Path) -> Path | None:
         for place, runs in zip(places[1:], (folder.parent, folder.parent.parent.parent), strict=True)
         if runs.name == "runs"
     ]
-    found = (place / LEDGER for place in (folder, *kits) if is_folder(place))
+    found = [place / LEDGER for place in (folder, *kits) if is_folder(place)]
+    found += [path for place in kits if (path := _elsewhere(place)) is not None]
     return next((path for path in found if path.is_file() and not path.is_symlink()), None)
+
+
+def _elsewhere(state: Path) -> Path | None:
+    """Return where a kit's site.yaml has put the ledger; None where it says nothing, or is none."""
+    path = state.parent / "local" / "site.yaml"
+    try:
+        return load_site(path).privacy.ledger if path.is_file() and not path.is_symlink() else None
+    except ConfigError:
+        return None
 
 
 def ledger(path: Path) -> tuple[Table | None, str]:

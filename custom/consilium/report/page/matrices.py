@@ -46,8 +46,7 @@ def _table(what: str, counts: np.ndarray, classes: Sequence[str]) -> Table:
         whole = float(counts[place].sum())
         found = f"{counts[place, place] / whole:.3f}" if whole else "-"
         rows.append([name, *(f"{count:.0f}" for count in counts[place]), found])
-    columns = ["true class", *(f"taken for {name}" for name in classes), "recall"]
-    return Table(f"{what}: how many of each true class were taken for which", columns, rows)
+    return Table(what, ["true class", *classes, "recall"], rows)
 
 
 def cross_site_table(folder: Path) -> Table | None:

@@ -117,7 +117,9 @@ def about(record: Record) -> list[tuple[str, str]]:
         else f"not finished: {record.rounds} of {config.training.rounds} rounds have ended"
     )
     where = "a simulation: all sites were on one machine" if record.simulated else "the server of a federation, or its result"
-    return [("state", state), ("kind of run", where), ("seed", str(config.training.seed))]
+    crossed = config.cross_site
+    scored = [("scores", f"the models of the run {crossed.run}; nothing was trained here")] if crossed else []
+    return [("state", state), ("kind of run", where), *scored, ("seed", str(config.training.seed))]
 
 
 def warnings(record: Record, pictures: bool) -> list[str]:
