@@ -27,7 +27,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sites that train, and one whose list has training pictures too, which it never uses."""
     folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
-        make_phantoms(folder / name, "fundus", name, 0, 2, 1, 1, 64, 0.7, 0.7)
+        make_phantoms(folder / name, "fundus", name, 0, 2, 0, 1, 64, 0.7, 0.7)
         site = {"datalist": "datalist.json", "test_only": name == "source", "privacy": {"noise_seed": 1}}
         (folder / name / "site.yaml").write_text(yaml.safe_dump(site))
     return folder
