@@ -6,14 +6,6 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from monai.transforms import (
-    Compose,
-    RandAdjustContrastd,
-    RandFlipd,
-    RandGaussianNoised,
-    RandRotate90d,
-    RandScaleIntensityd,
-)
 from PIL import Image
 
 from consilium.data import pictures
@@ -140,6 +132,15 @@ def test_augmentation_depends_on_seed_and_index_only() -> None:
 @pytest.mark.parametrize(("side", "tolerance"), [(16, 0.0), (64, 0.0), (37, 1e-4)])
 def test_augmentation_is_monais(side: int, tolerance: float) -> None:
     """The same draws, flips, turns, gamma, factor and noise as a Compose with the same seed; 60 of them see every change."""
+    from monai.transforms import (  # here: MONAI takes seconds to load, in every worker otherwise
+        Compose,
+        RandAdjustContrastd,
+        RandFlipd,
+        RandGaussianNoised,
+        RandRotate90d,
+        RandScaleIntensityd,
+    )
+
     both = ["image", "label"]
     theirs = Compose(
         [

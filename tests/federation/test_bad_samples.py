@@ -34,8 +34,8 @@ def quiet(event: Mapping[str, Any]) -> None:
     pass
 
 
-def site(folder: Path, training: int = 5, **settings: Any) -> SiteConfig:
-    return SiteConfig(datalist=make_site(folder, training, test=1), **settings)
+def site(folder: Path, training: int = 5, test: int = 1, **settings: Any) -> SiteConfig:
+    return SiteConfig(datalist=make_site(folder, training, test=test), **settings)
 
 
 def pixels(folder: Path, index: int) -> None:
@@ -123,7 +123,7 @@ def test_what_is_left_out_is_not_told_where_scores_stay_at_the_site(tmp_path: Pa
 
 
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
-    sites = {"a": site(tmp_path / "a", bad_samples="skip", workers=2), "b": site(tmp_path / "b")}
+    sites = {"a": site(tmp_path / "a", test=0, bad_samples="skip", workers=2), "b": site(tmp_path / "b", test=0)}
     pixels(tmp_path / "a", 3)
     simulate(assemble_job(config(rounds=2)), sites, tmp_path / "whole", quiet)
 

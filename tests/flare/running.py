@@ -27,6 +27,12 @@ Edit = Callable[[Path], None]
 Runner = Callable[..., Path]
 """run(config, edit, sites, data): run a job, its configuration folder edited first, and return its workspace."""
 
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+MOSTLY_HERE = pytest.mark.parametrize(
+    "flare", [pytest.param("one-process", marks=SLOW), pytest.param("simulator", marks=LONG)], indirect=True
+)
+"""For a test whose processes others show: a simulation takes most of a minute to start."""
+
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a state file."""

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from consilium.config.site import SiteConfig
@@ -12,10 +11,10 @@ from consilium.messages import SiteInfo
 from consilium.strategies.fedsca import MATRIX
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, edited, listen, state_of
+from tests.flare.running import MOSTLY_HERE, SITES, Runner, edited, listen, state_of
 
 
-@pytest.mark.slow  # test_fedhera.py shows payloads that differ, test_simulator.py what is not on the wire
+@MOSTLY_HERE  # test_fedhera.py shows payloads that differ, test_simulator.py what is not on the wire
 def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare: Runner, tmp_path: Path) -> None:
     config = training_only(small_config({"name": "fedsca", "low": 2, "alpha": 3.0}, local_steps=2, rounds=2))
     job, workspace = assemble_job(config), flare(config, edited(client=listen))

@@ -13,7 +13,7 @@ from consilium.errors import Reason
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.privacy.ledger import Ledger
-from tests.conftest import small_config
+from tests.conftest import small_config, training_only
 from tests.flare.running import SITES, Runner, add_filter, edited, state_of
 
 
@@ -38,7 +38,7 @@ def hospitals(tmp_path: Path) -> Path:
 
 
 def private_config() -> JobConfig:
-    raw = small_config("deer", local_steps=2).model_dump()
+    raw = training_only(small_config("deer", local_steps=2)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
 
 

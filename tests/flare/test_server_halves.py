@@ -10,11 +10,10 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, edited, state_of
-
-pytestmark = pytest.mark.slow
+from tests.flare.running import MOSTLY_HERE, SITES, Runner, edited, state_of
 
 
+@MOSTLY_HERE
 @pytest.mark.parametrize("name", ["frlora", "fedra"])
 def test_flare_ends_where_the_in_process_engine_does(name: str, flare: Runner, tmp_path: Path) -> None:
     raw = training_only(small_config("fedit", local_steps=2, rounds=2)).model_dump() | {"strategy": name}

@@ -13,7 +13,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from tests.conftest import small_config
-from tests.flare.running import Runner, edited, listen
+from tests.flare.running import LONG, SLOW, Runner, edited, listen
 
 SITES = ["labels", "lacks", "open", "patients", "refuses", "several"]
 
@@ -48,7 +48,16 @@ def config(only: bool) -> JobConfig:
     return JobConfig.model_validate(raw | more)
 
 
-@pytest.mark.parametrize("only", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("only", "flare"),
+    [
+        (True, "one-process"),
+        pytest.param(False, "one-process", marks=SLOW),
+        pytest.param(False, "simulator", marks=SLOW),
+        pytest.param(True, "simulator", marks=LONG),
+    ],
+    indirect=["flare"],
+)
 def test_statistics_are_the_same_over_flare(only: bool, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     workspace = flare(config(only), edited(client=listen), SITES, hospitals)
     reference = tmp_path / "inprocess"

@@ -16,7 +16,7 @@ from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.engine import simulate
 from consilium.messages import Kind, Payload
 from tests.conftest import small_config
-from tests.flare.running import Runner, state_of, untouched
+from tests.flare.running import LONG, SLOW, Runner, state_of, untouched
 
 SITES = ["a", "b", "source"]
 PRIVACY = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
@@ -27,7 +27,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sites that train, and one whose list has training pictures too, which it never uses."""
     folder = tmp_path_factory.mktemp("hospitals")
     for name in SITES:
-        make_phantoms(folder / name, "fundus", name, 0, 2, 1, 1, 64, 0.7, 0.7)
+        make_phantoms(folder / name, "fundus", name, 0, 2, 0, 1, 64, 0.7, 0.7)
         site = {"datalist": "datalist.json", "test_only": name == "source", "privacy": {"noise_seed": 1}}
         (folder / name / "site.yaml").write_text(yaml.safe_dump(site))
     return folder
@@ -39,7 +39,16 @@ def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:
     return JobConfig.model_validate(raw)
 
 
-@pytest.mark.parametrize("privacy", [pytest.param(None, marks=pytest.mark.slow), PRIVACY])
+@pytest.mark.parametrize(
+    ("privacy", "flare"),
+    [
+        (PRIVACY, "one-process"),
+        pytest.param(None, "one-process", marks=SLOW),
+        pytest.param(PRIVACY, "simulator", marks=SLOW),
+        pytest.param(None, "simulator", marks=LONG),
+    ],
+    indirect=["flare"],
+)
 def test_it_is_scored_and_moves_nothing(privacy: dict | None, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     one = config(privacy=privacy, strategy={"name": "fedit"})
     workspace, found = flare(one, untouched, SITES, hospitals), {}
@@ -59,10 +68,10 @@ def test_it_is_scored_and_moves_nothing(privacy: dict | None, flare: Runner, hos
     assert over["source"] == scores
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feddpa", "fedsca", "local_only")]
+MORE = [pytest.param(name, marks=SLOW) for name in ("feddpa", "fedsca", "local_only")]
 
 
-@pytest.mark.parametrize("strategy", ["centralized", *SLOW])
+@pytest.mark.parametrize("strategy", ["centralized", *MORE])
 def test_it_is_scored_whatever_the_algorithm(strategy: str, hospitals: Path, tmp_path: Path) -> None:
     sites = {n: find_site(n, Given(hospitals)) for n in reversed(SITES)}
     one = config(strategy) if strategy != "fedsca" else config(strategy, adapter={"kind": "bottleneck"})

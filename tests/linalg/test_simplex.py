@@ -1,6 +1,5 @@
 """The projection onto the simplex and SGCA's programme, against an independent solver and by their optimality conditions."""
 
-import cvxpy
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,8 @@ from consilium.linalg.simplex import mixture_weights, project
 
 def solve(prior: np.ndarray, similarity: np.ndarray, alpha: float) -> np.ndarray:
     """Return one row of SGCA by a general QP solver."""
+    import cvxpy  # here: seconds, in every worker otherwise
+
     w = cvxpy.Variable(len(prior))
     objective = cvxpy.Minimize(cvxpy.sum_squares(w - prior) - alpha * (w @ similarity))
     cvxpy.Problem(objective, [w >= 0, cvxpy.sum(w) == 1]).solve(

@@ -38,7 +38,8 @@ def environment(copy: Path) -> dict[str, str]:
     module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["consilium"].partition(":")
     _script(bin / "consilium", f"-c 'from {module} import {function}; {function}()'")
     _script(bin / "python", "")
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("CONSILIUM_", "PYTEST_"))}
+    ours = ("CONSILIUM_", "PYTEST_", "PYTHONDONTWRITEBYTECODE")  # without bytecode every command would compile the copy anew
+    found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), found["PATH"]])
     return found | {"PATH": path, "PYTHONPATH": str(copy / "custom")}
 

@@ -19,7 +19,7 @@ from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger, summary
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
-from tests.conftest import assembled, small_config
+from tests.conftest import assembled, small_config, training_only
 
 SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}
 MakeJob = Callable[..., Job]
@@ -51,7 +51,7 @@ def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Pat
 
 
 def private(**section: object) -> Job:
-    raw = small_config("fedit", local_steps=1).model_dump()
+    raw = training_only(small_config("fedit", local_steps=1)).model_dump()
     return assembled(JobConfig.model_validate(raw | {"privacy": section}))
 
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from mlflow.tracking import MlflowClient
 
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError
@@ -34,6 +34,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+def client_at(uri: str) -> Any:
+    """Return MLflow's client of a store."""
+    from mlflow.tracking import MlflowClient  # here: a second, in every worker otherwise
+
+    return MlflowClient(uri)
+
+
 def record(folder: Path, uri: str, observer: Callable = print, resume: bool = False, rounds: int = 1) -> None:
     """Write the record of a run of one site and `rounds` rounds, from the first or from the second one on."""
     log = RunLog(folder, CONFIG, resume, partial(Tracker, uri, folder, CONFIG, observer))
@@ -53,7 +60,7 @@ def test_settings_numbers_and_what_may_leave_go_to_one_run_also_after_a_resumpti
     uri = (tmp_path / "my store").as_uri()
     before = os.umask(0o022)
     record(tmp_path / "run", uri)
-    client = MlflowClient(uri)
+    client = client_at(uri)
     experiment = client.get_experiment_by_name("small").experiment_id
     (broken,) = client.search_runs([experiment])
     assert broken.info.status == "KILLED"
@@ -117,7 +124,7 @@ def test_another_mlflow_than_before_gets_a_run_of_its_own(tmp_path: Path) -> Non
     for place in ("one", "two"):
         uri = (tmp_path / place).as_uri()
         record(tmp_path / "run", uri, resume=place == "two", rounds=2)
-        client = MlflowClient(uri)
+        client = client_at(uri)
         assert len(client.search_runs([client.get_experiment_by_name("small").experiment_id])) == 1
 
 
@@ -145,7 +152,7 @@ def test_the_same_by_command_in_both_engines(engine: str, tmp_path: Path, monkey
     job.write_text(json.dumps(CONFIG.model_dump()))
     words = ("simulate", job, "--sites", "2", "--workspace", folder, "--mlflow", uri, "--engine", engine)
     assert command(monkeypatch, *words) == 0
-    client = MlflowClient(uri)
+    client = client_at(uri)
     (found,) = client.search_runs([client.get_experiment_by_name("small").experiment_id])
     assert found.info.status == "FINISHED"
     results = json.loads((folder / "results.json").read_text())

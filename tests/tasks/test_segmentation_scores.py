@@ -11,6 +11,7 @@ from nibabel.orientations import ornt_transform
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
+from consilium.tasks.segmentation.measures import dice_loss, distances
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Units
 from tests.tasks.scoring import evaluated, picture, task_of, volume
@@ -219,3 +220,30 @@ def test_one_volume_drawn_by_two_raters_is_two(tmp_path: Path) -> None:
     found = evaluated(task_of(tmp_path, [first, second], scores={"per": "volume"}))
     assert found["n"] == 2
     assert found["dice"] == pytest.approx(0.5)
+
+
+@pytest.mark.slow  # MONAI takes seconds to load
+@pytest.mark.parametrize("shape", [(2, 2, 64, 64), (1, 1, 33, 17), (2, 3, 8, 9, 10)])
+def test_the_dice_loss_is_monais_to_the_bit(shape: tuple[int, ...]) -> None:
+    from monai.losses import DiceLoss
+
+    generator = torch.Generator().manual_seed(0)
+    logits, label = torch.randn(shape, generator=generator), (torch.rand(shape, generator=generator) > 0.6).float()
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found, expected = dice_loss(ours, label), DiceLoss(sigmoid=True, reduction="none")(theirs, label)
+    assert torch.equal(found, expected.flatten(1))
+    assert torch.equal(found.mean(), DiceLoss(sigmoid=True)(theirs, label))
+    found.mean().backward()
+    expected.mean().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.slow  # MONAI takes seconds to load
+@pytest.mark.parametrize("seed", range(6))
+def test_surfaces_are_monais_to_the_bit(seed: int) -> None:
+    from monai.metrics.utils import get_edge_surface_distance
+
+    masks, step = [np.pad(blobs(2 * seed + i), 1) for i in (0, 1)], [0.7, 1.3, 5.0]
+    _, both, _ = get_edge_surface_distance(*map(torch.from_numpy, masks), spacing=step, symmetric=True)
+    expected = max(float(torch.quantile(one, 0.95)) for one in both), float(torch.cat(list(both)).mean())
+    assert distances(*masks, step) == expected

@@ -20,6 +20,7 @@ from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
+from consilium.models.layout import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.models.stored import store
 from consilium.privacy.guard import Guard
@@ -58,7 +59,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     Raises ConfigError where model, adapter and strategy do not fit together.
     """
     base, _, adapter = kinds_of(config)
-    with torch.device("meta"):
+    with layout():
         model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
@@ -267,7 +268,7 @@ def _site(
 
 def laid_out(config: JobConfig) -> nn.Module:
     """Return the base with adapters but without numbers (meta device). Raises ConfigError."""
-    with torch.device("meta"):
+    with layout():
         return _adapted(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
 
 

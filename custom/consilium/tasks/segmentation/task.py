@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from monai.losses import DiceLoss
 from torch import Tensor, nn
 
 from consilium.data.augment import augment
@@ -20,7 +19,7 @@ from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
-from consilium.tasks.segmentation.measures import counts, overlaps
+from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
 
@@ -54,7 +53,6 @@ class SegmentationTask:
         self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
-        self._dice, self._dice_each = DiceLoss(sigmoid=True), DiceLoss(sigmoid=True, reduction="none")
         self.workers = data.loading.workers
         self._samples = SampleCache(
             data,
@@ -162,10 +160,10 @@ class SegmentationTask:
         """
         if annotated is None:
             entropy = F.binary_cross_entropy_with_logits(logits, label)
-            return self._dice(logits, label) + entropy if self._overlap else entropy
+            return dice_loss(logits, label).mean() + entropy if self._overlap else entropy
         each = F.binary_cross_entropy_with_logits(logits, label, reduction="none").flatten(2).mean(2)
         if self._overlap:
-            each = self._dice_each(logits, label).flatten(1) + each
+            each = dice_loss(logits, label) + each
         each = each * annotated
         return (each.sum(1) / annotated.sum(1).clamp(min=1)).mean()
 

@@ -1,0 +1,36 @@
+"""Models that are only laid out: names and shapes, next to nothing in memory (torch's meta device)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+FILLS = (torch.Tensor.normal_, nn.init.normal_)
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Draw no normal numbers: without memory torch loads its compiler for them, two seconds in every process of a server.
+
+    What is drawn anew is zeros with memory instead, because a model may reckon with it; SAM does with a few hundred numbers.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.randn:
+            given.pop("generator", None)
+            return torch.zeros(*args, **{"device": "cpu"} | given)
+        if func in FILLS and (filled := args[0] if args else given["tensor"]).is_meta:
+            return filled
+        return func(*args, **given)
+
+
+@contextmanager
+def layout() -> Iterator[None]:
+    """Let models that are built inside the block be laid out only; move what is kept of them to the meta device."""
+    with torch.device("meta"), _NoNumbers():
+        yield
