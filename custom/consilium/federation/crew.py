@@ -156,7 +156,7 @@ def _placed(site: SiteConfig, number: int) -> SiteConfig:
     """Return the site on a GPU of its worker's, where there are several and it leaves the choice."""
     from torch.cuda import device_count
 
-    if site.device != "auto" or (gpus := device_count()) < 2:
+    if site.main_device != "auto" or (gpus := device_count()) < 2:
         return site
     return site.model_copy(update={"device": f"cuda:{number % gpus}"})
 

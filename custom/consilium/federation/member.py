@@ -27,8 +27,8 @@ class Member:
         return partial(getattr(self, what), run, *payload)
 
     def close(self) -> None:
-        """Close the site's files."""
-        self.site.events.close()
+        """See Site."""
+        self.site.close()
 
     def hello(self, run: str) -> Hello:
         """Return the site's hello, if its guard admits the job."""
