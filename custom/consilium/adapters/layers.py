@@ -7,6 +7,7 @@ has them. In the model they are parameters; sites and server keep and send their
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from consilium.seeding import seed_for
 
 LARGEST = 2**29
 """Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""
+_PLACES = "adapter_places"
+"""The attribute of a model that keeps its `Places`."""
 
 
 def check_size(numbers: int) -> None:
@@ -34,6 +37,16 @@ class Adapted:
 
     names: Set[str]
     base: dict[str, Tensor]
+
+
+class Places(NamedTuple):
+    """Where an adapter is in its model: its parameters as (name, module, own name), and its modules by name.
+
+    To walk a model for them takes longer than a small one's forward pass, and a site asks in every round a dozen times.
+    """
+
+    parameters: list[tuple[str, nn.Module, str]]
+    modules: list[tuple[str, "AdapterModule"]]
 
 
 class AdapterModule(nn.Module):
@@ -58,13 +71,18 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_short(name) in own or name in of_base)
     kept = {of_base[n]: p.detach().clone() for n, p in model.named_parameters() if n in of_base}
-    object.__setattr__(model, "adapter", Adapted(own | kept.keys(), kept))
+    _note(model, Adapted(own | kept.keys(), kept))
 
 
 def add_names(model: nn.Module, names: Iterable[str]) -> None:
     """Count more of the model's parameters to its adapter."""
     found = _adapted(model)
-    object.__setattr__(model, "adapter", Adapted(found.names | set(names), found.base))
+    _note(model, Adapted(found.names | set(names), found.base))
+
+
+def _note(model: nn.Module, adapted: Adapted) -> None:
+    object.__setattr__(model, "adapter", adapted)
+    vars(model).pop(_PLACES, None)
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -72,12 +90,10 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
     Those of the base are the parameters themselves, not their changes: what an optimizer takes.
     """
-    adapted = _adapted(model)
-    of_base = {_parameter(n): n for n in adapted.base}
-    called = [(of_base.get(name, _short(name)), p) for name, p in model.named_parameters()]
-    found: dict[str, Tensor] = {name: p for name, p in called if name in adapted.names}
-    for name, module in _modules(model):
-        found |= {f"{name}.{own}": tensor for own, tensor in module.frozen().items()}
+    places = _places(model)
+    found: dict[str, Tensor] = {name: getattr(module, own) for name, module, own in places.parameters}
+    for name, part in places.modules:
+        found |= {f"{name}.{own}": tensor for own, tensor in part.frozen().items()}
     return found
 
 
@@ -89,8 +105,21 @@ def _adapted(model: nn.Module) -> Adapted:
     return found
 
 
-def _modules(model: nn.Module) -> list[tuple[str, AdapterModule]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, AdapterModule)]
+def _places(model: nn.Module) -> Places:
+    """Return where the adapter is, which is looked up once: until more names are noted or a module is replaced."""
+    adapted, found = _adapted(model), vars(model).get(_PLACES)
+    if not isinstance(found, Places):
+        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Places([], [])
+        for name, module in model.named_modules():
+            if isinstance(module, AdapterModule):
+                found.modules.append((name, module))
+            for own, parameter in module.named_parameters(name, recurse=False):
+                called = of_base.get(own, _short(own))
+                if called in adapted.names and parameter not in seen:
+                    found.parameters.append((called, module, own.rpartition(".")[2]))
+                seen.add(parameter)
+        object.__setattr__(model, _PLACES, found)
+    return found
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +145,7 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
         module, _, own = name.rpartition(".")
         by_module.setdefault(module, {})[own] = tensor
-    for own, part in _modules(model):
+    for own, part in _places(model).modules:
         part.fit(by_module.get(own, {}))
     live, base = tensors(model), _adapted(model).base
     if wrong := sorted(live.keys() ^ values.keys()):
@@ -150,6 +179,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place that `name` says."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
+    vars(model).pop(_PLACES, None)
 
 
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:

@@ -57,6 +57,10 @@ def simulate(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the workspace's last finished round (inprocess)")
     ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(help="processes that the sites are dealt out over (inprocess); 0: this one", min=0, max=1024),
+    ] = 0,
     mlflow: Annotated[str, typer.Option(metavar="URI", help="also to MLflow: http://HOST:PORT or file:///PATH")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -70,7 +74,7 @@ def simulate(
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     try:
         with stoppable():
-            results, losses = _run(config, source, engine, names, given, folder, resume, format)
+            results, losses = _run(config, source, engine, names, given, folder, resume, format, workers)
     except KeyboardInterrupt:
         Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
         raise typer.Exit(INTERRUPTED) from None
@@ -97,6 +101,7 @@ def _run(
     folder: Path,
     resume: bool,
     format: Format,
+    workers: int,
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the closing metrics and the last training loss of every site."""
     with Console(stderr=True).status("loading PyTorch and the job ..."):  # of a terminal, not of a pipe
@@ -106,6 +111,8 @@ def _run(
         from consilium.tasks.registry import TASKS
 
         ready = assemble_job(config, source)
+    if workers and engine is Engine.FLARE:
+        raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     _check_workspace(folder, resume, engine)
     scores = TASKS[config.task.name].scores(config.task)
     with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.title, scores) as view:
@@ -116,7 +123,8 @@ def _run(
         else:
             from consilium.federation.engine import simulate as run_inprocess
 
-            run_inprocess(ready, {name: find_site(name, given) for name in names}, folder, view, resume, given.tracking)
+            found = {name: find_site(name, given) for name in names}
+            run_inprocess(ready, found, folder, view, resume, given.tracking, workers)
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
     except OSError as error:  # a damaged picture, a full disk: the scores are there all the same

@@ -20,6 +20,7 @@ from consilium.registry import NO_PLUGINS, Plugins, normal
 from consilium.schema import Section, read_yaml, validate
 
 PATHS = ("datalist", "checkpoints", "state")
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=100)]
 
 
@@ -74,6 +75,9 @@ class SiteConfig(Section):
     default as many as torch uses, at most 8. `bad_samples`: what a sample that cannot be read does: `refuse` ends the job here,
     `skip` leaves the sample out and counts it in the result.
 
+    `devices`: several GPUs by number (or names, as of `device`) that share every batch of training, instead of `device`; the
+    first also does all the rest. Not for record-level privacy.
+
     `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
     trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
     site's word, which neither data nor jobs change. `tracking`: in a server's site.yaml only; a job cannot name a place where
@@ -85,6 +89,7 @@ class SiteConfig(Section):
     checkpoints: Path | None = None
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
+    devices: Annotated[tuple[DeviceName, ...], Field(max_length=64)] = ()
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     cache: CacheConfig = CacheConfig()
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
@@ -105,6 +110,25 @@ class SiteConfig(Section):
         if self.datasets and self.datalist is not None:
             raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
         return self
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _numbered(cls, value: Any) -> Any:
+        """Let a number stand for the GPU of that number."""
+        return [f"cuda:{one}" if type(one) is int else one for one in value] if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.devices and self.device != "auto":
+            raise ValueError("device is for one; give it or devices")
+        if len(gpus := [one for one in self.devices if one != "cpu"]) > len(set(gpus)):
+            raise ValueError("devices: a GPU is there twice; name each once")
+        return self
+
+    @property
+    def main_device(self) -> str:
+        """Where the site's own process computes."""
+        return self.devices[0] if self.devices else self.device
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
         """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""

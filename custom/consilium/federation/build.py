@@ -16,6 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
+from consilium.federation.ranks import ranks_of
 from consilium.federation.samples import patients_of, site_data
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
@@ -157,7 +158,7 @@ def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     from consilium.training.device import pick_device
 
     model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
-    return store(model, config.model.dtype, layers.tensors(model).values()).to(pick_device(site.device)).eval()
+    return store(model, config.model.dtype, layers.tensors(model).values()).to(pick_device(site.main_device)).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
@@ -186,7 +187,6 @@ def build_site(
     root: Path | None = None,
 ) -> Site:
     """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
-
     `model` lets sites of one process share the frozen base.
     """
     if site.threads:
@@ -197,7 +197,7 @@ def build_site(
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
-    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
+    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data, root)
 
 
 def build_guard(
@@ -258,10 +258,11 @@ def _site(
     task: Task,
     checkpoint: Path | None,
     data: DataList | None = None,
+    root: Path | None = None,
 ) -> Site:
-    model = model if model is not None else build_model(job.config, site)
     plan, seed = make_plan(job.config, job.strategy, task.num_samples, job.initial), site.privacy.noise_seed
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    found.ranks = ranks_of(job.config, name, site, folder, root)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
     return found
 

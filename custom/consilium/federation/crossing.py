@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from consilium.config.cross_site import CrossSiteConfig
+from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, ConfigError, RefusedError
 from consilium.federation import checkpoint
 from consilium.federation.build import Job
@@ -16,6 +17,12 @@ from consilium.messages import MetricKey, Payload, Stage
 from consilium.privacy.lending import MODELS
 from consilium.report.cross_sites import SHARED, matrix, write
 from consilium.tasks.registry import TASKS
+
+
+def former_run(config: JobConfig, workspace: Path) -> Path | None:
+    """Return the folder of the run that a cross-site job scores: beside the workspace. None where it is not there."""
+    folder = workspace.resolve().parent / config.cross_site.run if config.cross_site else None
+    return folder if folder and folder.is_dir() else None
 
 
 def former_state(job: Job, former: Path | None) -> Saved | None:

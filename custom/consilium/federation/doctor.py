@@ -129,7 +129,7 @@ def examine_device(site: SiteConfig, promised: int) -> Finding:
     """Return whether the site's device is there, and the GPUs that its resources.json promises FLARE."""
 
     def look() -> Finding | str:
-        device, count = pick_device(site.device), torch.cuda.device_count()
+        device, count = pick_device(site.main_device), torch.cuda.device_count()
         if promised > count:
             remedy = "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start"
             return Finding("device", f"resources.json promises {promised} GPUs, {count} found", remedy)

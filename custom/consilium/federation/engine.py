@@ -1,61 +1,25 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig, TrackingConfig, check_packages
+from consilium.config.site import SiteConfig, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
+from consilium.federation.build import Job, build_pooled_site
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.crossing import CrossSites, former_state
+from consilium.federation.crew import Crew, Remote
+from consilium.federation.crossing import CrossSites, former_run, former_state
 from consilium.federation.inside import Inside
-from consilium.federation.site import Site
-from consilium.messages import Hello, Kind, Observer, Payload, loading
+from consilium.federation.member import Member, members_of
+from consilium.messages import Observer, Payload
 from consilium.privacy.guard import Guard
 from consilium.report.runlog import SIMULATION
 from consilium.storage import write_atomic
 
+Members = Mapping[str, Member | Remote]
 POOLED = "centralized"
-
-
-@dataclass(frozen=True)
-class Member:
-    """A site and the guard at its door, as FLARE puts an executor behind its filters."""
-
-    site: Site
-    guard: Guard
-
-    def hello(self, run: str) -> Hello:
-        """Return the site's hello, if its guard admits the job."""
-        task = self.guard.authorize(Kind.HELLO, run)
-        shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
-        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
-
-    def statistics(self, run: str) -> dict[str, Any]:
-        """Count, and return what the guard lets out."""
-        task = self.guard.authorize(Kind.STATISTICS, run)
-        return self.guard.release_statistics(task, self.site.statistics())
-
-    def model(self, run: str) -> Payload:
-        """Return the site's own model, if its guard lets it out."""
-        task = self.guard.authorize(Kind.MODEL, run)
-        return self.guard.release_model(task, self.site.personalized_model())
-
-    def train(self, run: str, payload: Payload) -> Payload:
-        """Train and return what the guard releases."""
-        task = self.guard.authorize(Kind.TRAIN, run, payload)
-        return self.guard.release(task, self.site.train(task.run, task.payload))
-
-    def evaluate(self, run: str, payload: Payload) -> Payload:
-        """Evaluate and return what the guard lets out."""
-        task = self.guard.authorize(Kind.EVALUATE, run, payload)
-        return self.guard.release_scores(task, self.site.evaluate(task.run, task.payload))
 
 
 def simulate(
@@ -65,24 +29,48 @@ def simulate(
     observer: Observer,
     resume: bool = False,
     tracking: TrackingConfig | None = None,
+    workers: int = 0,
 ) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
-    A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
+    `workers`: processes that the sites are dealt out over, 0 for none but this one. A site that fails is refused for that round
+    and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
-    folder = workspace / "sites"
-    observer(loading(job.config.model.title))
-    model = build_model(job.config, next(iter(sites.values())))
-    former = former_run(job.config, workspace)
-    members = {name: _member(job, name, site, folder / name, former, observer, model) for name, site in sites.items()}
-    trainers = members
+    folder, former = workspace / "sites", former_run(job.config, workspace)
+    if not workers:
+        return _run(job, sites, workspace, observer, resume, tracking, members_of(job, sites, folder, observer, former))
+    _check_apart(job)
+    with Crew(job, sites, folder, workers, observer, former) as crew:
+        return _run(job, sites, workspace, observer, resume, tracking, crew.members())
+
+
+def _check_apart(job: Job) -> None:
+    """Raise ConfigError for a job whose sites cannot be in other processes."""
     if job.strategy.pools_data:
-        pooled = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
-        trainers = {POOLED: Member(pooled, _guard_of_all(members))}
-    wanted = job.config.diagnostics.looks_inside
-    inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
+        raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
+    if job.config.diagnostics.looks_inside:
+        raise ConfigError("--workers: diagnostics.leakage and oracle look inside sites of this process; leave it out")
+
+
+def _run(
+    job: Job,
+    sites: dict[str, SiteConfig],
+    workspace: Path,
+    observer: Observer,
+    resume: bool,
+    tracking: TrackingConfig | None,
+    members: Members,
+) -> Coordinator:
+    folder, trainers, inside = workspace / "sites", members, None
+    here = {name: member for name, member in members.items() if isinstance(member, Member)}
+    if job.strategy.pools_data:
+        model = next(iter(here.values())).site.model
+        pooled = Member(build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model), _guard_of_all(here))
+        trainers = here = {POOLED: pooled}
+    if job.config.diagnostics.looks_inside:
+        inside = Inside(job, {name: member.site for name, member in here.items()})
     own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
-    saved = former_state(job, former)
+    saved = former_state(job, former_run(job.config, workspace))
     coordinator = Coordinator(job, workspace, observer, resume, own=own)
     crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
     write_atomic(workspace / SIMULATION, b"{}")
@@ -102,23 +90,8 @@ def simulate(
     finally:
         coordinator.close()
         for member in (*members.values(), *trainers.values()):
-            member.site.events.close()
+            member.close()
     return coordinator
-
-
-def former_run(config: JobConfig, workspace: Path) -> Path | None:
-    """Return the folder of the run that a cross-site job scores: beside the workspace. None where it is not there."""
-    folder = workspace.resolve().parent / config.cross_site.run if config.cross_site else None
-    return folder if folder and folder.is_dir() else None
-
-
-def _member(
-    job: Job, name: str, site: SiteConfig, folder: Path, former: Path | None, observer: Observer, model: nn.Module
-) -> Member:
-    check_packages(job.config, site, name)
-    guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
-    own = former / "sites" / name if former else folder
-    return Member(build_site(job, name, site, own if own.is_dir() else folder, observer, model), guard)
 
 
 def _guard_of_all(members: dict[str, Member]) -> Guard:
@@ -129,21 +102,26 @@ def _guard_of_all(members: dict[str, Member]) -> Guard:
     return guards[0]
 
 
-def _welcome(coordinator: Coordinator, members: dict[str, Member]) -> None:
-    for name, member in members.items():
+def _asked(members: Members, what: str, run: str, payloads: Mapping[str, Payload | None]) -> dict[str, Callable[[], Any]]:
+    """Ask sites, those in workers all at once; return what waits for each one's answer, in their order."""
+    return {name: members[name].begin(what, run, *([] if one is None else [one])) for name, one in payloads.items()}
+
+
+def _welcome(coordinator: Coordinator, members: Members) -> None:
+    for name, answer in _asked(members, "hello", coordinator.run, dict.fromkeys(members)).items():
         try:
-            coordinator.welcome(member.hello(coordinator.run))
+            coordinator.welcome(answer())
         except ConsiliumError as error:
             coordinator.refuse(name, str(error), joining=True)
             coordinator.survey.decline(name, error.reason.text)  # as much as would leave a site
 
 
-def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
+def _survey(coordinator: Coordinator, members: Members) -> None:
     """Ask every member for its statistics; one that gives none is no reason to stop."""
     coordinator.survey.begin(members)
-    for name, member in members.items():
+    for name, answer in _asked(members, "statistics", coordinator.run, dict.fromkeys(members)).items():
         try:
-            told = member.statistics(coordinator.run)
+            told = answer()
         except ConsiliumError as error:
             coordinator.refuse(name, error.reason.text, joining=True)  # as much as would leave a site
         else:
@@ -151,43 +129,44 @@ def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
     coordinator.survey.finish()
 
 
-def _cross(crossing: CrossSites, members: dict[str, Member]) -> None:
+def _cross(crossing: CrossSites, members: Members) -> None:
     """Have every member score what all share, and then each model that its owner gives."""
     coordinator = crossing.coordinator
-    for name, payload in crossing.shared().items():
-        _exchange(coordinator, name, payload, members[name].evaluate, crossing.accept)
+    _score(crossing, members, crossing.shared())
     for owner in crossing.owners:
         try:
-            crossing.take(owner, members[owner].model(coordinator.run))
+            crossing.take(owner, members[owner].begin("model", coordinator.run)())
         except ConsiliumError as error:
             coordinator.refuse(owner, error.reason.text)  # as much as would leave a site
-        for name, payload in crossing.lent().items():
-            _exchange(coordinator, name, payload, members[name].evaluate, crossing.accept)
+        _score(crossing, members, crossing.lent())
     crossing.finish()
 
 
-def run_phase(coordinator: Coordinator, members: dict[str, Member], inside: Inside | None = None) -> None:
+def _score(crossing: CrossSites, members: Members, payloads: Mapping[str, Payload]) -> None:
+    for name, answer in _asked(members, "evaluate", crossing.coordinator.run, payloads).items():
+        _exchange(crossing.coordinator, name, answer, crossing.accept)
+
+
+def run_phase(coordinator: Coordinator, members: Members, inside: Inside | None = None) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
     payloads = coordinator.start()
-    for name, payload in coordinator.held_out().items():
-        _exchange(coordinator, name, payload, members[name].evaluate, coordinator.accept_held_out)
-    for name, payload in payloads.items():
-        result = _exchange(coordinator, name, payload, members[name].train, coordinator.accept)
+    aside = _asked(members, "evaluate", coordinator.run, coordinator.held_out())
+    asked = _asked(members, "train", coordinator.run, payloads)
+    for name, answer in aside.items():
+        _exchange(coordinator, name, answer, coordinator.accept_held_out)
+    for name, answer in asked.items():
+        result = _exchange(coordinator, name, answer, coordinator.accept)
         if inside and result and name in coordinator.accepted:
-            inside.after(coordinator.asked[name], payload, result)
+            inside.after(coordinator.asked[name], payloads[name], result)
     coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
 
 
 def _exchange(
-    coordinator: Coordinator,
-    name: str,
-    payload: Payload,
-    do: Callable[[str, Payload], Payload],
-    take: Callable[[str, Payload], str | None],
+    coordinator: Coordinator, name: str, answer: Callable[[], Payload], take: Callable[[str, Payload], str | None]
 ) -> Payload | None:
-    """Ask a site and take its answer, which is returned; None where it gave none."""
+    """Wait for a site's answer and take it; return it, or None where it gave none."""
     try:
-        result = do(coordinator.run, payload)
+        result = answer()
     except ConsiliumError as error:
         coordinator.refuse(name, str(error))
         return None
@@ -195,13 +174,11 @@ def _exchange(
     return result
 
 
-def _evaluate(coordinator: Coordinator, members: dict[str, Member]) -> None:
+def _evaluate(coordinator: Coordinator, members: Members) -> None:
     """Evaluate every member on what the federation ended with (the pooled model, in a centralized run)."""
     payloads = coordinator.final()
-    pooled: Payload | None = payloads.get(POOLED)
-    for name, member in members.items():
-        if pooled or name in payloads:  # not a site that was refused
-            try:
-                coordinator.accept_final(name, member.evaluate(coordinator.run, pooled or payloads[name]))
-            except ConsiliumError as error:
-                coordinator.refuse(name, str(error))
+    if pooled := payloads.get(POOLED):
+        payloads = dict.fromkeys(members, pooled)
+    wanted = {name: payloads[name] for name in members if name in payloads}  # not a site that was refused
+    for name, answer in _asked(members, "evaluate", coordinator.run, wanted).items():
+        _exchange(coordinator, name, answer, coordinator.accept_final)

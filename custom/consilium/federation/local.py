@@ -14,6 +14,7 @@ from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError
+from consilium.federation.ranks import Ranks
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan, dpsgd
@@ -44,6 +45,8 @@ class LocalTraining:
     noise_seed: int | None
     should_stop: Callable[[], None]
     events: SiteEvents
+    ranks: Ranks | None = None
+    """The site's other devices."""
 
     def _examples(self, split: str) -> Examples | None:
         """Return what the model as it is now says of a few pictures."""
@@ -96,6 +99,9 @@ class LocalTraining:
         if FEATURE_SHIFT in self.strategy.parts:
             penalty = self.strategy.feature_penalty
             task = cast(Task, WithFeatures(task, lambda mean: penalty(mean, params, memory, payload.round)))
+
+        if self.ranks:
+            task = cast(Task, self.ranks.joined(task, layers.values(self.model), trained, self.strategy.scaling(payload)))
 
         def watch(progress: Progress) -> None:
             self.should_stop()

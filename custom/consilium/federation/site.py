@@ -87,6 +87,12 @@ class Site(Scoring):
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
 
+    def close(self) -> None:
+        """Close the site's files, and end its other processes."""
+        self.events.close()
+        if self.ranks:
+            self.ranks.end()
+
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         run = self.scored_run(run)

@@ -19,7 +19,7 @@ from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plu
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
-from consilium.federation.engine import former_run
+from consilium.federation.crossing import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.revocation import since
 from consilium.messages import Observer

@@ -34,10 +34,12 @@ class SiteExecutor(Executor):
         self._site: Site | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Prepare serialization, and for this process' sudden end, when the run starts."""
+        """Prepare serialization, and for this process' sudden end, when the run starts; close the site at its end."""
         if event_type == EventType.START_RUN:
             wire.register()
             context.leave_to_quorum(fl_ctx)
+        if event_type == EventType.END_RUN and self._site is not None:
+            self._site.close()
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Do the task that the guard has left for this executor. A failure is a word only; the site's log has the rest."""

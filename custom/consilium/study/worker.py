@@ -3,42 +3,32 @@
 It ends when the study's process does, however that ends: its run then stands at its last checkpoint.
 """
 
-import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, TextIO
 
+from consilium.federation.processes import Child, follow
 from consilium.storage import open_private
 
 if TYPE_CHECKING:
     from consilium.study.cell import Record
     from consilium.study.plan import Planned
 
-PATIENCE = 10.0
-"""Seconds that a process has to end by itself."""
 OFTEN = 0.2
 """Seconds between two words on how far a cell is."""
 Progress = tuple[float, str]
 """How much of a cell is done, from 0 to 1, and where it is, in words."""
 
 
-class Worker:
+class Worker(Child):
     """A process of its own, started at once with so many `threads`."""
 
     def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take CUDA and threads along
-        self.pipe, theirs = context.Pipe()
+        super().__init__(work, threads)
         self.planned: Planned | None = None
-        with _deaf(), _threads(threads):
-            self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
-            self.process.start()
-        theirs.close()
 
     def give(self, planned: "Planned") -> None:
         """Let it run a cell."""
@@ -53,49 +43,13 @@ class Worker:
         except (EOFError, OSError):
             return None
 
-    def end(self) -> str:
-        """End the process; return how it ended."""
-        self.process.terminate()
-        self.process.join(PATIENCE)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.pipe.close()
-        return f"its process ended (exit code {self.process.exitcode}); was there memory enough?"
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Let a process that is started in the block hear no Ctrl-C: its study ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let a process that is started in the block use so many threads, unless OMP_NUM_THREADS says it already."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(count)
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-
 
 # in the process -------------------------------------------------------------------------------------------------------
 
 
 def work(pipe: connection.Connection) -> None:
     """Run the cells that come, until there is no study any more."""
-    threading.Thread(target=_follow, daemon=True).start()
+    follow()
     with open(os.devnull, "a") as nothing:
         _print_to(nothing)
     from consilium.study.cell import log_of, run_cell
@@ -112,14 +66,6 @@ def _print_to(file: TextIO) -> None:
     """Put there what libraries print, which would run through the study's table."""
     for number in (1, 2):
         os.dup2(file.fileno(), number)
-
-
-def _follow() -> None:
-    """End this process when the one that started it is gone."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 class Teller:

@@ -17,7 +17,8 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import Member, run_phase
+from consilium.federation.engine import run_phase
+from consilium.federation.member import Member
 from consilium.federation.runs import STATE
 from consilium.flare import context
 from consilium.storage import PUBLIC, write_atomic

@@ -1,0 +1,78 @@
+"""A site of a simulation behind its guard, as FLARE puts an executor behind its filters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from consilium.config.site import SiteConfig, check_packages
+from consilium.federation.build import Job, build_guard, build_model, build_site
+from consilium.federation.site import Site
+from consilium.messages import Hello, Kind, Observer, Payload, loading
+from consilium.privacy.guard import Guard
+
+
+@dataclass(frozen=True)
+class Member:
+    """A site and the guard at its door."""
+
+    site: Site
+    guard: Guard
+
+    def begin(self, what: str, run: str, *payload: Payload) -> Callable[[], Any]:
+        """Return what asks this site and waits for its answer; `what` is one of the methods below."""
+        return partial(getattr(self, what), run, *payload)
+
+    def close(self) -> None:
+        """See Site."""
+        self.site.close()
+
+    def hello(self, run: str) -> Hello:
+        """Return the site's hello, if its guard admits the job."""
+        task = self.guard.authorize(Kind.HELLO, run)
+        shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
+        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
+
+    def statistics(self, run: str) -> dict[str, Any]:
+        """Count, and return what the guard lets out."""
+        task = self.guard.authorize(Kind.STATISTICS, run)
+        return self.guard.release_statistics(task, self.site.statistics())
+
+    def model(self, run: str) -> Payload:
+        """Return the site's own model, if its guard lets it out."""
+        task = self.guard.authorize(Kind.MODEL, run)
+        return self.guard.release_model(task, self.site.personalized_model())
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        """Train and return what the guard releases."""
+        task = self.guard.authorize(Kind.TRAIN, run, payload)
+        return self.guard.release(task, self.site.train(task.run, task.payload))
+
+    def evaluate(self, run: str, payload: Payload) -> Payload:
+        """Evaluate and return what the guard lets out."""
+        task = self.guard.authorize(Kind.EVALUATE, run, payload)
+        return self.guard.release_scores(task, self.site.evaluate(task.run, task.payload))
+
+
+def members_of(
+    job: Job, sites: Mapping[str, SiteConfig], folder: Path, observer: Observer, former: Path | None = None
+) -> dict[str, Member]:
+    """Return the sites of one process, which share the frozen base; `folder` gets a folder for each. Raises ConsiliumError.
+
+    `former`: the run whose models a cross-site job scores.
+    """
+    observer(loading(job.config.model.title))
+    model = build_model(job.config, next(iter(sites.values())))
+    return {name: _member(job, name, site, folder / name, former, observer, model) for name, site in sites.items()}
+
+
+def _member(
+    job: Job, name: str, site: SiteConfig, folder: Path, former: Path | None, observer: Observer, model: nn.Module
+) -> Member:
+    check_packages(job.config, site, name)
+    guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
+    own = former / "sites" / name if former else folder
+    return Member(build_site(job, name, site, own if own.is_dir() else folder, observer, model), guard)

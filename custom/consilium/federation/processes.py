@@ -1,0 +1,86 @@
+"""Processes that this one starts and ends: deaf to Ctrl-C, with so many threads, and gone when this one is, however it ends."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+PATIENCE = 10.0
+"""Seconds that a process has to end by itself."""
+
+
+class Child:
+    """A process of its own that runs `work(pipe)`, started at once with so many `threads`."""
+
+    def __init__(self, work: Callable[[connection.Connection], None], threads: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would take CUDA and threads along
+        self.pipe, theirs = context.Pipe()
+        with _deaf(), _threads(threads):
+            self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
+            self.process.start()
+        theirs.close()
+
+    def end(self) -> str:
+        """End the process; return how it ended."""
+        if self.process.is_alive():
+            self.process.terminate()
+        self.process.join(PATIENCE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+        return f"its process ended (exit code {self.process.exitcode}); was there memory enough?"
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Let a process that is started in the block hear no Ctrl-C: who started it ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let a process that is started in the block use so many threads, unless OMP_NUM_THREADS says it already."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def follow() -> None:
+    """End this process when the one that started it is gone, which a thread waits for."""
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def send(pipe: connection.Connection, item: Any) -> None:
+    """Send anything through a pipe; tensors by value, where torch's own way would keep a file open for each."""
+    pipe.send_bytes(pickle.dumps(item))
+
+
+def receive(pipe: connection.Connection) -> Any:
+    """Return what `send` has sent. Raises EOFError or OSError where the other end is gone."""
+    return pickle.loads(pipe.recv_bytes())

@@ -1,0 +1,169 @@
+"""Another rank of a site with several devices: a process that takes its share of every batch; ranks.py is the site's side."""
+
+import traceback
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.kept import load_values
+from consilium.federation.processes import follow, receive, send
+from consilium.federation.samples import site_data
+from consilium.messages import Tensors
+from consilium.schema import validate
+from consilium.tasks.base import Batch, Task
+from consilium.training.device import autocast
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for the others: one that has died is known at once, one that computes is not."""
+
+
+class Begin(NamedTuple):
+    """What another rank makes its model and its task of; `place`: the folder where ranks meet."""
+
+    settings: dict[str, Any]
+    packages: frozenset[str]
+    name: str
+    site: SiteConfig
+    folder: Path
+    root: Path | None
+    place: Path
+    rank: int
+    size: int
+
+
+class Phase(NamedTuple):
+    """The model as a phase's training starts from it: values as sites keep them, what trains, and the adapter's factor."""
+
+    values: Tensors
+    trained: frozenset[str]
+    scaling: float
+
+
+class Share(NamedTuple):
+    """A rank's part of a batch, {} where there is none for it, its part of the whole, and the seed of its dropout."""
+
+    batch: Batch
+    weight: float
+    seed: int
+
+
+def found_by(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
+    """Return (1 + n,) float32 on the processor: the share's part of the loss, and of its gradient in n trained numbers."""
+    if not share.batch:
+        return torch.zeros(1 + sum(sizes(trained)))
+    with torch.enable_grad():
+        loss = task.loss(model, share.batch) * share.weight
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
+    filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trained, strict=True)]
+    return torch.cat([loss.detach().float().cpu().view(1), flat(filled)])
+
+
+def named(model: nn.Module, names: Set[str]) -> list[Tensor]:
+    """Return the model's live adapter tensors of these names, in its own order."""
+    return [one for name, one in layers.tensors(model).items() if name in names]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all numbers in a row, (n,) float32 on the processor."""
+    return torch.cat([one.detach().float().cpu().reshape(-1) for one in tensors] or [torch.zeros(0)])
+
+
+def sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many numbers each has."""
+    return [one.numel() for one in tensors]
+
+
+def meet(place: Path, rank: int, size: int) -> "ProcessGroup":
+    """Return the group of a site's ranks once all are there; nothing of it leaves this machine."""
+    from torch.distributed import FileStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = PATIENCE
+    return ProcessGroupGloo(FileStore(str(place / "store"), size), rank, size, options)
+
+
+def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
+    """Return rank 0's `numbers` at all ranks, or the sum over the ranks of what each has `found`. Raises RuntimeError."""
+    (group.allreduce([numbers]) if found else group.broadcast(numbers, 0)).wait()
+    return numbers
+
+
+def work(pipe: connection.Connection) -> None:
+    """Make model and task, then take shares of batches until there is no rank 0 any more."""
+    follow()
+    with suppress(EOFError, OSError):
+        begin: Begin = receive(pipe)
+        try:
+            model, task, config = _made(begin)
+            send(pipe, "")
+            group = meet(begin.place, begin.rank, begin.size)
+        except Exception as error:
+            send(pipe, _line(error))
+            return
+        _answer(pipe, model, task, config, group)
+
+
+def _line(error: Exception) -> str:
+    traceback.print_exc()
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _made(begin: Begin) -> tuple[nn.Module, Task, JobConfig]:
+    from consilium.federation.build import build_model, build_task  # which has the site's side of ranks
+
+    config = validate(JobConfig, begin.settings, Path("job.yaml"), begin.packages)
+    task = build_task(config, site_data(config, begin.name, begin.site, begin.folder, begin.root), begin.site)
+    return build_model(config, begin.site), task, config
+
+
+def _answer(pipe: connection.Connection, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup") -> None:
+    trained = list[Tensor]()
+    while True:
+        what: Phase | Share = receive(pipe)
+        try:
+            if isinstance(what, Phase):
+                trained = _set(model, what, config)
+            else:
+                _take(model, task, what, trained, config.training.precision, group)
+        except Exception as error:
+            send(pipe, _line(error))
+            return
+
+
+def _set(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
+    """Bring the model to where a phase's training starts; return what trains."""
+    load_values(model, config.strategy, phase.values, "a rank")
+    for name, one in layers.tensors(model).items():
+        if one.is_leaf:  # a frozen tail is a view
+            one.requires_grad_(name in phase.trained)
+    if (scale := config.adapter_kind.scale) is not None:
+        scale(model, config.adapter, phase.scaling)
+    model.train()
+    return named(model, phase.trained)
+
+
+def _take(model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup") -> None:
+    _write(trained, reduced(group, flat(trained), found=False))
+    torch.manual_seed(share.seed)
+    with autocast(next(model.parameters()).device, precision):
+        found = found_by(task, model, share, trained)
+    reduced(group, found, found=True)
+
+
+@torch.no_grad()
+def _write(trained: list[Tensor], values: Tensor) -> None:
+    for one, part in zip(trained, values.split(sizes(trained)), strict=True):
+        one.copy_(part.view_as(one))

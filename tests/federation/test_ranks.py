@@ -1,0 +1,132 @@
+"""Several devices at one site: the update of one device with the whole batch, and no process left."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig, load_site
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.federation.build import Job, assemble_job, build_site
+from consilium.federation.ranks import Share, found_by
+from consilium.federation.site import Site
+from consilium.messages import Payload, SiteInfo
+from tests.conftest import small_cells, small_config
+
+
+def ranks() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+
+
+@pytest.fixture
+def job() -> Job:
+    """Five samples in batches of three: shares of 1 and 2, and a last batch of two for three ranks. SGD adds no roots."""
+    raw = small_config(
+        "fedit", rounds=1, local_epochs=2, batch_size=3, optimizer="sgd", lr=0.5, validate={"stages": []}
+    ).model_dump()
+    raw["data"]["phantoms"]["training"] = 5
+    return assemble_job(JobConfig.model_validate(raw))
+
+
+def trained(job: Job, folder: Path, devices: list[str], seen: Any = lambda event: None) -> tuple[Site, Payload]:
+    site = build_site(job, "site-1", SiteConfig.model_validate({"devices": devices}), folder, seen)
+    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+    try:
+        return site, site.train("run", sent)
+    finally:
+        if not isinstance(seen, Killer):
+            site.close()
+
+
+class Killer:
+    """Kills the first rank at a step, once."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and not self.killed:
+            (one,) = ranks()
+            self.killed = one.pid
+            os.kill(one.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_update_is_that_of_one_device_with_the_whole_batch(job: Job, tmp_path: Path, count: int) -> None:
+    """Only the order of float32 sums differs: four steps of it, each within 2^-24 of a thousand addends at most."""
+    _, alone = trained(job, tmp_path / "1", ["cpu"])
+    _, joint = trained(job, tmp_path / str(count), ["cpu"] * count)
+    assert not ranks()
+    assert alone.tensors.keys() == joint.tensors.keys()
+    whole, apart = (torch.cat([t.flatten() for t in one.tensors.values()]) for one in (alone, joint))
+    assert whole.norm() > 0
+    assert (whole - apart).norm() <= 4 * 1000 * 2**-24 * whole.norm()
+    assert abs(alone.metrics["train/loss"] - joint.metrics["train/loss"]) < 1e-5
+    assert alone.metrics["train/steps"] == joint.metrics["train/steps"] == 4
+    assert not list((tmp_path / str(count)).glob("ranks-*"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works(job: Job, tmp_path: Path) -> None:
+    site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / "site", killer := Killer())
+    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+    with pytest.raises(ConsiliumError, match=r"site.yaml: devices: rank 1 on cpu: its process ended \(exit code -9\)") as error:
+        site.train("run", sent)
+    assert killer.killed
+    assert "\n" not in str(error.value)
+    assert not ranks()
+    again = site.train("run", sent)
+    site.close()
+    assert not ranks()
+    assert all(torch.equal(t, again.tensors[n]) for n, t in trained(job, tmp_path / "other", ["cpu", "cpu"])[1].tensors.items())
+
+
+def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:
+    """In this process: 2/3 and 1/3 of three samples, and nothing of none."""
+    site = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None)
+    batch = site.task.batch([0, 1, 2], 0)
+    live = [p for p in site.model.parameters() if p.requires_grad]
+    whole = found_by(site.task, site.model, Share(batch, 1.0, 0), live)
+    parts = [Share({k: v[:2] for k, v in batch.items()}, 2 / 3, 0), Share({k: v[2:] for k, v in batch.items()}, 1 / 3, 0)]
+    summed = sum(found_by(site.task, site.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
+    assert whole.abs().sum() > 0
+    assert torch.allclose(whole, summed, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "privacy", "why"),
+    [
+        ("fedit", {"unit": "record", "epsilon": 8, "delta": 1e-5, "clip": 1.0}, "privacy.unit record"),
+        ("feddpa", None, "strategy 'feddpa' trains more beside the adapter"),
+    ],
+)
+def test_training_that_is_more_than_a_batchs_loss_is_refused(
+    strategy: str, privacy: dict[str, Any] | None, why: str, tmp_path: Path
+) -> None:
+    raw = small_cells(strategy).model_dump() | {"privacy": privacy}
+    job = assemble_job(JobConfig.model_validate(raw))
+    with pytest.raises(ConsiliumError, match=f"site.yaml: devices: {why}.*; give one device"):
+        build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path, lambda event: None)
+
+
+def test_site_yaml_names_gpus_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: [0, 2, 3]")
+    assert load_site(path).devices == ("cuda:0", "cuda:2", "cuda:3")
+    assert load_site(path).main_device == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    "text", ["devices: [0, 0]", "{devices: [0, 1], device: cpu}", "devices: [gpu]", "devices: [-1]", "devices: 4"]
+)
+def test_devices_that_cannot_be_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="device"):
+        load_site(tmp_path / "site.yaml")
