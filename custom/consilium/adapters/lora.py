@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 
+HEAD_FILE = "head.safetensors"
+
+
 class LoraConfig(AdapterConfig):
     """Low-rank updates of linear layers. `targets`: a set of the model's (paper, qv, all-linear ...) or a regex (RE2).
 
@@ -141,16 +144,25 @@ def merge(model: nn.Module) -> None:
 
 
 def save_peft(
-    folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, base: str, target: TargetSet | None = None
+    folder: Path,
+    values: Mapping[str, Tensor],
+    rank: int,
+    alpha: float,
+    base: str,
+    target: TargetSet | None = None,
+    head_apart: bool = False,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors that plain PEFT loads onto the unchanged base model.
 
-    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values. Layers are named by
-    the pattern of a `target` set of the model, one by one without it.
+    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values; `head_apart`, it has
+    the file head.safetensors. Layers are named by the pattern of a `target` set of the model, one by one without it.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    if head_apart:
+        save_parameters(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
+        values = {n: t for n, t in values.items() if not is_head(n)}
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
@@ -168,7 +180,7 @@ def _exported(target: TargetSet | None, layers: Iterable[str]) -> str:
     """Return the pattern for a PEFT folder of these layers of the unchanged base."""
     if target is None:
         return "|".join(map(re.escape, layers))
-    return target.exported or target.pattern or pattern_of(layers)
+    return pattern_of(layers)
 
 
 def _peft_config(rank: int, alpha: float, targets: str, dropout: float) -> "PeftConfig":
@@ -200,7 +212,7 @@ def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
 def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     target = base.targets.get(config.targets)  # a regex of the user's may match more than linear layers
     own = {n: t for n, t in values.items() if factor(n) or is_head(n)}
-    save_peft(folder, own, config.rank, config.alpha, name, target)
+    save_peft(folder, own, config.rank, config.alpha, name, target, base.head_apart)
     if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
         save_peft(folder / "local", local, config.rank, config.alpha, name, target)
     rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
