@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class SamConfig(PictureFolderConfig):
-    """A frozen SAM, for segmentation: Meta's, or `folder`, what `transformers` knows of SAM, SAM 2, SAM 3 and SAM-HQ (MedSAM).
+    """A frozen SAM, for segmentation: Meta's; SAM-Med2D (`med2d`); or `folder`, what `transformers` has of SAM (MedSAM), SAM 2,
+    SAM 3 and SAM-HQ.
 
     `image_size`: a multiple of the patch size; of a folder its own. `checkpoint` may start with ${SITE}, the site's checkpoint
     folder.
     """
 
     name: Literal["sam"] = "sam"
-    variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "folder"]
+    variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d", "folder"]
     attention: Literal["fused", "original"] = "fused"
 
     apart: ClassVar[tuple[str, ...]] = ("sam", "sam_hq", "sam2", "sam3_tracker")

@@ -1,5 +1,6 @@
 """Vision-language models of `transformers`, under their own names, with a method that makes their inputs of pictures."""
 
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,13 @@ class Seeing(PreTrainedModel):
         pixels = (images - self.pixel_mean) / self.pixel_std
         inputs = LAYOUTS[self.config.model_type][1](self.config, input_ids, pixels, answers)
         return {"input_ids": input_ids, "attention_mask": attention_mask} | inputs
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        """Return the model's inputs of texts alone, with kinds of tokens where training needs them."""
+        kinds = (
+            {"token_type_ids": torch.zeros_like(input_ids)} if "token_type_ids" in signature(self.forward).parameters else {}
+        )
+        return {"input_ids": input_ids, "attention_mask": attention_mask} | kinds
 
 
 def picture(config: "VisionLanguageConfig") -> Picture:

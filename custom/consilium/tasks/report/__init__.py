@@ -10,7 +10,7 @@ from consilium.tasks.language import LanguageConfig, metric_names, scores
 from consilium.tasks.registry import TaskKind
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from consilium.tasks.report.task import ReportTask
 
@@ -39,19 +39,16 @@ def _build(config: ReportConfig, model: Any, data: DataList, tokenizer: Any) -> 
     return ReportTask(data, tokenizer, model, config)
 
 
-def _rehearse(config: ReportConfig, base: Any, model: "nn.Module", count: int) -> "Tensor":
+def _rehearse(config: ReportConfig, base: Any, model: Any, count: int) -> "Tensor":
+    """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
     import torch
-
-    from consilium.models.vision_language.network import picture
-    from consilium.tasks.language.task import mean_loss
+    import torch.nn.functional as F
 
     ids = torch.zeros(count, base.max_length, dtype=torch.long)
-    seen = picture(base).ids
-    ids[:, : len(seen)] = torch.tensor(seen)
-    mask, side = torch.ones_like(ids), base.image_side
-    return mean_loss(
-        model, {"input_ids": ids, "attention_mask": mask, "labels": ids, "image": torch.zeros(count, 3, side, side)}
-    )
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0  # as in a batch of unequal lengths
+    logits = model(**model.read(ids, mask), use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:])
 
 
 REPORT = TaskKind(
