@@ -1,10 +1,12 @@
 """Small random models of every class that comes by folder, saved by `transformers` itself."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMaskGeneration, PreTrainedModel
 
@@ -92,6 +94,11 @@ class Made:
     folder: Path
     config: dict[str, Any]
     model: PreTrainedModel
+
+
+def kinds(all: Iterable[str], *quick: str) -> list[Any]:
+    """Return architectures as parameters of a test; all but the `quick` ones are for the slow suite."""
+    return [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in all]
 
 
 def make(folder: Path, kind: str, sizes: dict[str, Any]) -> Made:

@@ -18,7 +18,7 @@ from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.models.vision_language.layout import qwen_patches
 from consilium.tasks.registry import TASKS
-from tests.models.classes import SIDE, SPEAKING, Made, make
+from tests.models.classes import SIDE, SPEAKING, Made, kinds, make
 
 PICTURE, BEGIN, END = 590, 591, 592
 SHOWN = {  # tokens of a picture of 32 pixels, by hand: patches of 4 merged 2 x 2, of 8; four of Gemma's own
@@ -71,7 +71,7 @@ def test_qwen_s_patches_are_those_of_its_own_processor() -> None:
     torch.testing.assert_close(qwen_patches(pixels, Sees), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(SPEAKING))
+@pytest.mark.parametrize("kind", kinds(SPEAKING, "qwen2_5_vl", "paligemma"))
 def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(kind: str, tmp_path: Path) -> None:
     made = make(tmp_path / "base", kind, SPEAKING[kind])
     task, config = _task(kind, made, _records(tmp_path / "data"), evaluate="generation")

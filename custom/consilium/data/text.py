@@ -92,13 +92,17 @@ def _picture(where: str, folder: Path, line: str) -> Path:
     return folder / named
 
 
-def read_records(path: Path, bad: list[DataError]) -> Iterator[Text]:
-    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError."""
+def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> Iterator[Text]:
+    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError.
+
+    With `pictures` every record needs one.
+    """
     lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                yield _record(f"{path}:{number}", path.name, number, line, answered=False)
+                record, where = _record(f"{path}:{number}", path.name, number, line, answered=False), f"{path}:{number}"
+                yield replace(record, image=_picture(where, path.parent, line)) if pictures else record
         except DataError as error:
             bad.append(error)
 
