@@ -241,6 +241,12 @@ def test_dropout_and_unknown_layers_tie_records_together(clip: Made) -> None:
             config.model_copy(update={"config": changed}).keep_apart()
 
 
+def test_nothing_is_fetched_for_a_part_of_a_model(clip: Made) -> None:
+    fetching = clip.config | {"vision_config": {"use_pretrained_backbone": True, "backbone": "resnet50"}}
+    with pytest.raises(ValidationError, match=r"vision_config\.use_pretrained_backbone names weights of another place"):
+        _job("vision", Made(clip.folder, fetching, clip.model), TWO)
+
+
 def test_a_tokenizer_that_must_be_converted_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0a\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
