@@ -9,11 +9,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers, lora
+from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, ConfigError
+from consilium.federation.build import assemble_job
+from consilium.federation.kept import with_parameters
+from consilium.federation.trained import as_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
+from consilium.strategies.registry import STRATEGIES
 from tests.conftest import initial
 
 
@@ -140,3 +145,65 @@ def test_errors_name_what_is_wrong() -> None:
         layers.load(model, values | {name: torch.zeros(1, 1)})
     with pytest.raises(CheckpointError, match="not in both"):
         layers.load(model, {n: t for n, t in values.items() if n != name})
+
+
+def job(strategy: str = "fedit", **adapter: object) -> JobConfig:
+    """Return a job on the tiny SAM."""
+    return JobConfig.model_validate({
+        "name": "a", "strategy": strategy, "model": {"name": "sam", "variant": "tiny", "image_size": 64},
+        "task": {"name": "segmentation", "classes": ["a"]}, "training": {"rounds": 1}, "adapter": {"rank": 4} | adapter,
+    })  # fmt: skip
+
+
+def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(tmp_path: Path) -> None:
+    config = job(rslora=True, alpha=6.0).adapter
+    assert config.product_scaling == 6 / 2  # not 6 / 4
+    model, images = build_sam("tiny", None, 64, 1), torch.rand(1, 3, 64, 64) * 255
+    lora.LORA.inject(model, config, SAM)
+    randomize(model)
+    own = peft.LoraConfig(r=4, lora_alpha=6.0, use_rslora=True, target_modules=r"image_encoder\.blocks\.\d+\.attn\.qkv")
+    layer = peft.inject_adapter_in_model(own, build_sam("tiny", None, 64, 1)).image_encoder.blocks[0].attn.qkv
+    assert layer.scaling["default"] == model.image_encoder.blocks[0].attn.qkv.scaling["default"] == 3.0
+    lora.LORA.export(tmp_path, layers.values(model), config, SAM, "sam")
+    tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path)
+    torch.testing.assert_close(tuned(images), model(images))
+
+
+def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_path: Path) -> None:
+    config, images = job(dora=True).adapter, torch.rand(1, 3, 64, 64) * 255
+    model = build_sam("tiny", None, 64, 1)
+    lora.LORA.inject(model, config, SAM)
+    with torch.device("meta"):
+        shapes = lora.LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
+    assert {name: tuple(tensor.shape) for name, tensor in layers.tensors(model).items()} == dict(shapes)
+    layers.load(model, initial(model, seed=1) | layers.unchanged(model))
+    base = build_sam("tiny", None, 64, 1)
+    torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
+    randomize(model)
+    wanted, values = model(images), layers.values(model)
+    weight = base.image_encoder.blocks[0].attn.qkv.weight
+    name = "image_encoder.blocks.0.attn.qkv"
+    direction = weight + values[f"{name}.lora_B"] @ values[f"{name}.lora_A"]  # alpha is the rank
+    length = weight.norm(dim=1) + values[f"base.{name}.lora_magnitude_vector.default.weight"]
+    merged = length[:, None] * direction / direction.norm(dim=1, keepdim=True)  # DoRA, Eq. 5
+    with layers.disabled(model):
+        torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
+    lora.LORA.export(tmp_path / "site", with_parameters(model, values), config, SAM, "sam")
+    tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path / "site")
+    torch.testing.assert_close(tuned(images), wanted, rtol=1e-4, atol=1e-4)
+    lora.LORA.export(tmp_path / "server", as_changes(values), config, SAM, "sam")
+    assert not (tmp_path / "server" / "adapter_config.json").exists()  # a server has no lengths to add the changes to
+    lora.merge(model)
+    torch.testing.assert_close(model.image_encoder.blocks[0].attn.qkv.weight, merged, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_dora_is_refused_where_its_lengths_have_no_rule() -> None:
+    assert len(assemble_job(job(dora=True)).initial) == 3 * len([n for n in assemble_job(job()).initial if "lora_A" in n])
+    known = {name for name, strategy in STRATEGIES.items() if strategy.one_by_one}
+    assert known == {"fedit", "fedprox", "scaffold", "centralized", "local_only"}
+    for strategy in ("ffa_lora", "fedra"):
+        with pytest.raises(ConfigError, match="has no rule for the lengths of rows; use fedit"):
+            assemble_job(job(strategy, dora=True))
+    with pytest.raises(ConfigError, match=r"adapter\.dora: true: targets 'qv' are parts of layers"):
+        assemble_job(job(dora=True, targets="qv"))

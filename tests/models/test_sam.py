@@ -1,9 +1,11 @@
 """SAM: fused attention equals the original, batches equal SAM one by one, checkpoints load or say why not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from segment_anything.modeling.image_encoder import Attention as ImageAttention
 from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
@@ -159,3 +161,30 @@ def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) ->
         build_sam("vit_b", other, None, 1)
     with pytest.raises(ConfigError, match=r"model\.image_size: 100 is no multiple of the patch size 8; use 96"):
         build_sam("tiny", None, 100, 1)
+
+
+def test_sam_med2d_s_file_loads_and_its_adapters_stand_beside_the_mlp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(SHAPES, "med2d", replace(SMALL, adapted=True))
+    torch.manual_seed(0)
+    state = build_sam("med2d", None, None, 1, weights=False).state_dict()
+    torch.save({"model": state, "optimizer": {"step": 3}}, tmp_path / "sam-med2d_b.pth")
+    model = build_sam("med2d", tmp_path / "sam-med2d_b.pth", None, 1)
+    names = {name.partition("Adapter.")[2] for name in state if ".blocks.0.Adapter." in name}
+    assert names == {"norm.weight", "norm.bias", "channel.0.weight", "channel.2.weight", "spatial.0.weight", "spatial.2.weight"}
+    block, x = model.image_encoder.blocks[0], torch.randn(2, 4, 4, 32)
+    shares = torch.sigmoid(F.linear(F.relu(F.linear(x.mean((1, 2)), own(state, "channel.0"))), own(state, "channel.2")))
+    weighed = (x * shares[:, None, None]).permute(0, 3, 1, 2)
+    halved = F.relu(F.conv2d(weighed, own(state, "spatial.0"), stride=2, padding=1))
+    whole = F.relu(F.conv_transpose2d(halved, own(state, "spatial.2"), stride=2, padding=1)).permute(0, 2, 3, 1)
+    beside = F.layer_norm(x + whole, (32,))  # its scale and shift are 1 and 0 here
+    mlp = block.mlp.lin2(F.gelu(block.mlp.lin1(x)))
+    torch.testing.assert_close(block.mlp(x), mlp + beside, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"48 is no multiple of twice the patch size, 32; use"):
+        build_sam("med2d", None, 48, 1, weights=False)
+    monkeypatch.setitem(SHAPES, "vit_b", SMALL)
+    with pytest.raises(CheckpointError, match=r"looks like med2d, model\.variant is vit_b"):
+        build_sam("vit_b", tmp_path / "sam-med2d_b.pth", None, 1)
+
+
+def own(state: dict[str, Tensor], name: str) -> Tensor:
+    return state[f"image_encoder.blocks.0.Adapter.{name}.weight"]

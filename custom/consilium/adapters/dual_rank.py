@@ -188,7 +188,14 @@ def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: str, target: TargetSet | None = None) -> None:
+def save_peft(
+    folder: Path,
+    values: Mapping[str, Tensor],
+    scaling: float,
+    base: str,
+    target: TargetSet | None = None,
+    head_apart: bool = False,
+) -> None:
     """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out.
 
     What a `target` set has split comes back into the layers that the unchanged base has.
@@ -197,7 +204,7 @@ def save_peft(folder: Path, values: Mapping[str, Tensor], scaling: float, base: 
     plain = target.fuse(plain) if target and target.fuse else plain
     empty = {name.rpartition(".")[0] for name, tensor in plain.items() if factor(name) and not tensor.numel()}
     kept = {name: tensor for name, tensor in plain.items() if name.rpartition(".")[0] not in empty}
-    lora.save_peft(folder, kept, 1, scaling, base)
+    lora.save_peft(folder, kept, 1, scaling, base, head_apart=head_apart)
 
 
 def _shapes(model: nn.Module, config: DualRankConfig, base: ModelKind) -> Shapes:
@@ -209,7 +216,7 @@ def _inject(model: nn.Module, config: DualRankConfig, base: ModelKind) -> None:
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, base: ModelKind, name: str) -> None:
-    save_peft(folder, values, config.scaling, name, base.targets.get(config.targets))
+    save_peft(folder, values, config.scaling, name, base.targets.get(config.targets), base.head_apart)
 
 
 def _inject_tailed(model: nn.Module, config: lora.LoraConfig, base: ModelKind) -> None:
@@ -218,7 +225,7 @@ def _inject_tailed(model: nn.Module, config: lora.LoraConfig, base: ModelKind) -
 
 def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.LoraConfig, base: ModelKind, name: str) -> None:
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_frozen_part(n)}
-    save_peft(folder, own, config.product_scaling, name, base.targets.get(config.targets))
+    save_peft(folder, own, config.product_scaling, name, base.targets.get(config.targets), base.head_apart)
     save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
 
 

@@ -3,6 +3,7 @@
 A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). layers.py reads and writes them.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import DECODER, decoder_names, save_parameters
-from consilium.adapters.names import HEAD, LOCAL, factor, is_head, is_local
+from consilium.adapters.names import BASE, CHANGE, HEAD, LOCAL, MAGNITUDE, OWN, factor, is_head, is_local, is_magnitude
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.errors import ConfigError
@@ -25,10 +26,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 
+HEAD_FILE = "head.safetensors"
+
+
 class LoraConfig(AdapterConfig):
     """Low-rank updates of linear layers. `targets`: a set of the model's (paper, qv, all-linear ...) or a regex (RE2).
 
-    B A is multiplied by alpha / rank; without `alpha` it is the rank, so by 1 at every rank.
+    B A is multiplied by alpha / rank; without `alpha` it is the rank, so by 1 at every rank. `rslora`: by alpha / sqrt rank
+    (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"). `dora`: every layer's rows keep the
+    length of the base's, times a trained change (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", ICML 2024); for
+    strategies that average tensors one by one (fedit, fedprox, scaffold, centralized, local_only).
     """
 
     kind: Literal["lora"] = "lora"
@@ -37,15 +44,25 @@ class LoraConfig(AdapterConfig):
     targets: str = "paper"
     dropout: Dropout = 0.0
     decoder: Decoder = "freeze"
+    rslora: bool = False
+    dora: bool = False
 
     @property
     def product_scaling(self) -> float:
         """See AdapterConfig."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha with which plain LoRA has the same scaling, alpha / rank: so others read it, whatever they know."""
+        return self.product_scaling * self.rank
 
     def keep_apart(self) -> None:
         """See AdapterConfig."""
         refuse_dropout(self.dropout)
+        if self.dora:
+            what = "has no gradients per sample, which privacy.unit record takes of linear layers only"
+            raise ValueError(f"adapter.dora: true {what}; use false")
 
 
 def refuse_dropout(dropout: float) -> None:
@@ -68,7 +85,13 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
 
 
 def inject(
-    model: nn.Module, rank: int, alpha: float, target: TargetSet, dropout: float = 0.0, decoder: Decoder = "freeze"
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    target: TargetSet,
+    dropout: float = 0.0,
+    decoder: Decoder = "freeze",
+    dora: bool = False,
 ) -> None:
     """Freeze `model` but for its head, and add LoRA in place to the layers of `target`; the mask `decoder` may train too.
 
@@ -78,9 +101,10 @@ def inject(
 
     names = [name.removesuffix(".lora_A") for name in shapes(model, rank, target) if factor(name) == "A"]
     whole = "|".join(map(re.escape, names))  # a list of names would also match every name that ends like one of them
-    inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model)
+    inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout, dora), model)
     factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
-    layers.freeze_base(model, factors, decoder_names(model, decoder))
+    magnitudes = [f"{BASE}.{n}" for n, _ in model.named_parameters() if is_magnitude(n)]
+    layers.freeze_base(model, factors, [*decoder_names(model, decoder), *magnitudes])
 
 
 def scale(model: nn.Module, value: float) -> None:
@@ -141,21 +165,30 @@ def merge(model: nn.Module) -> None:
 
 
 def save_peft(
-    folder: Path, values: Mapping[str, Tensor], rank: int, alpha: float, base: str, target: TargetSet | None = None
+    folder: Path,
+    values: Mapping[str, Tensor],
+    rank: int,
+    alpha: float,
+    base: str,
+    target: TargetSet | None = None,
+    head_apart: bool = False,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors that plain PEFT loads onto the unchanged base model.
 
-    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values. Layers are named by
-    the pattern of a `target` set of the model, one by one without it.
+    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values; `head_apart`, it has
+    the file head.safetensors. Layers are named by the pattern of a `target` set of the model, one by one without it.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    if head_apart:
+        save_parameters(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
+        values = {n: t for n, t in values.items() if not is_head(n)}
     fused = target.fuse(values) if target and target.fuse else dict(values)
     ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
     pattern = _exported(target, ranks)
-    config = _peft_config(rank, alpha, pattern, 0.0)
+    config = _peft_config(rank, alpha, pattern, 0.0, any(map(is_magnitude, fused)))
     config.rank_pattern, config.alpha_pattern = wide, {layer: alpha * r / rank for layer, r in wide.items()}
     config.base_model_name_or_path, config.inference_mode = base, True
     config.modules_to_save = [HEAD] if f"{HEAD}.weight" in values else None
@@ -168,17 +201,17 @@ def _exported(target: TargetSet | None, layers: Iterable[str]) -> str:
     """Return the pattern for a PEFT folder of these layers of the unchanged base."""
     if target is None:
         return "|".join(map(re.escape, layers))
-    return target.exported or target.pattern or pattern_of(layers)
+    return pattern_of(layers)
 
 
-def _peft_config(rank: int, alpha: float, targets: str, dropout: float) -> "PeftConfig":
+def _peft_config(rank: int, alpha: float, targets: str, dropout: float, dora: bool = False) -> "PeftConfig":
     from peft import LoraConfig as PeftConfig
 
-    return PeftConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+    return PeftConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none", use_dora=dora)
 
 
 def _peft_name(name: str) -> str:
-    return f"{name}.weight" if factor(name) else name
+    return f"{name}.weight" if factor(name) else name.removesuffix(OWN) if is_magnitude(name) else name
 
 
 def _layer(name: str) -> str:
@@ -186,23 +219,32 @@ def _layer(name: str) -> str:
 
 
 def _shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:
-    found = shapes(model, config.rank, base.target(config.targets))
+    target = base.target(config.targets)
+    found = shapes(model, config.rank, target)
+    if config.dora and target.fuse:
+        what = f"true: targets {config.targets!r} are parts of layers, whose rows have one length with the rest's"
+        raise ConfigError(f"adapter.dora: {what}; use targets paper")
     if config.decoder != "freeze" and (twice := next((name for name in found if name.startswith(DECODER)), None)):
         what = f"{config.targets!r} adapts {twice.rpartition('.')[0]!r}, which decoder: {config.decoder} trains whole"
         raise ConfigError(f"adapter.targets: {what}; use encoder-qkv, or decoder: freeze")
-    return found
+    rows = {n.removesuffix("lora_B"): shape[:1] for n, shape in found.items() if factor(n) == "B"} if config.dora else {}
+    return found | {f"{BASE}.{layer}{MAGNITUDE}{OWN}": shape for layer, shape in rows.items()}
 
 
 def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
-    inject(model, config.rank, config.alpha, base.target(config.targets), config.dropout, config.decoder)
+    target = base.target(config.targets)
+    inject(model, config.rank, config.plain_alpha, target, config.dropout, config.decoder, config.dora)
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     target = base.targets.get(config.targets)  # a regex of the user's may match more than linear layers
-    own = {n: t for n, t in values.items() if factor(n) or is_head(n)}
-    save_peft(folder, own, config.rank, config.alpha, name, target)
+    if any(is_magnitude(n.removesuffix(CHANGE)) and n.endswith(CHANGE) for n in values):
+        save_parameters(folder / "adapter.safetensors", values)  # of a server, which has no base to add the changes to
+        return
+    own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_magnitude(n)}
+    save_peft(folder, own, config.rank, config.plain_alpha, name, target, base.head_apart)
     if local := {n.replace(".local_", ".lora_"): t for n, t in values.items() if is_local(n)}:
-        save_peft(folder / "local", local, config.rank, config.alpha, name, target)
+        save_peft(folder / "local", local, config.rank, config.plain_alpha, name, target)
     rest = {n: t for n, t in values.items() if n not in own and not is_local(n)}
     save_parameters(folder / "decoder.safetensors", rest)
 
@@ -216,7 +258,7 @@ def _trainable_base(model: nn.Module, config: LoraConfig) -> list[str]:
 
 
 def _add_local(model: nn.Module, config: LoraConfig) -> None:
-    add_local(model, config.rank, config.alpha, config.dropout)
+    add_local(model, config.rank, config.plain_alpha, config.dropout)
 
 
 def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:

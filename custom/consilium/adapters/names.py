@@ -18,6 +18,10 @@ from consilium.errors import ConfigError
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 BASE, WHOLE_BASE = "base", "whole"
+CHANGE = ".change"
+"""What ends the name of a base's parameter where a server, which has no base, exports how it has changed."""
+MAGNITUDE, OWN = "lora_magnitude_vector", ".default.weight"
+"""DoRA's lengths of a layer's rows, as PEFT names the parameter. They are the base's at the start, and so count to it."""
 TAIL = ("tail_A", "tail_B")
 WHOLE = "tail_whole"
 GATE = "gate"
@@ -68,6 +72,11 @@ def is_head(name: str) -> bool:
 def is_base(name: str) -> bool:
     """Tell whether a tensor is the change of a parameter of the base."""
     return name.startswith((f"{BASE}.", f"{WHOLE_BASE}."))
+
+
+def is_magnitude(name: str) -> bool:
+    """Tell whether a tensor holds DoRA's lengths of a layer's rows (out,), or their change."""
+    return name.endswith(f".{MAGNITUDE}{OWN}")
 
 
 def is_frozen_part(name: str) -> bool:

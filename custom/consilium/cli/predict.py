@@ -53,7 +53,7 @@ def predict(
     from consilium.use.predict import predict as run
 
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
-    inputs = find_inputs(images, opened.config.task.name == "language", out)
+    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out)
     asking = Asking(opened, batch or opened.config.training.batch_size, _boxes(opened, boxes))
     console = Console(stderr=True, quiet=format is Format.JSON)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

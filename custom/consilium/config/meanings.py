@@ -4,6 +4,10 @@ _RELATIVE = "a relative path starts at this file's folder"
 
 _DECODER = "SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"
 
+_CONFIG = "the folder's config.json: by its path (or its folder's), or its contents"
+_FOLDER = "the folder; may start with `${SITE}`, the site's checkpoint folder"
+_PIXELS = "of a folder whose preprocessor_config.json has others than the architecture's usual ones"
+
 MEANINGS: dict[str, str] = {
     # job.yaml
     "JobConfig.name": "the job's name, also of its folder",
@@ -37,7 +41,25 @@ MEANINGS: dict[str, str] = {
     "FederationConfig.fraction_train": "the share of the sites that a round asks to train",
     "FederationConfig.weighting": "what a site's update weighs; by default its samples, and `uniform` under site-level privacy",
     "FederationConfig.round_timeout": "seconds that a round may take",
-    "SamConfig.variant": "Meta's checkpoints, or the `tiny` one that ships with the package",
+    "SamConfig.variant": "Meta's; SAM-Med2D's (`med2d`); a `folder` of `transformers`; `tiny`, which ships with the package",
+    "SamConfig.config": _CONFIG,
+    "CausalLmConfig.config": _CONFIG,
+    "VisionConfig.variant": "a `folder` of `transformers`",
+    "VisionConfig.checkpoint": _FOLDER,
+    "VisionConfig.config": _CONFIG,
+    "VisionConfig.features": "what the encoder pools itself, or the mean over the picture's patches",
+    "VisionLanguageConfig.variant": "a `folder` of `transformers`",
+    "VisionLanguageConfig.checkpoint": _FOLDER,
+    "VisionLanguageConfig.config": _CONFIG,
+    "SamConfig.pixel_mean": _PIXELS,
+    "VisionConfig.pixel_mean": _PIXELS,
+    "VisionLanguageConfig.pixel_mean": _PIXELS,
+    "ReportConfig.window": "values that become black and white, in the file's unit",
+    "ReportConfig.resize": "`stretch` to a square, or `pad` right and below",
+    "ReportConfig.evaluate": "as for language",
+    "ReportConfig.learn": "answers alone are learned",
+    "LoraConfig.rslora": "B A is multiplied by alpha / sqrt(rank)",
+    "LoraConfig.dora": "the lengths of the layers' rows train too",
     "SamConfig.attention": "`original` is Meta's code; `fused` is equal up to rounding and needs less memory",
     "ClipConfig.variant": "published weights, or the `tiny` one that ships with the package",
     "ClipConfig.checkpoint": "may start with `${SITE}`, the site's checkpoint folder",

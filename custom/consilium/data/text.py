@@ -7,7 +7,7 @@ from. Other keys are left alone.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 
 @dataclass(frozen=True)
 class Text:
-    """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on."""
+    """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
+
+    `image`: the picture that it is about, for a task that looks at one.
+    """
 
     name: str
     instruction: str
@@ -40,6 +43,7 @@ class Text:
     outputs: tuple[str, ...]
     final_answer: str | None = None
     labels: tuple[str, ...] = ()
+    image: Path | None = None
 
     @property
     def prompt_words(self) -> str:
@@ -59,32 +63,46 @@ def has_texts(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES["training"])
 
 
-def read_texts(path: Path) -> DataList:
+def read_texts(path: Path, pictures: bool = False) -> DataList:
     """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy.
 
-    Nothing but what `path` names is read: texts beside a site's list of pictures are not on offer, and have no budget.
+    With `pictures` every record needs one. Nothing but what `path` names is read: texts beside a site's list of pictures are
+    not on offer, and have no budget.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
         raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
     found = {split: [f for n in FILES[split] if (f := folder / n).is_file()] for split in SPLITS}
-    return DataList(folder, {split: tuple(_records(files[0])) if files else () for split, files in found.items()})
+    return DataList(folder, {split: tuple(_records(files[0], pictures)) if files else () for split, files in found.items()})
 
 
-def _records(path: Path) -> Iterator[Text]:
+def _records(path: Path, pictures: bool) -> Iterator[Text]:
     lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield _record(f"{path}:{number}", path.name, number, line)
+            record = _record(f"{path}:{number}", path.name, number, line)
+            yield replace(record, image=_picture(f"{path}:{number}", path.parent, line)) if pictures else record
 
 
-def read_records(path: Path, bad: list[DataError]) -> Iterator[Text]:
-    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError."""
+def _picture(where: str, folder: Path, line: str) -> Path:
+    """Return the picture of a record; a relative path starts at the folder of its file."""
+    named = _parse(where, line).get("image")
+    if not isinstance(named, str) or not named or "\0" in named:
+        raise DataError(f'{where}: needs an "image", the path of its picture; a relative one starts at {folder}')
+    return folder / named
+
+
+def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> Iterator[Text]:
+    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError.
+
+    With `pictures` every record needs one.
+    """
     lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                yield _record(f"{path}:{number}", path.name, number, line, answered=False)
+                record, where = _record(f"{path}:{number}", path.name, number, line, answered=False), f"{path}:{number}"
+                yield replace(record, image=_picture(where, path.parent, line)) if pictures else record
         except DataError as error:
             bad.append(error)
 

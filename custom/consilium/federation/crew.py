@@ -23,7 +23,7 @@ from consilium.schema import validate
 
 
 class Lot(NamedTuple):
-    """What a worker needs to make its sites, see members_of: the job's settings and first tensors, and the sites dealt to it."""
+    """What a worker needs to make its sites, see members_of: settings, first tensors, and the sites dealt to it."""
 
     number: int
     settings: dict[str, Any]

@@ -6,7 +6,17 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_base, is_head, is_local
+from consilium.adapters.names import (
+    CHANGE,
+    WHOLE_BASE,
+    bottleneck_count,
+    bottleneck_position,
+    factor,
+    is_base,
+    is_head,
+    is_local,
+    is_magnitude,
+)
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
@@ -22,8 +32,11 @@ def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
 
 
 def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
-    """Raise ConfigError where a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
+    """Raise ConfigError where DoRA or a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
     wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
+    if getattr(config.adapter, "dora", False) and not config.strategy.one_by_one:
+        what = f"true: strategy {config.strategy.name!r} works on factors and has no rule for the lengths of rows"
+        raise ConfigError(f"{source}: adapter.dora: {what}; use fedit, fedprox, scaffold, centralized or local_only")
     if not names or wanted == "freeze":
         return
     where = f"{source}: adapter.decoder: {wanted!r}"
@@ -65,7 +78,10 @@ def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
         "LoRA": [n for n in initial if factor(n)],
         "local LoRA": [n for n in initial if is_local(n)],
         f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
-        f"mask decoder ({getattr(adapter, 'decoder', '')})": [n for n in initial if is_base(n) and not _is_whole(n)],
+        f"mask decoder ({getattr(adapter, 'decoder', '')})": [
+            n for n in initial if is_base(n) and not _is_whole(n) and not is_magnitude(n)
+        ],
+        "lengths of rows": [n for n in initial if is_magnitude(n)],
         "whole model": [n for n in initial if _is_whole(n)],
         "head": [n for n in initial if is_head(n)],
     }
@@ -79,4 +95,4 @@ def _is_whole(name: str) -> bool:
 
 def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` as a server exports them, which has no base: what is a change is called one, "<parameter>.change"."""
-    return {f"{n.partition('.')[2]}.change" if is_base(n) else n: tensor for n, tensor in values.items()}
+    return {f"{n.partition('.')[2]}{CHANGE}" if is_base(n) else n: tensor for n, tensor in values.items()}

@@ -51,13 +51,12 @@ class TargetSet:
     """Linear layers to adapt: those whose full names `pattern` (RE2) matches, or the pattern that `select` finds for a model.
 
     `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
-    has; `exported` is then the pattern for these. `known`: the model's own sets, for messages.
+    has. `known`: the model's own sets, for messages.
     """
 
     pattern: str = ""
     prepare: "Callable[[nn.Module], None] | None" = None
     fuse: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None" = None
-    exported: str = ""
     select: "Callable[[nn.Module], str] | None" = None
     known: tuple[str, ...] = ()
 
@@ -109,7 +108,8 @@ class ModelKind:
     `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
     raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
     `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
-    default it is one.
+    default it is one. `head_apart`: an exported head gets a file of its own, because PEFT would take layers of the encoder that
+    are called head too for it.
     """
 
     config: type[ModelConfig]
@@ -120,6 +120,7 @@ class ModelKind:
     cut: "Callable[[Any], Cut] | None" = None
     save: Saved | None = None
     graphs: "Callable[[Any], dict[str, Graph]] | None" = None
+    head_apart: bool = False
 
     def target(self, name: str) -> TargetSet:
         """Return the set of that name; any other name is a pattern."""
@@ -133,6 +134,8 @@ MODELS: Registry[ModelKind] = Registry(
         "sam": "consilium.models.sam:SAM",
         "clip": "consilium.models.clip:CLIP",
         "causal_lm": "consilium.models.causal_lm:CAUSAL_LM",
+        "vision": "consilium.models.vision:VISION",
+        "vision_language": "consilium.models.vision_language:VISION_LANGUAGE",
         "unet": "consilium.models.unet:UNET",
     },
     "consilium.models",

@@ -43,6 +43,7 @@ class FedALA(FedIT):
     """
 
     name: ClassVar[str] = "fedala"
+    one_by_one: ClassVar[bool] = False
 
     layers: Annotated[int, Field(ge=1, le=100_000)] | None = 1
     data: Annotated[float, Field(gt=0, le=1)] = 0.8

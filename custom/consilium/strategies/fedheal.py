@@ -42,6 +42,7 @@ class FedHEAL(FedIT):
     """
 
     name: ClassVar[str] = "fedheal"
+    one_by_one: ClassVar[bool] = False
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
     tau: Share = 0.3

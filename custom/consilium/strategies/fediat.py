@@ -30,6 +30,8 @@ from consilium.strategies.strategy import LocalStep, Role, Strategy
 Sharing = Literal["M1", "M2", "M3", "M4"]
 SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
 """Factor shared in (encoder, decoder)."""
+ENCODERS, DECODER = ("image_encoder", "vision_encoder"), "mask_decoder"
+"""What names of SAM's layers begin with, by Meta and by `transformers`."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class FedIAT(Strategy):
     def shared_factor(self, name: str) -> str:
         """Return "A" or "B": what the layer of this LoRA tensor shares. Raises ConfigError for another tensor."""
         part = name.partition(".")[0]
-        if factor(name) is None or part not in ("image_encoder", "mask_decoder"):
+        if factor(name) is None or part not in (*ENCODERS, DECODER):
             raise ConfigError(
-                f"strategy fediat cannot place adapter tensor {name!r}: it knows LoRA factors under image_encoder.* and "
-                "mask_decoder.*; use model sam with adapter kind lora, or another strategy"
+                f"strategy fediat cannot place adapter tensor {name!r}: it knows LoRA factors under image_encoder.*, "
+                "vision_encoder.* and mask_decoder.*; use model sam with adapter kind lora, or another strategy"
             )
-        return SHARINGS[self.sharing][0 if part == "image_encoder" else 1]
+        return SHARINGS[self.sharing][0 if part in ENCODERS else 1]
 
     def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return lambda * L_SOR and advance the private factors' drift averages in `step.memory`."""

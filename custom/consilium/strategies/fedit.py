@@ -19,6 +19,7 @@ class FedIT(Strategy):
     """Share every adapter tensor."""
 
     name: ClassVar[str] = "fedit"
+    one_by_one: ClassVar[bool] = True
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED."""

@@ -50,6 +50,7 @@ class FedRA(FedIT):
     """
 
     name: ClassVar[str] = "fedra"
+    one_by_one: ClassVar[bool] = False
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
     share: Part = 2 / 3

@@ -11,6 +11,7 @@ class LocalOnly(Strategy):
     """Keep every adapter tensor at its site."""
 
     name: ClassVar[str] = "local_only"
+    one_by_one: ClassVar[bool] = True
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return LOCAL."""

@@ -112,6 +112,8 @@ class Strategy:
     """Whether it may then also run at one rank everywhere, on plain LoRA."""
     tails: ClassVar[bool] = False
     """Whether sites are sent frozen ranks beside those they train."""
+    one_by_one: ClassVar[bool] = False
+    """Whether it averages whatever tensors there are, each for itself, and so also DoRA's lengths of rows."""
     from_base: ClassVar[bool] = False
     """Whether the server reads the base's weights to make the start, see `start`."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"

@@ -109,6 +109,7 @@ TASKS: Registry[TaskKind] = Registry(
         "segmentation": "consilium.tasks.segmentation:SEGMENTATION",
         "classification": "consilium.tasks.classification:CLASSIFICATION",
         "language": "consilium.tasks.language:LANGUAGE",
+        "report": "consilium.tasks.report:REPORT",
     },
     "consilium.tasks",
     "consilium.tasks.registry:TaskKind",

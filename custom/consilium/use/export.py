@@ -105,6 +105,10 @@ _DECODER = """
 decoder.safetensors has the parameters of the base that were trained beside it:
 `base.load_state_dict(load_file("decoder.safetensors"), strict=False)` before the line above.
 """
+_HEAD = """
+head.safetensors has weight and bias of the linear layer that is put on the encoder's features.
+"""
+_BESIDE = {"decoder.safetensors": _DECODER, "head.safetensors": _HEAD}
 
 
 def _check_peft(folder: Path, kept: Kept, config: JobConfig) -> None:
@@ -120,7 +124,7 @@ def _write_peft(found: TrainedModel, made: Path) -> str:
     """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
-    return _PEFT + (_DECODER if (made / "decoder.safetensors").is_file() else "")
+    return _PEFT + "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
 
 
 def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:

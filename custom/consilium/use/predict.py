@@ -63,9 +63,9 @@ def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[
     Raises ConfigError, before anything is written, where files would be replaced.
     """
     name = asking.opened.config.task.name
-    work = {"segmentation": _masks, "classification": _classes, "language": _answers}.get(name)
+    work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
     if work is None:
-        raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification and language only")
+        raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
     files = _files(name, inputs, wanted)
     _check_apart(files)
     _check_inputs(files, inputs, wanted)
@@ -103,7 +103,7 @@ def _files(task: str, inputs: list[Input], wanted: Wanted) -> list[tuple[str, st
     """Return the name of every file that would be written, and what it would be of."""
     if task == "classification":
         return [(CLASSES, "the table of classes")]
-    if task == "language":
+    if task in ("language", "report"):
         return [(one.name, one.name) for one in inputs]
     masks = [(mask_name(one.name), one.name) for one in inputs]
     more = [(with_ending(name, "overlay", ".png"), one) for name, one in masks if wanted.overlays]

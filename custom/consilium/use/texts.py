@@ -6,7 +6,7 @@ from typing import Any
 from consilium.data.datalist import DataList
 from consilium.data.text import Text, read_records
 from consilium.errors import DataError
-from consilium.federation.build import tokenizer_of
+from consilium.federation.build import build_task
 from consilium.training.device import autocast
 from consilium.use.model import TrainedModel
 
@@ -15,14 +15,12 @@ def answers(opened: TrainedModel, path: Path, batch_size: int, bad: list[DataErr
     """Return a record of each line that can be used, with its "answer"; why others cannot goes into `bad`."""
     import torch
 
-    from consilium.tasks.language.task import LanguageTask
-
-    texts: list[Text] = list(read_records(path, bad))
+    config = opened.config
+    texts: list[Text] = list(read_records(path, bad, pictures=config.model.image_side > 0))
     if not texts:
         return []
-    config = opened.config
     data = DataList(path, {"training": tuple(texts), "validation": (), "test": ()})
-    task = LanguageTask(data, tokenizer_of(config, opened.own), config.model.max_length, config.task)  # type: ignore[attr-defined, arg-type]
+    task: Any = build_task(config, data, opened.own)
     device = next(opened.model.parameters()).device
     with torch.no_grad(), autocast(device, config.training.precision):
         written = task.write(opened.model, "training", batch_size)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.errors import CheckpointError, ConfigError
+from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
@@ -23,7 +24,7 @@ MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whol
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a variant: `native` image size and patch in pixels; `prompt` is the decoder's width."""
+    """Sizes of a variant: `native` image size and patch in pixels; `prompt` is the decoder's width; `adapted`: see med2d.py."""
 
     width: int
     depth: int
@@ -35,6 +36,7 @@ class Shape:
     prompt: int = 256
     decoder_mlp: int = 2048
     decoder_heads: int = 8
+    adapted: bool = False
 
 
 SHAPES: dict[str, Shape] = {
@@ -42,6 +44,7 @@ SHAPES: dict[str, Shape] = {
     "vit_l": Shape(1024, 24, 16, (5, 11, 17, 23)),
     "vit_h": Shape(1280, 32, 16, (7, 15, 23, 31)),
     "tiny": Shape(128, 4, 4, (1, 3), 128, 8, 8, 64, 256, 4),
+    "med2d": Shape(768, 12, 12, (2, 5, 8, 11), native=256, adapted=True),
 }
 
 
@@ -111,7 +114,7 @@ class PromptedSam(Sam):
 
 
 def build_sam(
-    variant: Literal["tiny", "vit_b", "vit_l", "vit_h"],
+    variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d"],
     checkpoint: Path | None,
     image_size: int | None,
     classes: int,
@@ -122,15 +125,18 @@ def build_sam(
 ) -> PromptedSam:
     """Return a SAM with its published weights, in evaluation mode.
 
-    `checkpoint`: Meta's .pth for vit_*; None means the shipped weights and is for tiny only. `image_size` other than the
-    native one interpolates position embeddings. `weights=False` lays the model out only (also under torch.device("meta")).
+    `checkpoint`: Meta's .pth for vit_*, SAM-Med2D's for med2d; None means the shipped weights and is for tiny only.
+    `image_size` other than the native one interpolates position embeddings. `weights=False` lays the model out only (also
+    under torch.device("meta")).
     Raises CheckpointError for a missing, damaged or other file, ConfigError for an impossible size.
     """
     shape = SHAPES[variant]
     size = image_size or shape.native
-    if size % shape.patch:
-        near = max(1, round(size / shape.patch)) * shape.patch
-        raise ConfigError(f"model.image_size: {size} is no multiple of the patch size {shape.patch}; use {near}")
+    step = shape.patch * (1 + shape.adapted)  # SAM-Med2D's adapters halve the grid of patches
+    if size % step:
+        near = max(1, round(size / step)) * step
+        what = f"twice the patch size, {step}" if shape.adapted else f"the patch size {step}"
+        raise ConfigError(f"model.image_size: {size} is no multiple of {what}; use {near}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
     model = _lay_out(shape, size, max(classes, MASK_TOKENS - 1) if prompt == "none" else MASK_TOKENS - 1)
     if state is not None:
@@ -160,13 +166,17 @@ def _lay_out(shape: Shape, size: int, multimask: int) -> PromptedSam:
         num_multimask_outputs=multimask, transformer=transformer, transformer_dim=shape.prompt,
         iou_head_depth=3, iou_head_hidden_dim=shape.prompt,
     )  # fmt: skip
-    return PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    sam = PromptedSam(encoder, prompts, decoder, [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    if shape.adapted:
+        med2d.add_adapters(sam)
+    return sam
 
 
 def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
     """Return the state dict of a variant's checkpoint file."""
     if checkpoint is None and variant != "tiny":
-        raise CheckpointError(f"model.checkpoint: missing; {variant} needs Meta's sam_{variant}_*.pth by path")
+        whose = "SAM-Med2D's sam-med2d_b.pth" if SHAPES[variant].adapted else f"Meta's sam_{variant}_*.pth"
+        raise CheckpointError(f"model.checkpoint: missing; {variant} needs {whose} by path")
     path = checkpoint or TINY_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"model.checkpoint: {path}: no such file; give the path of the {variant} weights")
@@ -175,6 +185,7 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0][:120]
         raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
+    state = med2d.unwrapped(state)
     if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
         raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
     found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")
@@ -196,7 +207,11 @@ def _fill(model: PromptedSam, state: dict[str, Tensor], path: Path) -> None:
 
 def _fits(shape: Shape, state: dict[str, Tensor]) -> bool:
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
-    return depth == shape.depth and state["image_encoder.pos_embed"].shape[-1] == shape.width
+    return (
+        depth == shape.depth
+        and shape.adapted == (med2d.MARK in state)
+        and state["image_encoder.pos_embed"].shape[-1] == shape.width
+    )
 
 
 def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:

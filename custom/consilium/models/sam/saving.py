@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.models.registry import Graph
-from consilium.models.sam import SamConfig
+from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
 from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam, Shape
 from consilium.models.saving import save_weights
@@ -70,8 +70,10 @@ def save(folder: Path, model: PromptedSam, config: SamConfig) -> str:
 
 def _page(model: PromptedSam, config: SamConfig) -> str:
     shape, size, masks = SHAPES[config.variant], config.image_size, model.mask_decoder.num_multimask_outputs
-    published = config.variant != "tiny" and (size, masks) == (shape.native, MASK_TOKENS - 1)
+    meta = config.variant != "tiny" and not shape.adapted
+    published = meta and (size, masks) == (shape.native, MASK_TOKENS - 1)
     begin = _PUBLISHED.format(variant=config.variant) if published else _by_classes(shape, size, masks)
+    begin += med2d.SOURCE if shape.adapted else ""
     loaded = _BOXED if model.by_box else _LOADED
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
     return f"{_about(model, config, published)}\n\n```python\n{code}```\n"
@@ -89,7 +91,8 @@ def _about(model: PromptedSam, config: SamConfig, published: bool) -> str:
     size = f"pictures of {config.image_size} pixels"
     own = f"It was trained on {size}, other than Meta's 1024, so its builder takes the sizes one by one."
     tokens = "with a box for every class, by mask token 0" if model.by_box else f"by mask tokens {model.mask_tokens}"
-    layout = "model.safetensors has the names of Meta's .pth. `segment_anything` loads it; that package needs torchvision."
+    whose = "SAM-Med2D's" if SHAPES[config.variant].adapted else "Meta's"
+    layout = f"model.safetensors has the names of {whose} .pth. `segment_anything` loads it; that package needs torchvision."
     return " ".join([layout, "" if published else own, f"The classes are decoded {tokens}."]).replace("  ", " ")
 
 

@@ -79,7 +79,7 @@ def read_cases(folder: Path, pictures: bool = True) -> Cases | None:
         shown(raw.get("job", ""), 160),
         shown(raw.get("score", "score"), 60),
         str(next((stage for stage in Stage if stage == raw.get("by")), Stage.GLOBAL)),
-        PER.get(str(_dict(task.get("scores")).get("per")), "record" if task.get("name") == "language" else "image"),
+        PER.get(str(_dict(task.get("scores")).get("per")), "record" if task.get("name") in ("language", "report") else "image"),
         values,
         [case for case in cases if case is not None],
         [(shown(name, 60), "#{:02x}{:02x}{:02x}".format(*colour)) for name, colour in _coloured(_list(raw.get("classes")))],

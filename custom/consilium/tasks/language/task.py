@@ -33,7 +33,7 @@ class LanguageTask:
         self.data, self.config, self.kind = data, config, config.evaluate
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
-        self._encoder = Encoder(tokenizer, max_length, config.prompt, config.learn == "sequence")
+        self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
         self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
         self._cut = {split: sum(pair[2] for pair in pairs) for split, pairs in written.items()}
@@ -41,6 +41,9 @@ class LanguageTask:
         if self.truncated:
             advice = f"{self.truncated} records are longer than model.max_length {max_length} tokens and lost their middle"
             logging.getLogger(__name__).warning(f"{data.path}: {advice}; raise it to keep them whole")
+
+    def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
+        return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
 
     @property
     def truncated(self) -> int:
@@ -53,7 +56,15 @@ class LanguageTask:
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return "input_ids", "attention_mask" and "labels" (N, T) of these training samples; `seed` changes nothing."""
-        return self._encoder.collate([self._pairs["training"][i] for i in indices])
+        return self._collate("training", indices)
+
+    def _collate(self, split: str, indices: Sequence[int]) -> Batch:
+        """Return a batch of these records of a split."""
+        return self._encoder.collate([self._pairs[split][i] for i in indices])
+
+    def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
+        """Return a batch of these records' prompts, to be written on."""
+        return self._encoder.collate_prompts(prompts)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """See mean_loss."""
@@ -91,11 +102,12 @@ class LanguageTask:
         most = min(self._encoder.max_length, _positions(model) - self.config.max_new_tokens)
         answers, texts = list[str](), self._texts(split, indices)
         rows = [self._encoder.prompt(text, max(most, 1))[0] for text in texts]
-        device, generate = next(model.parameters()).device, cast(Any, model).generate
+        generate = cast(Any, model).generate
         how = self._greedy(texts[0])
-        for part in _parts(rows, batch_size):
-            batch = {key: tensor.to(device) for key, tensor in self._encoder.collate_prompts(part).items()}
-            written = generate(**batch, generation_config=how)[:, batch["input_ids"].shape[1] :]
+        numbers = range(len(texts)) if indices is None else indices
+        for part in _parts(range(len(rows)), batch_size):
+            batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
+            written = generate(**inputs_of(model, batch), generation_config=how)[:, batch["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
@@ -108,11 +120,10 @@ class LanguageTask:
 
         Prompt and answer count, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
         """
-        device, said, true, hits, count = next(model.parameters()).device, [], [], 0, 0
-        for part in _parts(self._pairs[split], batch_size):
-            batch = self._encoder.collate(part)
-            ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-            likely = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].argmax(-1).cpu()
+        said, true, hits, count = list[str](), list[list[str]](), 0, 0
+        for part in _parts(range(len(self._pairs[split])), batch_size):
+            batch = self._collate(split, part)
+            likely = model(**inputs_of(model, batch), use_cache=False).logits[:, :-1].argmax(-1).cpu()
             for guess, row, here in zip(likely, batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:].bool(), strict=True):
                 hits, count = hits + int((guess == row)[here].sum()), count + int(here.sum())
                 said.append(self._encoder.decode(guess[here].tolist()))
@@ -142,8 +153,8 @@ class LanguageTask:
     def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[float], dict[str, float]]:
         """Return each record's mean loss per answer token, and the split's scores."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
-        for part in _parts(self._pairs[split], batch_size):
-            losses, learned = token_losses(model, self._encoder.collate(part))
+        for part in _parts(range(len(self._pairs[split])), batch_size):
+            losses, learned = token_losses(model, self._collate(split, part))
             of_records = losses.sum(1) / learned.sum(1)
             each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
@@ -182,14 +193,24 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return each token's cross-entropy, 0 where it is not learned, and which are learned, both (N, T - 1)."""
-    device = next(model.parameters()).device
-    ids, mask, labels = (batch[key].to(device, non_blocking=True) for key in ("input_ids", "attention_mask", "labels"))
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    labels = batch["labels"].to(next(model.parameters()).device, non_blocking=True)
+    logits = model(**inputs_of(model, batch), use_cache=False).logits[:, :-1].float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
     return losses, labels[:, 1:] != IGNORED
 
 
-def _parts(rows: list, size: int) -> Iterator[list]:
+def inputs_of(model: nn.Module, batch: Batch) -> Batch:
+    """Return what a language model takes of a batch, on its device; one that sees makes its inputs of pictures itself."""
+    device = next(model.parameters()).device
+    moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+    text = {key: moved[key] for key in ("input_ids", "attention_mask")}
+    if "image" not in moved:
+        return text
+    answers = moved["labels"] != IGNORED if "labels" in moved else torch.zeros_like(moved["input_ids"]).bool()
+    return cast(Any, model).see(**text, images=moved["image"], answers=answers)
+
+
+def _parts(rows: range, size: int) -> Iterator[range]:
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 

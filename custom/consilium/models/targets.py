@@ -1,4 +1,4 @@
-"""Which layers of a causal language model a named set means, by what they do, whatever an architecture calls them.
+"""Which layers of a model a named set means, by what they do, whatever an architecture calls them.
 
 Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
 (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
@@ -15,7 +15,7 @@ from consilium.errors import ConfigError
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
-_OUT = {"o_proj", "out_proj", "dense", "c_proj", "wo"}
+_OUT = {"o_proj", "out_proj", "dense", "c_proj", "wo", "proj"}
 """What architectures call the projection of an attention's result."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts: no projections of what flows on."""
@@ -36,9 +36,9 @@ class Layers(NamedTuple):
         return self.inputs + self.outputs
 
 
-def layers_of(model: nn.Module) -> Layers:
-    """Return the layers of the model's repeated blocks; its embeddings and its output layer are not among them."""
-    found, (prefix, blocks) = Layers([], [], [], []), _blocks(model)
+def layers_of(model: nn.Module, tower: str = "") -> Layers:
+    """Return the layers of the repeated blocks of a model, or of its `tower`, without embeddings and output layer."""
+    found, (prefix, blocks) = Layers([], [], [], []), _blocks(model, tower)
     for name, module in blocks.named_modules(prefix=prefix):
         own = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and own not in _ROUTERS:
@@ -52,17 +52,25 @@ def layers_of(model: nn.Module) -> Layers:
     return found
 
 
-def _blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return name and list of the blocks: the list of modules with the most parameters. Raises ConfigError for none."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+def _blocks(model: nn.Module, tower: str) -> tuple[str, nn.ModuleList]:
+    """Return name and list of the blocks: of the lists of modules with attention (or of all) the one with most parameters.
+
+    Raises ConfigError for none.
+    """
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and tower in [*n.split("."), ""]]
     if not lists:
-        raise ConfigError(f"adapter.targets: {type(model).__name__} has no list of blocks; use a full regex")
-    return max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
+        where = f"{type(model).__name__}{'.' if tower else ''}{tower}"
+        raise ConfigError(f"adapter.targets: {where} has no list of blocks; use a full regex")
+    attends = [one for one in lists if any(_ATTENTION.search(name) for name, _ in one[1].named_modules())]
+    return max(attends or lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
 
 
-def pattern(name: str, model: nn.Module) -> str:
-    """Return the pattern of the layers that a named set means in this model. Raises ConfigError where it would miss some."""
-    found = layers_of(model)
+def pattern(name: str, model: nn.Module, tower: str = "") -> str:
+    """Return the pattern of the layers that a named set means in a model, or in its `tower`.
+
+    Raises ConfigError where it would miss some.
+    """
+    found = layers_of(model, tower)
     sets = {"qkv": found.inputs, "paper": found.inputs, "attention": found.attention}
     if name == "qv":
         return _query_value(found.inputs)

@@ -1,0 +1,180 @@
+"""Models of `transformers` by a local folder: what a job says of them. Their config.json travels in the job.
+
+The server has no weights, yet must know every adapter's shape. So a job carries the architecture as `model.config`, the
+contents of the folder's config.json: server and sites lay the model out from it, and a site whose checkpoint is of another
+architecture is told so.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from consilium.models.registry import ModelConfig, TargetSet
+from consilium.schema import LONGEST_TEXT
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class FolderConfig(ModelConfig):
+    """Base of the sections of models that may come by folder.
+
+    `config` is the folder's config.json: its path, in whose place the tool that makes the job puts the contents, or these.
+    """
+
+    checkpoint: Annotated[str | None, Field(validate_default=True)] = None
+    config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
+
+    apart: ClassVar[tuple[str, ...]] = ()
+    """Architectures (`model_type`) that are known to keep the rows of a batch apart; experts and recurrences may not."""
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _embedded(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError("a path, which only the tool that makes a job reads; submit the job by `consilium submit`")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        kept = {name: value[name] for name in sorted(value) if name not in _LABELS}
+        _check(kept, "")
+        if key := next((key for key, found in _numbers(kept) if found and key.rpartition(".")[2] in _FETCHES), None):
+            raise ValueError(f"{key} names weights of another place, which nothing here downloads; use another model")
+        return kept
+
+    @field_validator("checkpoint", "config")
+    @classmethod
+    def _belongs_to_folder(cls, value: Any, info: ValidationInfo) -> Any:
+        variant, field = info.data.get("variant"), str(info.field_name)
+        if value is None and variant == "folder":
+            wanted = {"checkpoint": "the path of a transformers folder", "config": "the path of its config.json"}
+            raise ValueError(f"{wanted[field]}; variant folder needs both checkpoint and config")
+        if value is not None and variant != "folder" and field == "config":
+            raise ValueError(f"none: variant {variant!r} has an architecture of its own; remove it, or use variant folder")
+        return value
+
+    def keep_apart(self) -> None:
+        """See ModelConfig. Raises ValueError."""
+        if self.config is None:
+            return
+        if (kind := self.config.get("model_type")) not in self.apart:
+            what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
+            raise ValueError(f"model.config.model_type: {kind!r}: {what}")
+        if found := next(((key, value) for key, value in _numbers(self.config) if value and _DROPS.search(key)), None):
+            what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
+            raise ValueError(f"model.config.{found[0]}: {found[1]!r} {what}; use 0")
+
+
+Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
+HALF = (0.5, 0.5, 0.5)
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+PIXELS: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]] = {
+    **dict.fromkeys(
+        ("siglip", "siglip_vision_model", "siglip2", "vit", "paligemma", "gemma3", "sam3_tracker", "sam3_video"), (HALF, HALF)
+    ),
+    **dict.fromkeys(("clip", "clip_vision_model", "qwen2_vl", "qwen2_5_vl", "llava"), OPENAI),
+    "qwen3_vl": (HALF, HALF),
+}
+"""Mean and deviation of pixels in 0..1 by architecture, as its publishers' processors have them; all others: ImageNet's."""
+
+
+class PictureFolderConfig(FolderConfig):
+    """Base of the sections of folder models that take pictures.
+
+    `pixel_mean` and `pixel_std`, in 0..1, are those of the folder's preprocessor_config.json; without them the architecture's
+    usual ones, and a site whose folder says otherwise is told so.
+    """
+
+    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels")]
+    pixel_mean: Channels | None = None
+    pixel_std: Annotated[Channels | None, Field(description="0..1, of no channel 0")] = None
+
+    @field_validator("pixel_std")
+    @classmethod
+    def _divides(cls, value: Channels | None) -> Channels | None:
+        if value is not None and min(value) < 0.001:
+            raise ValueError(f"{min(value)} divides pixels; use the folder's image_std, of which none is under 0.001")
+        return value
+
+    @field_validator("pixel_mean", "pixel_std")
+    @classmethod
+    def _of_folder(cls, value: Channels | None, info: ValidationInfo) -> Channels | None:
+        if value is not None and info.data.get("variant") != "folder":
+            raise ValueError("none: only a folder's pixels may differ; remove it, or use variant folder")
+        return value
+
+    @property
+    def pixels(self) -> tuple[Channels, Channels]:
+        """Mean and deviation of the pixels that the model takes, in 0..1."""
+        mean, deviation = PIXELS.get(str((self.config or {}).get("model_type")), IMAGENET)
+        return self.pixel_mean or mean, self.pixel_std or deviation
+
+    @property
+    def image_side(self) -> int:
+        """See ModelConfig."""
+        return self.image_size
+
+    @property
+    def padding(self) -> tuple[int, int, int]:
+        """See ModelConfig."""
+        red, green, blue = (round(255 * one) for one in self.pixels[0])
+        return red, green, blue
+
+
+_LABELS = ("id2label", "label2id")
+"""Names of classes that a publisher's head had: there may be thousands, and the head is not used."""
+_FETCHES = ("backbone", "use_pretrained_backbone", "timm_model_name")
+"""Keys by which `transformers` would fetch a part of a model from a hub."""
+_SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
+_COUNTS = re.compile(r"layer|block|expert|head|stage|num_hidden")
+_DROPS = re.compile(r"drop")
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is no map in a config.json, by its dotted key."""
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, item in value.items():
+        yield from _numbers(item, f"{key}.{name}" if key else str(name))
+
+
+def _check(value: Any, key: str, depth: int = 0) -> None:
+    """Raise ValueError for a number, text or list in a config.json with which a layout would take minutes or gigabytes.
+
+    The server lays the model out from it: sizes cost nothing there (meta device), but every layer or expert is a module.
+    """
+    if isinstance(value, dict | list):
+        if len(value) > 1024 or depth > 8:
+            raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
+        for name, item in pairs:
+            _check(item, str(name)[:64], depth + 1)
+    elif isinstance(value, int | float):
+        most = 2**24 if _SIZES.search(key) and not _COUNTS.search(key) else 1024
+        most = 2**40 if isinstance(value, float) or "theta" in key else most
+        if not abs(value) <= most:  # so that NaN does not pass
+            raise ValueError(f"{key} of at most {most}")
+    elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise ValueError(f"{key} of at most {LONGEST_TEXT} characters")
+
+
+def named_sets(tower: str = "") -> dict[str, TargetSet]:
+    """Return the sets of layers to adapt, looked up in the model, or in its `tower`, by what they do; `paper` is qkv."""
+
+    def one(name: str) -> TargetSet:
+        def select(model: "nn.Module") -> str:
+            from consilium.models.targets import pattern
+
+            return pattern(name, model, tower)
+
+        return TargetSet(select=select)
+
+    return {name: one(name) for name in ("paper", "qv", "qkv", "attention", "all-linear")}

@@ -1,0 +1,160 @@
+"""Models of `transformers` from a local folder: laid out from a config.json, filled with weights that fit it exactly.
+
+Nothing is downloaded, and no code of a folder runs (`trust_remote_code` is never set).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from consilium.errors import CheckpointError, ConfigError
+
+_WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
+_SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
+
+class Known(NamedTuple):
+    """What kind of model a folder must hold, as a message says it, and which are known."""
+
+    what: str
+    examples: str
+
+
+def build(
+    auto: Any, folder: Path | None, config: Mapping[str, Any] | None, weights: bool, known: Known, **options: Any
+) -> PreTrainedModel:
+    """Return a model of one of `auto`'s classes, float32, with the folder's weights, or laid out only.
+
+    `config`: the contents of its config.json, read from the folder where it is None. `options` go to `transformers`. Raises
+    CheckpointError for a missing, damaged or other checkpoint, ConfigError for an architecture that is not known.
+    """
+    shape = shape_of(config if config is not None else _read_config(folder), auto, known)
+    try:
+        if not weights:
+            return auto.from_config(shape, dtype=torch.float32, **options)
+        return _fill(auto, folder, shape, options)
+    except ImportError as error:
+        raise ConfigError(f"model.config: {shape.model_type!r}: {short(error)}") from None
+
+
+def load_tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the weights. Raises CheckpointError where there is none, or it has no end-of-text token."""
+    folder = _require(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else _WANTED
+        raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({short(error)}); {wanted}") from None
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"model.checkpoint: {folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
+    return tokenizer
+
+
+def _only_slow(folder: Path) -> bool:
+    return (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+
+
+def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
+    """Raise CheckpointError where a folder's preprocessor says other pixels than the job: sites must prepare them alike."""
+    for name in PREPROCESSOR if folder is not None else ():
+        path = Path(folder or "", name)
+        found = _read_json(path) if path.is_file() else {}
+        found = found.get("image_processor", found)
+        for key, field, ours in (("image_mean", "pixel_mean", mean), ("image_std", "pixel_std", deviation)):
+            theirs = found.get(key) if isinstance(found, dict) else None
+            if isinstance(theirs, list) and [round(float(one), 3) for one in theirs] != [round(one, 3) for one in ours]:
+                what = f"model.{field}: {list(ours)}: {path} has {key} {theirs}"
+                raise CheckpointError(f"{what}; write that into the job")
+
+
+def require_no_running_means(model: nn.Module, what: str) -> None:
+    """Raise ConfigError for a model whose frozen layers would change while it trains."""
+    if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
+        raise ConfigError(f"model.config: {what}: {found!r} keeps running means of what it trains on; use a transformer")
+
+
+def _read_config(folder: Path | None) -> dict[str, Any]:
+    path = _require(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"model.checkpoint: {path}: no such file; {_WANTED}")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"model.checkpoint: {path}: not valid JSON ({short(error)}); fetch it again") from None
+
+
+def _require(folder: Path | None) -> Path:
+    if folder is None:
+        raise CheckpointError(f"model.checkpoint: missing; variant folder needs its weights by path: {_WANTED}")
+    if not folder.is_dir():
+        raise CheckpointError(f"model.checkpoint: {folder}: no such folder; {_WANTED}")
+    return folder
+
+
+def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedConfig:
+    """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
+    sizes = dict(config)
+    kind = sizes.pop("model_type", None)
+    try:
+        shape = AutoConfig.for_model(kind, **sizes)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"model_type {kind!r}: {short(error)}; known are {known.examples}"
+        raise ConfigError(f"model.config: {what}") from None
+    except Exception as error:  # transformers' own validation errors share no base
+        raise ConfigError(f"model.config: {short(error)}; give the contents of the model's config.json") from None
+    if type(shape) not in auto._model_mapping:
+        raise ConfigError(f"model.config: model_type {kind!r} is no {known.what}; known are {known.examples}")
+    return shape
+
+
+def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
+    folder, noisy = _require(folder), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, found = auto.from_pretrained(
+            folder,
+            config=shape,
+            dtype=torch.float32,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({short(error)}); {_WANTED}") from None
+    finally:
+        if noisy:
+            logging.enable_progress_bar()
+    _require_equal_layout(folder, found)
+    return model
+
+
+def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, naming the first tensor that `transformers` found to differ from the architecture."""
+    for kind, what in (
+        ("mismatched_keys", "of another shape"),
+        ("missing_keys", "missing"),
+        ("unexpected_keys", "one too many"),
+    ):
+        if found[kind]:
+            first = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[kind])[0]
+            reason = f"another architecture than model.config: {first} is {what}"
+            raise CheckpointError(f"model.checkpoint: {folder}: {reason}; copy the folder's config.json into model.config")
+
+
+def short(error: Exception) -> str:
+    """Return an error's text on one line of at most 120 characters."""
+    return " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,0 +1,89 @@
+"""SAM-Med2D (Cheng et al., "SAM-Med2D", arXiv 2308.16184, 2023): SAM ViT-B at 256 pixels, an adapter in every encoder block.
+
+Beside a block's MLP, on the same normalized input x (B, H, W, C), stands
+
+    Adapter(x) = LayerNorm(x + deconv(conv(c * x)))        c = sigmoid(W2 relu(W1 mean over places of x))
+
+so that a block is x + MLP(norm x) + Adapter(norm x), with names as in the published file. Layout by the public code of
+OpenGVLab/SAM-Med2D (Apache-2.0), written anew here; the published weights themselves were not at hand to compare.
+"""
+
+import torch
+from segment_anything.modeling import Sam
+from torch import Tensor, nn
+
+MARK = "image_encoder.blocks.0.Adapter.norm.weight"
+"""A tensor that tells such a file from Meta's."""
+SOURCE = """
+
+class Adapter(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        hidden, nn = width // 4, torch.nn
+        self.norm = nn.LayerNorm(width)
+        self.channel = nn.Sequential(
+            nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False), nn.Sigmoid()
+        )
+        self.spatial = nn.Sequential(
+            nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False), nn.ReLU(),
+            nn.ConvTranspose2d(width, width, 4, stride=2, padding=1, bias=False), nn.ReLU(),
+        )
+
+    def forward(self, x):
+        share = self.channel(x.mean((1, 2)))[:, None, None]
+        return self.norm(x + self.spatial((share * x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+def beside(block):
+    block.mlp.register_forward_hook(lambda mlp, given, output: output + block.Adapter(given[0]))
+
+
+for block in sam.image_encoder.blocks:
+    block.Adapter = Adapter(block.norm1.normalized_shape[0])
+    beside(block)
+
+"""
+"""The same for a page that says how to load a model."""
+
+
+class Adapter(nn.Module):
+    """Map features (B, H, W, C), H and W even, to the same shape: weighed by channel, convolved, added, normalized."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = width // 4
+        self.norm = nn.LayerNorm(width)
+        self.channel = nn.Sequential(
+            nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False), nn.Sigmoid()
+        )
+        self.spatial = nn.Sequential(
+            nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, width, 4, stride=2, padding=1, bias=False),
+            nn.ReLU(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, H, W, C)."""
+        share = self.channel(x.mean((1, 2)))[:, None, None]
+        return self.norm(x + self.spatial((share * x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+def add_adapters(sam: Sam) -> None:
+    """Put an adapter beside the MLP of every block of the image encoder, in place."""
+    for block in sam.image_encoder.blocks:
+        block.add_module("Adapter", Adapter(block.norm1.normalized_shape[0]))
+        _hook(block)
+
+
+def _hook(block: nn.Module) -> None:
+    def beside(mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + block.Adapter(given[0])
+
+    block.mlp.register_forward_hook(beside)
+
+
+def unwrapped(state: object) -> object:
+    """Return the model's part of a training checkpoint, which also holds an optimizer; any other object as it is."""
+    inner = state.get("model") if isinstance(state, dict) else None
+    return inner if isinstance(inner, dict) and all(isinstance(value, torch.Tensor) for value in inner.values()) else state

@@ -1,0 +1,142 @@
+"""SAM and what followed it (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
+
+All of them take pictures and boxes by the same names and return masks alike, so one forward serves them all. Names of layers
+are those of `transformers`: plain PEFT loads what is exported.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForMaskGeneration, PreTrainedModel
+
+from consilium.errors import ConfigError
+from consilium.models import folder
+from consilium.models.registry import pattern_of
+from consilium.models.saving import save_pretrained
+from consilium.models.targets import layers_of
+
+if TYPE_CHECKING:
+    from consilium.models.sam import SamConfig
+
+KNOWN = folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
+MOST_CLASSES = 3
+"""Masks that a published SAM has without a box: whole, part, sub-part."""
+_DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj")
+_LOAD = """import torch
+import torch.nn.functional as F
+from transformers import AutoModelForMaskGeneration
+
+sam = AutoModelForMaskGeneration.from_pretrained(".", dtype=torch.float32).eval()
+mean = 255 * torch.tensor({mean}).view(3, 1, 1)
+std = 255 * torch.tensor({std}).view(3, 1, 1)
+
+
+@torch.no_grad()
+def logits(images{argument}):
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255{about} to mask logits (N, {classes}, {size}, {size}).\"\"\"
+    masks = sam(pixel_values=(images - mean) / std, {more}multimask_output={several}).pred_masks
+    return F.interpolate({part}, ({size}, {size}), mode="bilinear", align_corners=False)
+"""
+
+
+class Promptable(PreTrainedModel):
+    """What `build_promptable` makes of a model, beside the model's own class: pictures and boxes in, mask logits out."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+    count: int
+    by_box: bool
+
+    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
+
+        `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box"; a NaN row stands for the whole
+        image. One class without boxes is the model's single mask, two and three are the first of its several. Raises
+        ConfigError where boxes are missing.
+        """
+        given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
+        if self.by_box and boxes is None:
+            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
+        if self.by_box and boxes is not None:
+            side = images.shape[-1] - 1
+            given["input_boxes"] = torch.where(boxes.isnan(), boxes.new_tensor([0, 0, side, side]).expand_as(boxes), boxes)
+        several = not self.by_box and self.count > 1
+        masks = super().forward(**given, multimask_output=several).pred_masks
+        low = masks[:, :, 0] if self.by_box else masks[:, 0, : self.count]
+        return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def build_promptable(
+    config: "SamConfig", checkpoint: Path | None, classes: int, by_box: bool, weights: bool, use_checkpointing: bool
+) -> PreTrainedModel:
+    """Return the folder's model, in evaluation mode; `weights=False` lays it out only.
+
+    Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for an architecture, a size or a number of
+    classes that does not fit.
+    """
+    attention = {"original": "eager", "fused": "sdpa"}[config.attention]
+    model: Any = folder.build(
+        AutoModelForMaskGeneration, checkpoint, config.config, weights, KNOWN, attn_implementation=attention
+    )
+    folder.require_no_running_means(model, model.config.model_type)
+    if weights:
+        folder.require_pixels(checkpoint, *config.pixels)
+    _check(model, config.image_size, classes, by_box)
+    if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
+        model.config.mask_decoder_config.dynamic_multimask_via_stability = False
+        model.mask_decoder.dynamic_multimask_via_stability = False
+    for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
+        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+    model.count, model.by_box = classes, by_box
+    model.__class__ = type(f"Promptable{type(model).__name__}", (Promptable, type(model)), {})
+    if use_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.eval()
+
+
+def _check(model: Any, side: int, classes: int, by_box: bool) -> None:
+    """Raise ConfigError for a size of picture, or a number of classes, that the model does not have."""
+    native = model.prompt_encoder.input_image_size
+    if side != native:
+        raise ConfigError(f"model.image_size: {side}: this folder's model takes pictures of {native} pixels; use {native}")
+    most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
+    if classes > most and not by_box:
+        what = f"{classes} without boxes; model_type {model.config.model_type!r} has {most} at most"
+        raise ConfigError(f"task.classes: {what}; use task.prompt: box, or one of Meta's variants")
+
+
+def pattern(name: str, model: nn.Module) -> str:
+    """Return the pattern of a named set of layers: encoder and mask decoder by what layers do. Raises ConfigError."""
+    encoder = layers_of(model, "vision_encoder")
+    decoder = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("mask_decoder.transformer.")]
+    attention = [layer for layer in decoder if layer.rpartition(".")[2] in _DECODER_ATTENTION]
+    if name == "qv":
+        apart = [n for n in encoder.inputs if n.endswith((".q_proj", ".v_proj"))]
+        if not apart:
+            what = "'qv': query and value have no layers of their own in this folder's encoder"
+            raise ConfigError(f"adapter.targets: {what}; use paper, encoder-qkv or all-linear")
+        return pattern_of(apart + [n for n in attention if n.endswith((".q_proj", ".v_proj"))])
+    sets = {
+        "paper": encoder.inputs + attention,
+        "encoder-qkv": encoder.inputs,
+        "all-linear": encoder.attention + encoder.mlp + decoder,
+    }
+    return pattern_of(sets[name])
+
+
+def save(folder: Path, model: Any, config: "SamConfig") -> str:
+    """See Saved."""
+    boxed, several = model.by_box, not model.by_box and model.count > 1
+    code = _LOAD.format(
+        mean=list(config.pixels[0]), std=list(config.pixels[1]), size=config.image_size, classes=model.count, several=several,
+        argument=", boxes" if boxed else "", about=" and boxes (N, C, 4)" if boxed else "",
+        more="input_boxes=boxes, " if boxed else "", part="masks[:, :, 0]" if boxed else f"masks[:, 0, :{model.count}]",
+    )  # fmt: skip
+    for name in ("pixel_mean", "pixel_std"):
+        delattr(model, name)
+    model.__class__ = type(model).__mro__[2]
+    save_pretrained(folder, model)
+    return f"A `transformers` folder: `AutoModelForMaskGeneration` loads it.\n\n```python\n{code}```\n"

@@ -1,0 +1,60 @@
+"""Vision encoders of `transformers` by local folder, with a trained head, for classification."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from consilium.models.architecture import PictureFolderConfig, named_sets
+from consilium.models.registry import Cut, ModelKind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class VisionConfig(PictureFolderConfig):
+    """A frozen vision encoder with a trained head, for classification: CLIP, SigLIP, DINOv2, DINOv3, RAD-DINO and the like.
+
+    `features`: what the encoder pools itself, or `dense`, the mean over the picture's patches. `zero_shot`: how a class is
+    asked for, such as "a picture of {}", where the folder has a text tower and a tokenizer: the frozen model's own answer is
+    then added to the head's, which starts at zero.
+    """
+
+    name: Literal["vision"]
+    variant: Literal["folder"]
+    features: Literal["pooled", "dense"] = "pooled"
+    zero_shot: Annotated[str, Field(max_length=256, description="a text with {}, in whose place the class stands")] | None = (
+        None
+    )
+
+    apart: ClassVar[tuple[str, ...]] = (
+        "clip", "clip_vision_model", "siglip", "siglip_vision_model", "siglip2", "dinov2", "dinov2_with_registers",
+        "dinov3_vit", "vit",
+    )  # fmt: skip
+
+    @field_validator("zero_shot")
+    @classmethod
+    def _asks(cls, value: str | None) -> str | None:
+        if value is not None and value.count("{}") != 1:
+            raise ValueError("a text with {} once, in whose place the class stands")
+        return value
+
+
+def _build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
+    from consilium.models.vision.network import build_vision
+
+    return build_vision(config, task.outputs, getattr(task, "classes", ()), checkpoint, weights, use_checkpointing)
+
+
+def _cut(model: Any) -> Cut:
+    """Return the cut before the classifier's head (N, F)."""
+    return Cut(model.pooled, model.head.in_features, -1)
+
+
+def _save(folder: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
+    from consilium.models.vision.saving import save
+
+    return save(folder, model, config)
+
+
+VISION = ModelKind(VisionConfig, "classification", _build, named_sets(), cut=_cut, save=_save, head_apart=True)

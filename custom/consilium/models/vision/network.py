@@ -1,0 +1,172 @@
+"""Image classifiers on a vision encoder of `transformers`, under the encoder's own names: plain PEFT loads what is exported."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from consilium.errors import CheckpointError, ConfigError
+from consilium.models import folder
+
+if TYPE_CHECKING:
+    from consilium.models.vision import VisionConfig
+
+KNOWN = folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
+TEXT_PARTS = ("text_model", "text_projection")
+"""What a picture does not need of a model with two towers."""
+
+
+class Classifier(PreTrainedModel):
+    """What `build_vision` makes of an encoder, beside the encoder's own class: pictures in, class logits out."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+    texts: Tensor
+    text_scale: Tensor
+    dense: bool
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        """Map RGB images (N, 3, S, S) in 0..255 to class logits (N, C)."""
+        output = self._encoded((images - self.pixel_mean) / self.pixel_std)
+        pooled = output.last_hidden_state[:, 0] if output.pooler_output is None else output.pooler_output
+        patches = self._patches(images.shape[-1])
+        features = output.last_hidden_state[:, -patches:].mean(1) if self.dense else pooled
+        logits = self.head(self.pooled(features))
+        if not len(self.texts):
+            return logits
+        return logits + self.text_scale * F.normalize(pooled, dim=-1) @ self.texts.T
+
+    def _encoded(self, pixels: Tensor) -> Any:
+        """Return the encoder's output of normalized pictures (N, 3, S, S)."""
+        encode = self.get_image_features if hasattr(self, "get_image_features") else super().forward
+        if self.config.model_type == "siglip2":  # it takes patches, of any grid
+            return encode(**_as_patches(pixels, self.config.vision_config.patch_size))
+        own = sees(self.config)
+        more = {"interpolate_pos_encoding": True} if pixels.shape[-1] != own.image_size and self.interpolates else {}
+        return encode(pixel_values=pixels, **more)
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether the encoder must be told that pictures are of another size than its own."""
+        return self.config.model_type in ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "vit")
+
+    def _patches(self, side: int) -> int:
+        return (side // sees(self.config).patch_size) ** 2
+
+
+def sees(config: Any) -> Any:
+    """Return the sizes of the vision tower: of a model with two its own, else the model's."""
+    return getattr(config, "vision_config", config)
+
+
+def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
+    """Return what NaFlex models take of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
+    count, side = len(pixels), pixels.shape[-1] // patch
+    grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
+    return {
+        "pixel_values": grid.reshape(count, side * side, patch * patch * 3),
+        "pixel_attention_mask": torch.ones(count, side * side, dtype=torch.int, device=pixels.device),
+        "spatial_shapes": torch.tensor([[side, side]] * count),
+    }
+
+
+def build_vision(
+    config: "VisionConfig",
+    outputs: int,
+    classes: Iterable[str],
+    checkpoint: Path | None,
+    weights: bool,
+    use_checkpointing: bool,
+) -> PreTrainedModel:
+    """Return a classifier with the folder's weights and a zero head, in evaluation mode; see VisionConfig.
+
+    `weights=False` lays the model out only. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for
+    an architecture or a size that does not fit.
+    """
+    model: Any = folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
+    folder.require_no_running_means(model, model.config.model_type)
+    if weights:
+        folder.require_pixels(checkpoint, *config.pixels)
+    own = _sizes(model, config.image_size)
+    texts = _texts(model, config, list(classes), checkpoint, weights)
+    for name in TEXT_PARTS:
+        if hasattr(model, name):
+            delattr(model, name)
+    width = own.hidden_size if config.features == "dense" else _pooled_width(model, own)
+    model.head, model.pooled, model.dense = nn.Linear(width, outputs), nn.Identity(), config.features == "dense"
+    for tensor in model.head.parameters():
+        nn.init.zeros_(tensor)
+    _remember(model, config, texts)
+    model.__class__ = type(f"Classifying{type(model).__name__}", (Classifier, type(model)), {})
+    if use_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.eval()
+
+
+def _sizes(model: Any, side: int) -> Any:
+    """Return the sizes of the vision tower. Raises ConfigError for what is none, or a size of picture it cannot take."""
+    own = sees(model.config)
+    patch = getattr(own, "patch_size", None)
+    if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
+        what = f"model_type {model.config.model_type!r} is no {KNOWN.what} of patches; known are {KNOWN.examples}"
+        raise ConfigError(f"model.config: {what}")
+    if side % patch:
+        near = max(1, round(side / patch)) * patch
+        raise ConfigError(f"model.image_size: {side} is no multiple of the patch size {patch}; use {near}")
+    return own
+
+
+def _pooled_width(model: Any, own: Any) -> int:
+    """Return the features that the encoder pools itself: of two towers projected into the space they share."""
+    projection = getattr(model, "visual_projection", None)
+    return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
+
+
+def _remember(model: Any, config: "VisionConfig", texts: tuple[Tensor, Tensor]) -> None:
+    """Give the model its pixels and texts, as buffers that no state dict has."""
+    for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
+        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+    for name, tensor in zip(("texts", "text_scale"), texts, strict=True):
+        model.register_buffer(name, tensor, persistent=False)
+
+
+@torch.no_grad()
+def _texts(
+    model: Any, config: "VisionConfig", classes: list[str], checkpoint: Path | None, weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the classes' texts (C, F), of length 1, and by what their cosines with a picture are multiplied.
+
+    (0, 0) and 0 where the job does not ask. Raises ConfigError for a folder without a text tower, CheckpointError without a
+    tokenizer.
+    """
+    if config.zero_shot is None:
+        return torch.zeros(0, 0), torch.zeros(())
+    if not hasattr(model, "text_model") or not hasattr(model, "logit_scale"):
+        what = f"{config.zero_shot!r}: {model.config.model_type} has no text tower"
+        raise ConfigError(f"model.zero_shot: {what}; leave it out, and a head of its own is trained")
+    if not weights:
+        return torch.zeros(len(classes), _pooled_width(model, model.config.vision_config)), torch.zeros(())
+    tokenizer = cast(Any, folder.load_tokenizer(checkpoint))
+    longest = model.config.text_config.max_position_embeddings
+    asked = [config.zero_shot.replace("{}", name) for name in classes]
+    padding: Any = "max_length" if model.config.model_type.startswith("siglip") else "longest"  # as SigLIP was trained
+    ids = tokenizer(asked, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
+    mask = {} if padding == "max_length" else {"attention_mask": ids.attention_mask}
+    found = model.eval().get_text_features(input_ids=ids.input_ids, **mask).pooler_output
+    if not torch.isfinite(found).all():
+        raise CheckpointError(f"model.checkpoint: {checkpoint}: its text tower gives NaN or Inf; fetch it again")
+    return F.normalize(found, dim=-1), model.logit_scale.exp().clamp(max=math.exp(10))
+
+
+def use_own_class(model: Any) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Make the encoder what `transformers` made it, in place; return head (F, C), texts (C, F) and their scale."""
+    found = model.head, model.texts, model.text_scale
+    for name in ("head", "pooled", "pixel_mean", "pixel_std", "texts", "text_scale"):
+        delattr(model, name)
+    model.__class__ = type(model).__mro__[2]
+    return found

@@ -1,0 +1,122 @@
+"""How architectures take a picture: which tokens stand for it in a text, and what becomes of its pixels.
+
+As `transformers`' own processors for Qwen2-VL, Qwen2.5-VL, PaliGemma, Gemma 3 and LLaVA lay it out, for one picture a text
+whose side the job fixes. All pictures then have the same number of tokens, and no processor runs, most of which need
+torchvision.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consilium.errors import ConfigError
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in a text: its tokens, of which `token` repeats, and the words around them.
+
+    `leads`: it stands before the token that begins a text.
+    """
+
+    token: int
+    ids: tuple[int, ...]
+    before: str = ""
+    after: str = ""
+    leads: bool = False
+
+
+def _qwen(config: Any, side: int) -> Picture:
+    sees = config.vision_config
+    _require_multiple(side, sees.patch_size * sees.spatial_merge_size)
+    count = (side // sees.patch_size // sees.spatial_merge_size) ** 2
+    inner = (config.image_token_id,) * count
+    return Picture(config.image_token_id, (config.vision_start_token_id, *inner, config.vision_end_token_id))
+
+
+def _paligemma(config: Any, side: int) -> Picture:
+    _require_native(side, config.vision_config)
+    token = _token(config)
+    return Picture(token, (token,) * (side // config.vision_config.patch_size) ** 2, after="", leads=True)
+
+
+def _gemma3(config: Any, side: int) -> Picture:
+    _require_native(side, config.vision_config)
+    token = _token(config)
+    inner = (token,) * config.mm_tokens_per_image
+    return Picture(token, (config.boi_token_index, *inner, config.eoi_token_index), "\n\n", "\n\n")
+
+
+def _llava(config: Any, side: int) -> Picture:
+    _require_native(side, config.vision_config)
+    token, whole = _token(config), config.vision_feature_select_strategy == "full"
+    return Picture(token, (token,) * ((side // config.vision_config.patch_size) ** 2 + whole), after="\n")
+
+
+def _token(config: Any) -> int:
+    found = getattr(config, "image_token_index", None)
+    return config.image_token_id if found is None else found
+
+
+def _require_native(side: int, sees: Any) -> None:
+    if side != sees.image_size:
+        what = f"{side}: this folder's model takes pictures of {sees.image_size} pixels"
+        raise ConfigError(f"model.image_size: {what}; use {sees.image_size}")
+
+
+def _require_multiple(side: int, patch: int) -> None:
+    if side % patch:
+        near = max(1, round(side / patch)) * patch
+        raise ConfigError(f"model.image_size: {side} is no multiple of {patch}, a patch of this model's tokens; use {near}")
+
+
+def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    sees = config.vision_config
+    count, size = len(pixels), pixels.shape[-1] // sees.patch_size
+    grid = torch.tensor([[1, size, size]], device=ids.device).expand(count, -1)
+    kinds = (ids == config.image_token_id).int()
+    return {"pixel_values": qwen_patches(pixels, sees), "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
+def qwen_patches(pixels: Tensor, sees: Any) -> Tensor:
+    """Return (N * P, 3 * T * p * p) of pictures (N, 3, S, S): patches by merged block, each repeated as T frames."""
+    patch, merge, frames = sees.patch_size, sees.spatial_merge_size, sees.temporal_patch_size
+    count, blocks = len(pixels), pixels.shape[-1] // patch // merge
+    parts = pixels.view(count, 3, blocks, merge, patch, blocks, merge, patch).permute(0, 2, 5, 3, 6, 1, 4, 7)
+    still = parts.unsqueeze(6).expand(*parts.shape[:6], frames, patch, patch)
+    return still.reshape(-1, 3 * frames * patch * patch)
+
+
+def _paligemma_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    return {"pixel_values": pixels, "token_type_ids": answers.long()}  # picture and prompt see each other both ways
+
+
+def _gemma3_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    return {"pixel_values": pixels, "token_type_ids": (ids == _token(config)).long()}
+
+
+def _llava_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:
+    return {"pixel_values": pixels}
+
+
+LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
+    "qwen2_vl": (_qwen, _qwen_inputs),
+    "qwen2_5_vl": (_qwen, _qwen_inputs),
+    "paligemma": (_paligemma, _paligemma_inputs),
+    "gemma3": (_gemma3, _gemma3_inputs),
+    "llava": (_llava, _llava_inputs),
+}
+
+
+def picture_of(config: Any, side: int) -> Picture:
+    """Return how an architecture (its configuration of `transformers`) takes a picture of `side` pixels. Raises ConfigError."""
+    if config.model_type not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        what = f"model_type {config.model_type!r} takes pictures in a way of its own"
+        raise ConfigError(f"model.config: {what}; known are {known}")
+    return LAYOUTS[config.model_type][0](config, side)

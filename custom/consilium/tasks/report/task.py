@@ -1,0 +1,123 @@
+"""Reports and answers about pictures: the language task, whose records have a picture each."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from consilium.data.cache import SampleCache, to_float
+from consilium.data.datalist import DataList, Item
+from consilium.data.images import read_picture_bytes
+from consilium.data.inspect import look_at_picture
+from consilium.data.settings import PictureSettings, read_as
+from consilium.data.text import Text
+from consilium.errors import ConfigError, DataError
+from consilium.models.vision_language import VisionLanguageConfig
+from consilium.models.vision_language.layout import Picture
+from consilium.models.vision_language.network import picture
+from consilium.tasks.base import Batch
+from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.tokens import Encoder
+from consilium.tasks.report import ReportConfig
+
+MARK = "\ufffc"
+"""What Unicode has in the place of a picture in a text; here only within a prompt, before it becomes tokens."""
+LEAST = 16
+"""Tokens that a prompt and its answer need beside the picture."""
+
+
+class SeeingEncoder(Encoder):
+    """An encoder whose prompts have a picture: where a chat's user says it, else before all words.
+
+    Raises ConfigError where `max_length` holds no more than the picture.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str, seen: Picture) -> None:
+        super().__init__(tokenizer, max_length, form)
+        around = [super(SeeingEncoder, self)._plain(words) for words in (seen.before, seen.after)]
+        self._seen, self._shown = seen, [*around[0], *seen.ids, *around[1]]
+        if max_length < len(self._shown) + LEAST:
+            what = f"{max_length}: a picture alone takes {len(self._shown)} tokens"
+            raise ConfigError(f"model.max_length: {what}; use at least {len(self._shown) + LEAST}")
+        self._in_turn = form == "chat"
+        if not self._in_turn:
+            self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
+
+    def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
+        """See Encoder. Raises DataError for a record that says what stands for a picture, or too long to hold its own."""
+        found, cut = super().prompt(self._marked(text), most)
+        if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
+            why = "has words that stand for a picture, or is too long to keep its own"
+            raise DataError(f"{text.name}: {why}; remove them, shorten it, or raise model.max_length")
+        return found, cut
+
+    def answer(self, text: Text) -> list[int]:
+        """See Encoder. Raises DataError for an answer that says what stands for a picture."""
+        found = super().answer(self._marked(text))
+        if self._seen.token in found:
+            raise DataError(f"{text.name}: its output has words that stand for a picture; remove them")
+        return found
+
+    def ends(self, text: Text) -> list[int]:
+        """See Encoder."""
+        return super().ends(self._marked(text))
+
+    def _marked(self, text: Text) -> Text:
+        """Return a record that has the picture in the user's turn of a chat, before the words."""
+        if not self._in_turn:
+            return text
+        return (
+            replace(text, instruction=MARK + text.instruction) if text.instruction else replace(text, input=MARK + text.input)
+        )
+
+    def _begun(self, tokens: list[int]) -> list[int]:
+        """Return tokens behind what begins every text; a chat template may have written it already."""
+        return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
+
+    def _plain(self, text: str) -> list[int]:
+        """Return a text's tokens, with the picture's in the place of its mark."""
+        before, found, after = text.partition(MARK)
+        return super()._plain(before) + self._shown + super()._plain(after) if found else super()._plain(text)
+
+
+class ReportTask(LanguageTask):
+    """One site's pictures with texts. All records are turned into tokens, and all pictures looked at, once at the start.
+
+    Metrics: see LanguageTask.
+    """
+
+    config: ReportConfig
+
+    def __init__(
+        self, data: DataList, tokenizer: PreTrainedTokenizerBase, model: VisionLanguageConfig, config: ReportConfig
+    ) -> None:
+        self._seen, self.config = picture(model), config
+        super().__init__(data, tokenizer, model.max_length, config)
+        settings, side, padding = config.settings, model.image_side, model.padding
+        pictures = {split: tuple(Item(Path(text.image), None) for text in texts) for split, texts in data.splits.items()}
+        self._pictures = SampleCache(
+            DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # nobody else has looked at them
+            lambda item: {"image": read_picture_bytes(item, side, settings, padding)},
+            partial(_look, settings),
+            read_as("report", settings, side, padding),
+        )
+
+    def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
+        return SeeingEncoder(tokenizer, max_length, self.config.prompt, self._seen)
+
+    def _collate(self, split: str, indices: Sequence[int]) -> Batch:
+        return super()._collate(split, indices) | {"image": self._images(split, indices)}
+
+    def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
+        return super()._collate_prompts(split, indices, prompts) | {"image": self._images(split, indices)}
+
+    def _images(self, split: str, indices: Sequence[int]) -> Tensor:
+        return torch.stack([to_float(index, self._pictures.raw(split, index))["image"] for index in indices])
+
+
+def _look(settings: PictureSettings, item: Item) -> None:
+    look_at_picture(item, settings)
