@@ -66,6 +66,7 @@ class TrainingConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
+    compile: bool = False
     seed: Seed = 0
     validation: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
 
@@ -208,6 +209,8 @@ class JobConfig(Section):
         """
         if self.training.accumulate > 1:
             raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
+        if self.training.compile:
+            raise ValueError("training.compile: true hides the layers whose gradients privacy.unit record takes; use false")
         if self.training.precision == "bf16":
             what = "rounds a record's gradient by who is beside it, so no privacy.unit record"
             raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")

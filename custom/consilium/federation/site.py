@@ -20,6 +20,7 @@ from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation import diagnostics, probe
 from consilium.federation.keeping import Keeping
 from consilium.federation.kept import Kept
+from consilium.federation.quicken import quicken
 from consilium.messages import (
     HELD_OUT,
     SKIPPED,
@@ -88,6 +89,7 @@ class Site(Keeping):
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
+        quicken(config, model, task)
 
     def hello(self, run: str) -> Hello:
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""

@@ -109,7 +109,8 @@ class ModelKind:
     `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
     raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
     `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
-    default it is one.
+    default it is one. `encoder`: the name of the module that alone makes of a picture what the rest goes on from; the model has
+    `embed`, which returns that, and its forward takes it as `embedding`.
     """
 
     config: type[ModelConfig]
@@ -120,6 +121,7 @@ class ModelKind:
     cut: "Callable[[Any], Cut] | None" = None
     save: Saved | None = None
     graphs: "Callable[[Any], dict[str, Graph]] | None" = None
+    encoder: str = ""
 
     def target(self, name: str) -> TargetSet:
         """Return the set of that name; any other name is a pattern."""

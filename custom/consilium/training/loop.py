@@ -20,6 +20,7 @@ from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, Task
 from consilium.training import optim
+from consilium.training.compiled import compiled
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
 from consilium.training.losses import Losses
 from consilium.training.optim import learning_rate, make_optimizer
@@ -88,6 +89,7 @@ def train(
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
+        compiled(model, config.compile),
         _steps(model, task, optimizer, config, seed, active, total, dp, losses) as take_step,
     ):
         torch.manual_seed(seed)

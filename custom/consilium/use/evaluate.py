@@ -13,6 +13,7 @@ from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, rea
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
 from consilium.federation.participants import site_names
+from consilium.federation.quicken import remember
 from consilium.federation.samples import site_data
 from consilium.messages import Stage
 from consilium.report.clean import shown
@@ -37,6 +38,7 @@ class Matrix:
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
     training = opened.config.training
+    remember(opened.config, opened.model, task)
     with torch.no_grad(), autocast(next(opened.model.parameters()).device, training.precision):
         found = task.evaluate(opened.model, split, training.batch_size, True)
     if not found:
