@@ -23,7 +23,7 @@ class ModelConfig(Section):
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
     dtype: Annotated[
-        Literal["fp32", "bf16"],
+        Literal["fp32", "bf16", "int8", "nf4"],
         Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),
     ] = "fp32"
 
@@ -41,6 +41,10 @@ class ModelConfig(Section):
     def padding(self) -> tuple[int, int, int]:
         """The 8-bit colour that fills what a picture leaves of its square: the model's pixel mean, which it takes for 0."""
         return 0, 0, 0
+
+    def packs(self) -> bool:
+        """Tell whether it reads several texts in a row, each with positions of its own, as if they stood alone."""
+        return False
 
     def keep_apart(self) -> None:
         """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""

@@ -61,6 +61,12 @@ class CausalLmConfig(ModelConfig):
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value
 
+    def packs(self) -> bool:
+        """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
+        shape = self.config or {"model_type": "llama"}
+        window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
+        return shape.get("model_type") in APART and (window is None or window >= self.max_length)
+
     def keep_apart(self) -> None:
         """See ModelConfig. Raises ValueError."""
         if self.config is None:

@@ -118,6 +118,9 @@ def _require(folder: Path | None) -> Path:
 def _shape(config: dict[str, Any]) -> PreTrainedConfig:
     """Return `transformers`' configuration of a config.json. Raises ConfigError."""
     kind = config.pop("model_type", None)
+    if config.get("quantization_config"):
+        what = "weights that are quantized already are not read"
+        raise ConfigError(f"model.config.quantization_config: {what}; use the original folder, with model.dtype: nf4 or int8")
     try:
         shape = AutoConfig.for_model(kind, **config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,6 +16,7 @@ from consilium.errors import DataError
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
+from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
 
@@ -57,7 +58,11 @@ class LanguageTask:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """See mean_loss."""
-        return mean_loss(model, batch)
+        return mean_loss(model, batch, self.config.packed)
+
+    def grouped(self, order: list[int], size: int) -> list[int]:
+        """Return an epoch's order, for batches of `size`, as the job wants it; see packing.py."""
+        return grouped(order, [len(ids) for ids, _ in self._pairs["training"]], size) if self.config.bucketed else order
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -143,7 +148,7 @@ class LanguageTask:
         """Return each record's mean loss per answer token, and the split's scores."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(self._pairs[split], batch_size):
-            losses, learned = token_losses(model, self._encoder.collate(part))
+            losses, learned = token_losses(model, self._encoder.collate(part), self.config.packed)
             of_records = losses.sum(1) / learned.sum(1)
             each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
@@ -174,14 +179,16 @@ class LanguageTask:
         return found
 
 
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
     """Return the mean over samples of their mean cross-entropy per answer token, in float32."""
-    losses, learned = token_losses(model, batch)
+    losses, learned = token_losses(model, batch, packed)
     return (losses.sum(1) / learned.sum(1)).mean()
 
 
-def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[Tensor, Tensor]:
     """Return each token's cross-entropy, 0 where it is not learned, and which are learned, both (N, T - 1)."""
+    if packed:
+        return packed_losses(model, batch)
     device = next(model.parameters()).device
     ids, mask, labels = (batch[key].to(device, non_blocking=True) for key in ("input_ids", "attention_mask", "labels"))
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
