@@ -1,16 +1,23 @@
 """The memory of a step, predicted without weights, beside what PyTorch's own profiler sees of a real one."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.federation import fitting
 from consilium.federation.build import assemble_job, build_model, kinds_of
+from consilium.federation.doctor import Finding
 from consilium.federation.memory import memory_of, remedies
+from consilium.federation.packed import pack
+from consilium.models.stored import frozen_linear, store
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
@@ -68,7 +75,28 @@ def test_what_is_said_to_take_less_does() -> None:
     config = JobConfig.model_validate(raw)
     peaks = [memory_of(assemble_job(one)).peak for one in (config, *(changed for _, changed in remedies(config)))]
     assert peaks == sorted(peaks, reverse=True)
-    assert len(peaks) == 5
+    assert len(peaks) == 6
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8 + 32 / 128)])
+def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float) -> None:
+    """Layers of 128 x 128 and 128 x 512: 4 bits and 32 for every 64 numbers, or 8 and 32 a row of 128 (256 in the MLP)."""
+    whole, packed = (memory_of(assemble_job(_job("causal_lm", 1, dtype=kind))) for kind in ("fp32", dtype))
+    model = build_model(_job("causal_lm", 1), SiteConfig())
+    numbers = sum(p.numel() for p in (m.weight for m in frozen_linear(model, layers.tensors(model).values())))
+    assert whole.base - packed.base == pytest.approx(numbers * (32 - bits) / 8, rel=0.01)
+    assert packed.trained == whole.trained
+
+
+def test_the_real_packed_layers_are_as_large() -> None:
+    """Beside bitsandbytes' own storage, counted tensor by tensor."""
+    for dtype in ("nf4", "int8"):
+        own, counted = nn.Linear(64, 96), nn.Linear(64, 96)
+        store(nn.Sequential(own), dtype, []).to("cpu")
+        pack(nn.Sequential(counted), dtype, [])
+        own(torch.zeros(1, 64))
+        scales: Any = own.weight.quant_state.absmax if dtype == "nf4" else own.state.SCB
+        assert own.weight.nbytes + scales.nbytes == counted.weight.nbytes
 
 
 @pytest.mark.slow
@@ -88,3 +116,30 @@ def test_remedies_keep_the_samples_of_a_step_and_leave_out_what_the_job_cannot_h
         assert changed.training.batch_size * changed.training.accumulate == 12
     raw["privacy"] = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
     assert [said for said, _ in remedies(JobConfig.model_validate(raw))] == ["training.gradient_checkpointing=true"]
+
+
+def _written(config: JobConfig, folder: Path) -> Path:
+    (folder / "job.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    return folder / "job.yaml"
+
+
+def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _job("clip", 8)
+    job, peak = _written(config, tmp_path), memory_of(assemble_job(config)).peak
+    monkeypatch.setattr(fitting, "_free", lambda device: peak)
+    assert isinstance(fitting.examine_memory(job, SiteConfig()), str)
+    monkeypatch.setattr(fitting, "_free", lambda device: peak - 1)
+    found = fitting.examine_memory(job, SiteConfig())
+    assert isinstance(found, Finding)
+    assert "model.dtype=bf16" in found.remedy
+    monkeypatch.setattr(fitting, "_free", lambda device: 1)
+    found = fitting.examine_memory(job, SiteConfig())
+    assert isinstance(found, Finding)
+    assert "larger device" in found.remedy
+
+
+def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(caplog: pytest.LogCaptureFixture) -> None:
+    config = _job("clip", 1)
+    with caplog.at_level("INFO"):
+        fitting.compare_peak(config, "site-1", memory_of(assemble_job(config)).peak / 2)
+    assert "(+100 %)" in caplog.text

@@ -66,12 +66,13 @@ def export(
 @app.command()
 def doctor(
     kit: Annotated[Path, typer.Argument(help="the site's startup kit")] = Path(),
+    job: Annotated[Path | None, typer.Option(help="a job.yaml: does a step of it fit into the site's memory?")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Check a site before it joins: versions, kit, policies, data, checkpoints, GPU, disk, clock, server; 1 if not well."""
     from consilium.flare.doctor import examine
 
-    findings = examine(kit)
+    findings = examine(kit, job)
     if format == "json":
         print(json.dumps([f.to_dict() for f in findings], indent=1))
     else:

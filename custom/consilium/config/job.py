@@ -67,6 +67,7 @@ class TrainingConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
+    compile: bool = False
     seed: Seed = 0
     validation: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
 
@@ -219,11 +220,18 @@ class JobConfig(Section):
         """
         if self.training.accumulate > 1:
             raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
+        if self.training.compile:
+            raise ValueError("training.compile: true hides the layers whose gradients privacy.unit record takes; use false")
         if self.training.precision == "bf16":
             what = "rounds a record's gradient by who is beside it, so no privacy.unit record"
             raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
         self.adapter.keep_apart()
         self.model.keep_apart()
+        if self.model.dtype == "int8":
+            what = (
+                "chooses by the whole batch what it computes in 16 bits, which ties records together under privacy.unit record"
+            )
+            raise ValueError(f"model.dtype: 'int8' {what}; use nf4 or bf16")
         self.task.keep_apart()
         if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
             what = f"under {SMALLEST_NOISE} no accountant tells it from none"
@@ -247,6 +255,9 @@ class JobConfig(Section):
         wanted = MODELS[self.model.name].task
         if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
+        if getattr(self.task, "packed", False) and not (self.model.packs() and not self.strategy.parts):
+            what = "needs a llama, mistral or qwen without a shorter sliding window, and a strategy that looks at no features"
+            raise ValueError(f"task.packed: true {what}; use false")
         kind = self.data.phantoms.kind if self.data.phantoms else None
         if kind and PHANTOMS[kind] != self.task.name:
             what = f"does not fit task.name {self.task.name!r}; it is for {PHANTOMS[kind]}"

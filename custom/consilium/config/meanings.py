@@ -35,6 +35,7 @@ MEANINGS: dict[str, str] = {
     "TrainingConfig.weight_decay": "of the optimizer",
     "TrainingConfig.precision": "`auto` is bf16 where the GPU has it",
     "TrainingConfig.gradient_checkpointing": "less memory for more time",
+    "TrainingConfig.compile": "the model's blocks by torch.compile: the first step takes up to minutes, all others less",
     "TrainingConfig.validation": "when the validation split is scored",
     "TrainingConfig.seed": "with round and site it fixes every random choice but privacy noise",
     "FederationConfig.min_sites": "the quorum of a round",

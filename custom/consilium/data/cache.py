@@ -16,7 +16,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
 from consilium.data.inspect import Check, faults
 from consilium.data.loading import ahead
-from consilium.data.store import Raw, open_store
+from consilium.data.store import Raw, Store, open_store
 from consilium.errors import DataError
 
 CACHE_BYTES = 2 * 1024**3
@@ -60,6 +60,11 @@ class SampleCache:
             return
         for split, items in self._data.splits.items():
             self.many(split, range(len(items)), lambda index, raw: None)
+
+    @property
+    def store(self) -> Store | None:
+        """Where samples are kept on disk, None for nowhere."""
+        return self._store
 
     @property
     def skipped(self) -> int:

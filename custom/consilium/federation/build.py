@@ -187,6 +187,7 @@ def build_site(
     root: Path | None = None,
 ) -> Site:
     """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
+
     `model` lets sites of one process share the frozen base.
     """
     if site.threads:
@@ -295,8 +296,6 @@ def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site'
 def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
     """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
     if "${SITE}" in path and site.checkpoints is None:
-        raise ConfigError(
-            f"{field}: {path!r} needs {whose} checkpoint folder; set `checkpoints:` in site.yaml, "
-            "or simulate with --checkpoints FOLDER"
-        )
+        what = f"{field}: {path!r} needs {whose} checkpoint folder"
+        raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or simulate with --checkpoints FOLDER")
     return Path(path.replace("${SITE}", str(site.checkpoints)))

@@ -118,6 +118,10 @@ class LocalTraining:
         kept, drift = optimizer if goes_on else None, self._drift(payload, params)
         with peak_memory(next(self.model.parameters()).device) as peak:
             found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
+        if peak and not before + number:  # a run's first
+            from consilium.federation.fitting import compare_peak
+
+            compare_peak(self.config, self.name, peak["peak_bytes"])
         return found | peak
 
     def _drift(self, payload: Payload, params: Tensors) -> Tensors:

@@ -21,7 +21,8 @@ from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, laid_out
-from consilium.models.stored import store
+from consilium.federation.packed import pack
+from consilium.models.stored import QUANTIZED, store
 from consilium.tasks.registry import TASKS
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
@@ -31,6 +32,8 @@ REMEDIES: Mapping[str, dict[str, Any]] = {
     "training.gradient_checkpointing=true": {"training": {"gradient_checkpointing": True}},
 }
 """What takes less memory with equal results, or (bf16) nearly so, by how it is set."""
+LAST = {"model.dtype=nf4": {"model": {"dtype": "nf4"}, "training": {"precision": "bf16"}}}
+"""What takes least, and changes the base: when batches are of one sample."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,10 @@ def memory_of(job: Job) -> StepMemory:
     if task.rehearse is None:
         raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
     model = laid_out(config)
-    store(model, config.model.dtype, layers.tensors(model).values())
+    if config.model.dtype in QUANTIZED:
+        pack(model, config.model.dtype, layers.tensors(model).values())
+    else:
+        store(model, config.model.dtype, layers.tensors(model).values())
     with FakeTensorMode():
         _materialize(model)
         trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
@@ -127,26 +133,30 @@ def _stepping(config: JobConfig, own: int) -> int:
 
 
 def remedies(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Yield what would take less memory, by how it is set, one after the other on top of those before; batches of 1 last."""
-    raw, said = config.model_dump(mode="json"), []
-    for name, change in REMEDIES.items():
-        if all(raw[section][field] == value for section, fields in change.items() for field, value in fields.items()):
-            continue
+    """Yield what would take less memory, by how it is set, one after the other on top of those before.
+
+    Batches of 1 come last but for nf4, which alone changes what the base says.
+    """
+    raw, said = config.model_dump(mode="json"), dict[str, str]()
+    for change in (*REMEDIES.values(), *_smaller_batches(raw["training"]), *LAST.values()):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
+        if changed == raw or (_width(changed) > _width(raw)):
+            continue
         with suppress(ValidationError):  # what this job cannot have, such as bf16 under record-level privacy
             found = JobConfig.model_validate(changed)
+            said |= {f"{s}.{f}": str(v).lower() for s, fields in change.items() for f, v in fields.items() if raw[s][f] != v}
             raw = changed
-            said.append(name)
-            yield " ".join(said), found
-    yield from _smaller_batches(raw, said)
+            yield " ".join(f"{field}={value}" for field, value in said.items()), found
 
 
-def _smaller_batches(raw: dict[str, Any], said: list[str]) -> Iterator[tuple[str, JobConfig]]:
-    """Yield the job with batches of half the size as often as that goes, each step with as many samples as before."""
-    while (batch := raw["training"]["batch_size"]) > 1 and batch % 2 == 0:
-        raw = raw | {"training": raw["training"] | {"batch_size": batch // 2, "accumulate": raw["training"]["accumulate"] * 2}}
-        set_so = f"training.batch_size={batch // 2} training.accumulate={raw['training']['accumulate']}"
-        try:
-            yield " ".join([*said, set_so]), JobConfig.model_validate(raw)
-        except ValidationError:  # more batches a step than a job may have, or any under record-level privacy
-            return
+def _width(raw: dict[str, Any]) -> int:
+    """Return the bits of a number of the base."""
+    return {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4}[raw["model"]["dtype"]]
+
+
+def _smaller_batches(training: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield batches of half the size as often as that goes, each step with as many samples as before."""
+    batch, accumulate = training["batch_size"], training["accumulate"]
+    while batch > 1 and batch % 2 == 0:
+        batch, accumulate = batch // 2, accumulate * 2
+        yield {"training": {"batch_size": batch, "accumulate": accumulate}}

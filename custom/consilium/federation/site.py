@@ -19,6 +19,7 @@ from consilium.data.datalist import DataList
 from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
 from consilium.federation.kept import Kept
+from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
 from consilium.messages import (
     HELD_OUT,
@@ -86,6 +87,7 @@ class Site(Scoring):
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
+        quicken(config, model, task)
 
     def close(self) -> None:
         """Close the site's files, and end its other processes."""

@@ -32,9 +32,20 @@ from consilium.flare.revocation import read as read_revoked
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
-def examine(kit: Path) -> list[Finding]:
-    """Return all findings about this machine and the startup kit `kit` of a site, or the server's, which has no data."""
-    return [*examine_versions(), *_examine_kit(kit)]
+def examine(kit: Path, job: Path | None = None) -> list[Finding]:
+    """Return all findings about this machine and the startup kit `kit` of a site, or the server's, which has no data.
+
+    With a `job` also whether a step of it fits into the site's memory.
+    """
+    memory = [] if job is None else [checked("memory", lambda: _memory(kit, job))]
+    return [*examine_versions(), *_examine_kit(kit), *memory]
+
+
+def _memory(kit: Path, job: Path) -> Finding | str:
+    from consilium.federation.fitting import examine_memory
+
+    file = kit / "local" / "site.yaml"
+    return examine_memory(job, load_site(file) if file.is_file() else SiteConfig())
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:

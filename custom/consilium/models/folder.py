@@ -107,6 +107,9 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
     sizes = dict(config)
     kind = sizes.pop("model_type", None)
+    if sizes.get("quantization_config"):
+        what = "weights that are quantized already are not read"
+        raise ConfigError(f"model.config.quantization_config: {what}; use the original folder, with model.dtype: nf4 or int8")
     try:
         shape = AutoConfig.for_model(kind, **sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -23,7 +23,7 @@ class ModelConfig(Section):
     checkpoint: str | None = None
     checkpoint_sha256: Sha256 | None = None
     dtype: Annotated[
-        Literal["fp32", "bf16"],
+        Literal["fp32", "bf16", "int8", "nf4"],
         Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),
     ] = "fp32"
 
@@ -41,6 +41,10 @@ class ModelConfig(Section):
     def padding(self) -> tuple[int, int, int]:
         """The 8-bit colour that fills what a picture leaves of its square: the model's pixel mean, which it takes for 0."""
         return 0, 0, 0
+
+    def packs(self) -> bool:
+        """Tell whether it reads several texts in a row, each with positions of its own, as if they stood alone."""
+        return False
 
     def keep_apart(self) -> None:
         """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
@@ -109,7 +113,8 @@ class ModelKind:
     raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
     `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
     default it is one. `head_apart`: an exported head gets a file of its own, because PEFT would take layers of the encoder that
-    are called head too for it.
+    are called head too for it. `encoder`: the name of the module that alone makes of a picture what the rest goes on from; the
+    model has `embed`, which returns that, and its forward takes it as `embedding`.
     """
 
     config: type[ModelConfig]
@@ -121,6 +126,7 @@ class ModelKind:
     save: Saved | None = None
     graphs: "Callable[[Any], dict[str, Graph]] | None" = None
     head_apart: bool = False
+    encoder: str = ""
 
     def target(self, name: str) -> TargetSet:
         """Return the set of that name; any other name is a pattern."""

@@ -1,15 +1,20 @@
-"""A frozen base in half the memory: its linear layers' weights kept as bfloat16.
+"""A frozen base in half the memory: its linear layers' weights kept as bfloat16, or in less still; see quantized.py.
 
 Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
 a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
 (adapters, heads, decoders), norms and embeddings stay float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from consilium.errors import ConfigError
+
+QUANTIZED = frozenset({"nf4", "int8"})
+"""Types that bitsandbytes keeps; see quantized.py."""
 
 
 class StoredLinear(nn.Linear):
@@ -23,21 +28,51 @@ class StoredLinear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
-    """Keep the plain linear layers of `model` as `dtype`, "fp32" or "bf16", in place, but for those `trained`; return it.
+def computing(input: Tensor) -> torch.dtype:
+    """Return the type in which a layer computes: autocast's, or that of what comes in."""
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
-    A layer that shares its weight with another module (an output layer with the embedding) stays as it is.
+
+def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
+    """Keep the plain linear layers of `model` as `dtype`, see ModelConfig, in place, but for those `trained`; return it.
+
+    A layer that shares its weight with another module (an output layer with the embedding) stays as it is. Raises ConfigError
+    for nf4 and int8 where bitsandbytes is missing.
     """
     if dtype == "fp32":
         return model
+    if dtype in QUANTIZED:
+        quantize = _quantizer(dtype)
+        for layer in frozen_linear(model, trained):
+            quantize(layer, dtype)
+        return model
+    for layer in frozen_linear(model, trained):
+        layer.to(torch.bfloat16)
+        layer.__class__ = StoredLinear
+    return model
+
+
+def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
+    """Return the plain linear layers of which nothing is `trained` or shared."""
     kept = {id(tensor) for tensor in trained}
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    for module in [m for m in model.modules() if type(m) is nn.Linear]:
+    found: list[nn.Linear] = []
+    for module in model.modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        if kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
-            module.to(torch.bfloat16)
-            module.__class__ = StoredLinear
-    return model
+        if type(module) is nn.Linear and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
+            found.append(module)
+    return found
+
+
+def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
+    try:
+        from consilium.models.quantized import quantize
+    except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
+        why = " ".join(str(error).split())[:120]
+        what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
+        raise ConfigError(f"{what}; pip install 'consilium[quant]', or use bf16") from None
+    return quantize

@@ -79,6 +79,15 @@ class ShowsUnits(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupsRecords(Protocol):
+    """A task that may want other records in one batch than chance."""
+
+    def grouped(self, order: list[int], size: int) -> list[int]:
+        """Return an epoch's shuffled order, for batches of `size`, in the order that is wanted."""
+        ...
+
+
 class Task(Protocol):
     """What the loop needs of a task; see tasks/segmentation/task.py."""
 

@@ -18,8 +18,9 @@ from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
-from consilium.tasks.base import Batch, Task
+from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training import optim
+from consilium.training.compiled import compiled
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
 from consilium.training.losses import Losses
 from consilium.training.optim import learning_rate, make_optimizer
@@ -88,6 +89,7 @@ def train(
     model.train()
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
+        compiled(model, config.compile),
         _steps(model, task, optimizer, config, seed, active, total, dp, losses) as take_step,
     ):
         torch.manual_seed(seed)
@@ -237,6 +239,8 @@ def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
 
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    if isinstance(task, GroupsRecords):
+        order = task.grouped(order, batch_size)
     for start in range(0, len(order), batch_size):
         yield partial(_batch, task, device, order[start : start + batch_size], seed)
 

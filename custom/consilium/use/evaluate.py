@@ -9,6 +9,7 @@ from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, rea
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
 from consilium.federation.participants import site_names
+from consilium.federation.quicken import remember
 from consilium.federation.samples import site_data
 from consilium.federation.scoring import scores as all_scores
 from consilium.messages import Stage
@@ -23,6 +24,7 @@ Split = Literal["training", "validation", "test"]
 
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
+    remember(opened.config, opened.model, task)
     found = all_scores(opened.model, task, opened.config, split, distances=True)
     if not found:
         raise DataError(f"--split {split}: there are no samples in it; give another split")

@@ -13,6 +13,7 @@ from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
 from consilium.federation.kept import CARD, Kept, export_adapter, read_kept, with_parameters
+from consilium.models.stored import QUANTIZED
 from consilium.report.clean import cell
 from consilium.storage import PUBLIC, write_atomic
 from consilium.use import bundle, merge, onnx
@@ -36,6 +37,9 @@ def check_possible(format: Format, folder: Path) -> None:
     kept, card = read_kept(folder)
     config = load_job(folder / "job.yaml", plugins=None)
     _check_blend(kept, format)
+    if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
+        what = f"the base is kept as {dtype}, which holds no weights that others read"
+        raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
     if format == "peft":
         _check_peft(folder, kept, config)
     elif format == "merged":

@@ -43,9 +43,9 @@ class Store:
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
-        self._salt = cache_folder.make(folder)
-        self._index = Index(folder / "index", self._salt)
-        self.fingerprints = Fingerprints(self._index, self._salt, self._keep_line)
+        self.salt = cache_folder.make(folder)
+        self._index = Index(folder / "index", self.salt)
+        self.fingerprints = Fingerprints(self._index, self.salt, self._keep_line)
         self._used = cache_folder.contents(folder)[1]
         self._whole: dict[str, tuple[int, int, int]] = {}
 
@@ -87,7 +87,7 @@ class Store:
         """Tell whether writing went well. After a disk that is full, or will not be written to, nothing is tried again."""
         try:
             if not self.folder.is_dir():  # cleared while we run
-                cache_folder.make(self.folder, self._salt)
+                cache_folder.make(self.folder, self.salt)
             write()
         except OSError as error:
             self._stop(error.strerror or "error")
@@ -120,7 +120,7 @@ class Store:
         return sample
 
     def _digest(self, name: str, parts: Iterable[bytes | memoryview]) -> bytes:
-        found = hashlib.blake2b(name.encode(), key=self._salt, digest_size=_DIGEST)
+        found = hashlib.blake2b(name.encode(), key=self.salt, digest_size=_DIGEST)
         for part in parts:
             found.update(part)
         return found.digest()

@@ -34,6 +34,12 @@ class CausalLmConfig(FolderConfig):
             raise ValueError("none: the tiny model ships with the package; remove it, or use variant folder")
         return value
 
+    def packs(self) -> bool:
+        """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
+        shape = self.config or {"model_type": "llama"}
+        window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
+        return shape.get("model_type") in self.apart and (window is None or window >= self.max_length)
+
 
 def _build(config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
     from consilium.models.causal_lm.network import build_causal_lm

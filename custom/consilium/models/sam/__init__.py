@@ -106,4 +106,4 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut, save=_save, graphs=_graphs)
+SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut, save=_save, graphs=_graphs, encoder="image_encoder")

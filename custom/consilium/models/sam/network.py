@@ -59,14 +59,15 @@ class PromptedSam(Sam):
     by_box: bool
     use_checkpointing: bool
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
+    def forward(self, images: Tensor, boxes: Tensor | None = None, embedding: Tensor | None = None) -> Tensor:
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); `embedding` is theirs where it is known.
 
         `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box": every class is then decoded with
         its own box by token 0 (the SAM-Med2D setting); a NaN row means no box is known and stands for the whole image.
         Raises ConfigError where boxes are missing.
         """
-        embedding = self.encode((images - self.pixel_mean) / self.pixel_std)
+        if embedding is None:
+            embedding = self.embed(images)
         if not self.by_box:
             low = self.decode(embedding, None, self.mask_tokens)
         elif boxes is None:
@@ -74,6 +75,10 @@ class PromptedSam(Sam):
         else:
             low = self.decode_boxes(embedding, boxes, images.shape[-1])
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Map RGB images (N, 3, S, S) in 0..255 to embeddings (N, prompt width, S / patch, S / patch)."""
+        return self.encode((images - self.pixel_mean) / self.pixel_std)
 
     def encode(self, images: Tensor) -> Tensor:
         """Map normalized images (N, 3, S, S) to embeddings (N, prompt width, S / patch, S / patch)."""

@@ -37,6 +37,8 @@ class LanguageConfig(TaskConfig):
     prompt: Annotated[str, Field(min_length=1, description="alpaca, alpaca-paper, chat, or a template")] = "alpaca"
     learn: Literal["answer", "sequence"] = "answer"
     labels: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MOST_CLASSES)] = ()
+    packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False
+    bucketed: Annotated[bool, Field(description="batches of records of like length: another order, less padding")] = False
     max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="of a written answer")] = 128
 
     @field_validator("prompt")
@@ -45,6 +47,12 @@ class LanguageConfig(TaskConfig):
         if value not in ("alpaca", "alpaca-paper", "chat") and ("{instruction}" not in value or value.count("{input}") > 1):
             raise ValueError("alpaca, alpaca-paper, chat, or a template with {instruction}, and {input} at most once")
         return value
+
+    def keep_apart(self) -> None:
+        """See TaskConfig. Raises ValueError."""
+        if self.packed:
+            what = "puts several records into a row, where no gradient is one record's; use false"
+            raise ValueError(f"task.packed: true {what} with privacy.unit record")
 
     @field_validator("labels")
     @classmethod

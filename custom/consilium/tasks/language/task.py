@@ -16,6 +16,7 @@ from consilium.errors import DataError
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, plain
+from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
 
@@ -68,7 +69,11 @@ class LanguageTask:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """See mean_loss."""
-        return mean_loss(model, batch)
+        return mean_loss(model, batch, self.config.packed)
+
+    def grouped(self, order: list[int], size: int) -> list[int]:
+        """Return an epoch's order, for batches of `size`, as the job wants it; see packing.py."""
+        return grouped(order, [len(ids) for ids, _ in self._pairs["training"]], size) if self.config.bucketed else order
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -154,7 +159,7 @@ class LanguageTask:
         """Return each record's mean loss per answer token, and the split's scores."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
-            losses, learned = token_losses(model, self._collate(split, part))
+            losses, learned = token_losses(model, self._collate(split, part), self.config.packed)
             of_records = losses.sum(1) / learned.sum(1)
             each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
@@ -185,14 +190,16 @@ class LanguageTask:
         return found
 
 
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
     """Return the mean over samples of their mean cross-entropy per answer token, in float32."""
-    losses, learned = token_losses(model, batch)
+    losses, learned = token_losses(model, batch, packed)
     return (losses.sum(1) / learned.sum(1)).mean()
 
 
-def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[Tensor, Tensor]:
     """Return each token's cross-entropy, 0 where it is not learned, and which are learned, both (N, T - 1)."""
+    if packed:
+        return packed_losses(model, batch)
     labels = batch["labels"].to(next(model.parameters()).device, non_blocking=True)
     logits = model(**inputs_of(model, batch), use_cache=False).logits[:, :-1].float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")

@@ -19,6 +19,7 @@ from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
 from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
+from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
@@ -54,6 +55,7 @@ class SegmentationTask:
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
         self.workers = data.loading.workers
+        self._embeddings: Embeddings | None = None
         self._samples = SampleCache(
             data,
             lambda item: read_bytes(item, classes, image_size, settings, padding),
@@ -65,6 +67,10 @@ class SegmentationTask:
     def skipped(self) -> int:
         """How many samples were left out so far because they cannot be read."""
         return self._samples.skipped
+
+    def remember(self, encoder: str) -> None:
+        """Encode no picture twice from now on, by the frozen encoder of this name; augmented ones are other pictures."""
+        self._embeddings = Embeddings(self._samples.store, encoder)
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -81,7 +87,7 @@ class SegmentationTask:
         Padding counts as background, as in MedSAM's, micro-sam's and lightning-sam's fine-tuning: what is never scored costs
         little, and the model answers nothing there.
         """
-        logits, label, annotated = self._forward(model, batch)
+        logits, label, annotated = self._forward(model, batch, known=not self.augment)
         return self._loss(logits, label, annotated)
 
     @torch.no_grad()
@@ -148,10 +154,12 @@ class SegmentationTask:
             result |= {metric: sum(known.values()) / len(known)} if known else {}
         return result
 
-    def _forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logits, labels and which classes are annotated. `known`: the pictures may be those of the next call too."""
         device = next(model.parameters()).device
+        made = {"embedding": self._embeddings(model, batch["image"])} if known and self._embeddings else {}
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
-        return model(moved["image"], moved.get("box")).float(), moved["label"], moved.get("annotated")
+        return model(moved["image"], moved.get("box"), **made).float(), moved["label"], moved.get("annotated")
 
     def _loss(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> Tensor:
         """Return the loss; where `annotated` (N, C) is given, each sample's mean over its annotated classes alone.

@@ -1,0 +1,133 @@
+"""A base kept as NF4 or int8: numbers by the papers' definitions, adapters in float32 that learn, and clear refusals."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
+from consilium.federation.build import assemble_job, build_model, build_task
+from consilium.federation.samples import site_data
+from consilium.models.stored import store
+from consilium.training.loop import train
+from tests.conftest import small_cells, small_config, small_text
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The sixteen values of QLoRA's appendix E."""
+MAKERS: dict[str, Callable[..., JobConfig]] = {"sam": small_config, "clip": small_cells, "causal_lm": small_text}
+
+
+def kept_as(config: JobConfig, dtype: str) -> JobConfig:
+    raw = config.model_dump()
+    raw["model"]["dtype"] = dtype
+    return JobConfig.model_validate(raw)
+
+
+def layer(dtype: str, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(0)
+    own = nn.Linear(64, 32, bias=bias)
+    weight = own.weight.detach().clone()
+    return store(nn.Sequential(own), dtype, []).to("cpu"), weight, own.bias
+
+
+def test_nf4_is_the_papers() -> None:
+    """By hand: of each block of 64 the share of its largest value, to the nearest of the sixteen."""
+    model, weight, bias = layer("nf4")
+    scale = weight.abs().amax(1, keepdim=True)  # a row is a block
+    nearest = torch.tensor(NF4)[((weight / scale)[..., None] - torch.tensor(NF4)).abs().argmin(-1)] * scale
+    x = torch.randn(5, 64)
+    assert torch.allclose(model(x), F.linear(x, nearest, bias), atol=1e-5)
+
+
+def test_int8_is_within_the_papers_rounding() -> None:
+    """Weights and inputs are rounded to 1/127 of a row's largest: each product is off by the sum of both halves at most."""
+    model, weight, bias = layer("int8")
+    x = torch.randn(5, 64)
+    of_weight, of_input = weight.abs().amax(1) / 254, x.abs().amax(1) / 254
+    bound = x.abs().sum(1)[:, None] * of_weight + weight.abs().sum(1) * of_input[:, None] + 64 * of_weight * of_input[:, None]
+    off = (model(x) - F.linear(x, weight, bias)).abs()
+    assert (off <= 1.01 * bound).all()
+    assert off.max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_bias_and_type_stay_and_autocast_decides(dtype: str) -> None:
+    model, _, bias = layer(dtype)
+    assert bias is not None
+    before = bias.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(2, 64)).dtype == torch.bfloat16
+    assert model(torch.randn(2, 64)).dtype == torch.float32
+    assert torch.equal(bias, before)
+    assert bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path) -> None:
+    config = kept_as(MAKERS[kind]("fedit", local_steps=2), dtype)
+    model = build_model(config, SiteConfig())
+    task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
+    params = layers.tensors(model)
+    packed = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
+    layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
+    found = train(model, task, params, set(params), config.training, 0, lambda step: None, {}, lambda done: None)
+    assert found["loss"] == found["loss"] > 0
+    assert len(packed) > 8
+    assert {t.dtype for t in params.values()} == {torch.float32}
+    assert all(t.abs().sum() > 0 for n, t in params.items() if n.endswith("lora_B"))
+    now = dict(model.named_parameters())
+    assert all(torch.equal(tensor, now[name]) for name, tensor in packed.items())
+
+
+def test_hooks_and_names_stay() -> None:
+    seen: list[int] = []
+    own = nn.Linear(8, 8)
+    own.register_forward_hook(lambda module, args, output: seen.append(1))
+    model = store(nn.Sequential(own), "nf4", []).to("cpu")
+    model(torch.randn(1, 8))
+    assert seen == [1]
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+    assert isinstance(own, nn.Linear)
+
+
+def test_without_bitsandbytes_it_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded here .*consilium\[quant\]"):
+        store(nn.Linear(2, 2), "nf4", [])
+
+
+def test_int8_ties_records_together_and_is_refused_at_record_level() -> None:
+    raw = kept_as(small_config("fedit"), "int8").model_dump()
+    raw["privacy"] = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
+    with pytest.raises(ValueError, match=r"model\.dtype: 'int8'.*use nf4"):
+        JobConfig.model_validate(raw)
+    raw["model"]["dtype"] = "nf4"
+    JobConfig.model_validate(raw)
+
+
+def test_a_folder_that_is_quantized_already_is_refused_before_any_step() -> None:
+    raw = small_text("fedit").model_dump()
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    raw["model"] |= {"variant": "folder", "checkpoint": "somewhere", "config": shape | {"quantization_config": quantized}}
+    with pytest.raises(ConfigError, match=r"model\.config\.quantization_config: .*model\.dtype: nf4"):
+        assemble_job(JobConfig.model_validate(raw))
