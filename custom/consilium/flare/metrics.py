@@ -98,16 +98,20 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
 
 def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
     yield from _privacy(site, Ledger(site.privacy.ledger or state / "ledger.sqlite"))
-    for path in sorted(state.rglob(audit.FILE)) if state.is_dir() else ():
-        parts = path.relative_to(state).parts
-        of = {"run": parts[1] if parts[0] == RUNS and len(parts) > 2 else path.parent.name}
-        try:
-            found = audit.read(path)
-        except (OSError, ValueError, KeyError, TypeError):
-            yield Sample("record_intact", 0, of)
-            continue
-        yield Sample("record_intact", float(found["broken_line"] is None), of)
-        yield Sample("messages_total", len(found["messages"]), of)
+    runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
+    for run in runs:
+        found = [_record(path) for path in run.rglob(audit.FILE)]
+        yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
+        yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
+
+
+def _record(path: Path) -> tuple[int, bool]:
+    """Return how many messages a record holds, and whether it is as it was written."""
+    try:
+        found = audit.read(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, False
+    return len(found["messages"]), found["broken_line"] is None
 
 
 def _privacy(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
