@@ -18,8 +18,6 @@ from consilium.flare.revocation import revoke
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 
-pytestmark = pytest.mark.slow
-
 
 def age(kit: Path, state: Path, days: float) -> None:
     """Let a kit's two certificates be as they are after so many days more, signed by the project's root as they were."""
@@ -36,6 +34,7 @@ def age(kit: Path, state: Path, days: float) -> None:
     sign_folders(str(kit / "startup"), key, signature_file="signature.json")
 
 
+@pytest.mark.long
 def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_keep_theirs(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
         kits = federation.kits
@@ -59,6 +58,7 @@ def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_ke
         federation.shutdown()
 
 
+@pytest.mark.slow
 def test_a_revoked_hospital_is_out_of_its_job_and_stays_out_until_its_kit_is_a_later_one(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
         federation.start()

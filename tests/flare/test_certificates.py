@@ -44,11 +44,11 @@ def deployment(folder: Path, days: int = DAYS) -> Path:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with sites.yml, kits/test/prod_00, and prod_01 in which only the clinic was renewed, with 300 days."""
+    """Return a folder with sites.yml, kits/test/prod_00, and prod_01 with clinic and server renewed, for 300 days."""
     folder = tmp_path_factory.mktemp("hub")
     provision(deployment(folder), folder / "kits")
     time.sleep(1)  # certificates count whole seconds
-    renew(deployment(folder, 300), folder / "kits", ["clinic"])
+    renew(deployment(folder, 300), folder / "kits", ["clinic", "localhost"])
     return folder
 
 
@@ -118,11 +118,15 @@ def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_
 def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
     old, new = hub / "kits/test/prod_00", hub / "kits/test/prod_01"
     assert opened(old / "clinic").public_key() != opened(new / "clinic").public_key()
-    assert opened(old / "localhost") == opened(new / "localhost")  # not named
+    before, after = opened(old / "localhost"), opened(new / "localhost")
+    assert before.public_key() == after.public_key()  # it signs the sites' sessions
+    assert (before.subject, list(before.extensions)) == (after.subject, list(after.extensions))
+    assert (after.not_valid_after_utc - after.not_valid_before_utc).days == 300
+    assert opened(old / "a@hub.example") == opened(new / "a@hub.example")  # not named
     root, next_root = opened(old / "clinic", "rootCA.pem"), opened(new / "clinic", "rootCA.pem")
     assert (root.public_key(), root.subject) == (next_root.public_key(), next_root.subject)
     assert (next_root.not_valid_after_utc - next_root.not_valid_before_utc).days == 300
-    for leaf in (old / "clinic", new / "clinic"):
+    for leaf in (old / "clinic", new / "clinic", old / "localhost", new / "localhost"):
         for one in (root, next_root):
             opened(leaf).verify_directly_issued_by(one)
 

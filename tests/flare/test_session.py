@@ -7,6 +7,7 @@ import pytest
 import yaml
 from nvflare.fuel.flare_api.api_spec import JobNotDone
 
+from consilium.cli.watch import exit_code
 from consilium.errors import ConfigError
 from consilium.flare.session import Admin, reason_left
 
@@ -95,3 +96,29 @@ def test_a_job_that_failed_always_has_a_reason(status: str, tmp_path: Path) -> N
     assert "reason" not in told.status("1-id")
     left(tmp_path / "0-id" / "workspace", log=REFUSED)
     assert "not in allow_list" in told.status("0-id")["reason"]
+
+
+def test_of_a_list_of_jobs_the_newest_that_failed_have_their_reason_in_one_line(tmp_path: Path) -> None:
+    undeployed = job(1, status="FINISHED:FAILED_TO_RUN", job_deploy_detail=["server: OK", "site-1: no GPU"])
+    jobs = [
+        undeployed,
+        job(2, status="FINISHED:COMPLETED"),
+        job(3, status="FINISHED:ABORTED"),
+        job(4),
+        job(5, status="RUNNING"),
+    ]
+    left(tmp_path / "4-id" / "workspace", log=REFUSED)
+    session = Session([job(0, status="FINISHED:EXECUTION_EXCEPTION"), *jobs, *[job(n) for n in (6, 7)]], tmp_path)
+    reasons = dict(zip(range(8), Admin(session).reasons(Admin(session).jobs()), strict=True))
+    assert reasons[0] == reasons[2] == reasons[3] == ""  # the first is one of six that failed
+    assert reasons[1] == "site-1: no GPU"
+    assert "not in allow_list" in reasons[4]
+    assert "\n" not in reasons[4]
+    assert reasons[5].startswith("its server process is gone")
+    assert reasons[7] == "no reason was left; see the logs of the server and of the sites"
+
+
+def test_programs_are_told_a_jobs_end_by_a_number() -> None:
+    """As `consilium status --help` says it."""
+    told = {"FINISHED:COMPLETED": 0, "FINISHED:ABNORMAL": 1, "FINISHED:ABORTED": 1, "RUNNING": 3, "SUBMITTED": 3, "LOST": 4}
+    assert {status: exit_code(status) for status in told} == told

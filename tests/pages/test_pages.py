@@ -40,7 +40,14 @@ NOT_RUN = {
     ],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
     "custom/consilium/use/README.md": ["consilium submit"],
-    "provisioning/README.md": ["consilium submit", "consilium doctor KIT", "consilium approve --revoke DIGEST"],
+    "provisioning/README.md": [
+        "consilium submit",
+        "consilium doctor KIT",
+        "consilium status fundus-1",
+        "consilium approve --revoke DIGEST",
+        "consilium evidence fundus-1",
+        "consilium forget fundus-1",
+    ],
     "tests/README.md": ["pytest tests/strategies"],
 }
 """How every block begins that no test runs; each has its reason in the page."""

@@ -1,4 +1,4 @@
-"""The commands that keep startup kits in use: `consilium renew`, `update-kit` and `revoke`."""
+"""The commands that keep startup kits in use: `consilium renew`, `update-kit`, `revoke` and `metrics`."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import Format, FormatOption
+from consilium.errors import ConfigError
 
 app = typer.Typer()
 
@@ -59,6 +60,27 @@ def revoke(
         f"later is valid: `consilium renew SITES_YML -o kits --only {name}`"
     )
     _print({"name": name, "until": until}, told, format)
+
+
+@app.command()
+def metrics(
+    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="FILE.prom for node_exporter's textfile collector")
+    ] = None,
+) -> None:
+    """Write numbers for Prometheus: rounds, sites last seen, refusals, epsilon left, disk, certificates. Opens no port."""
+    from consilium.flare.metrics import HELP, collect
+    from consilium.report.exposition import exposition
+    from consilium.storage import PUBLIC, write_atomic
+
+    text = exposition(collect(kit), HELP)
+    if output is None:
+        typer.echo(text, nl=False)
+    elif output.suffix != ".prom":
+        raise ConfigError(f"--output: {output}: the collector reads files that end in .prom; name it so")
+    else:
+        write_atomic(output, text.encode(), PUBLIC)
 
 
 def _print(found: dict[str, Any], told: str, format: Format) -> None:

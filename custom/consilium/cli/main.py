@@ -18,6 +18,7 @@ from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
 from consilium.cli.evaluate import evaluate
+from consilium.cli.evidence import app as evidence_app
 from consilium.cli.export_model import export_model
 from consilium.cli.fit import fit
 from consilium.cli.kits import app as kits_app
@@ -52,6 +53,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(kits_app)
+app.add_typer(evidence_app)
 app.add_typer(submit_app)
 app.command()(compare)
 app.command()(predict)

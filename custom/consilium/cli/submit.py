@@ -16,8 +16,9 @@ from rich.text import Text
 
 from consilium.cli.audit import audit
 from consilium.cli.options import Format, FormatOption, SetOption, page
+from consilium.cli.watch import exit_code, place, watch_job
 from consilium.config.overrides import parse_override
-from consilium.errors import ConsiliumError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.report.clean import line, shown
 from consilium.report.tables import fit
 
@@ -84,26 +85,41 @@ def status(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
     *,
     kit: KitOption,
+    watch: Annotated[bool, typer.Option("--watch", help="go on until the job has ended; then as --check")] = False,
+    check: Annotated[bool, typer.Option("--check", help="exit code 0: completed; 1: failed; 3: not ended; 4: lost")] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs."""
+    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs.
+
+    The newest that failed have their reason.
+    """
     from consilium.flare.certificates import warnings
     from consilium.flare.session import connect, experiment_of
+
+    if (watch or check) and not job:
+        raise ConfigError("--watch, --check: are of one job; give its experiment")
 
     with connect(kit) as admin:
         for warning in warnings(kit):
             Console(stderr=True, soft_wrap=True).print(line(warning, "yellow", 1000))
+        if watch:
+            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
         if job:
             found: Any = admin.status(job)
         else:
             keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
-            found = [{"experiment": experiment_of(one), **{k: one.get(k) for k in keys}} for one in admin.jobs()]
+            jobs = admin.jobs()
+            found = [{"experiment": experiment_of(one), **{k: one.get(k) for k in keys}} for one in jobs]
+            for one, reason in zip(found, admin.reasons(jobs), strict=True):
+                one |= {"reason": reason} if reason else {}
     if format == "json":
         print(json.dumps(found, indent=1))
     elif job:
         show(found)
     else:
         _list(found)
+    if watch or check:
+        raise typer.Exit(exit_code(found["status"]))
 
 
 @app.command()
@@ -141,37 +157,13 @@ def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format:
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:
-        found = _watch(admin, job_id, console)
+        found = watch_job(admin, job_id, console)
     if format == "json":
         print(json.dumps(found, indent=1))
     elif wait:
         show(found)
     if wait and not found["status"].endswith(":COMPLETED"):
         raise ConsiliumError(f"{experiment}: {found['status']}: {found.get('reason', 'see `consilium status` and the logs')}")
-
-
-def _watch(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
-    """Print a line whenever something has changed, until the job has ended; return its last status."""
-    said = ""
-    while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
-        now = place(found["progress"]) if found["progress"] else found["status"]
-        if now.split("; ETA")[0] != said and now != "LOST":  # between a job's end and its final status
-            console.print(line(now))
-            said = now.split("; ETA")[0]
-        time.sleep(1)
-    return found
-
-
-def place(progress: dict[str, Any]) -> str:
-    """Return one line on where a run is."""
-    if progress["finished"]:
-        return f"all {progress['rounds']} rounds and the closing evaluation are done"
-    phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
-    line = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
-    line += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
-    if progress["epsilon"] is not None:
-        line += f"; epsilon {progress['epsilon']:.3g}"
-    return line + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")
 
 
 def show(found: dict[str, Any]) -> None:
@@ -235,6 +227,9 @@ def _list(jobs: list[dict[str, Any]]) -> None:
     wide = ("experiment", "status", "submitted", "took", "by", "job")
     layouts = [partial(_jobs, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
     console.print(fit([*layouts, partial(_tall_jobs, rows)], [row["experiment"] for row in rows], console.width))
+    for one in jobs:
+        if "reason" in one:
+            console.print(line(f"{one['experiment']}: {one['reason']}", "red", 1000), soft_wrap=True)
 
 
 def _row(job: dict[str, Any]) -> dict[str, str]:

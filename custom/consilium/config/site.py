@@ -60,6 +60,9 @@ class TrackingConfig(Section):
         return value
 
 
+RETENTION = "after so many days in which a run writes nothing, `consilium forget --expired` deletes what the site keeps of it"
+
+
 class SiteConfig(Section):
     """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
 
@@ -104,6 +107,7 @@ class SiteConfig(Section):
     capacity: CapacityConfig = CapacityConfig()
     privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
     tracking: TrackingConfig | None = None
+    retention_days: Annotated[int, Field(ge=1, le=36_500, description=RETENTION)] | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

@@ -2,21 +2,24 @@
 
 The root keeps its key and its name, and gets a new certificate. So what the old root signed is valid under the new one, and the
 other way round: hospitals change one after the other, each before the root in its own kit ends, and nobody waits for anybody.
+The server keeps its key too.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.impl.cert import DEFAULT_CERT_VALID_DAYS
 from nvflare.lighter.utils import Identity, generate_cert, load_crt, serialize_cert, verify_cert, verify_folder_signature
 
 from consilium.config.deployment import load_deployment
@@ -46,18 +49,36 @@ def renew(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
     state = json.loads(path.read_text(encoding="utf-8"))
-    for name in set(names) or known:
-        state.pop(name, None)
-    state[ROOT] = _same_key(state[ROOT], state[ROOT_KEY], deployment.valid_days).decode()
+    state[ROOT] = _new_root(state[ROOT], state[ROOT_KEY], deployment.valid_days)
+    for name in (set(names) or known) & state.keys():
+        if name == deployment.server.name:
+            state[name]["cert"] = _same_key(state[name]["cert"], state[ROOT_KEY], deployment.valid_days)
+        else:
+            del state[name]  # FLARE makes a new key and certificate for whom it does not know
     write_atomic(path, json.dumps(state).encode())
     return provision(sites, folder)
 
 
-def _same_key(root: str, key: str, days: int) -> bytes:
+def _new_root(root: str, key: str, days: int) -> str:
     """Return a new certificate, valid from now, of a root's name and key."""
     signing = load_pem_private_key(key.encode(), password=None)
     name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(root.encode())))
-    return serialize_cert(generate_cert(name, name, signing, signing.public_key(), valid_days=days, ca=True))
+    return serialize_cert(generate_cert(name, name, signing, signing.public_key(), valid_days=days, ca=True)).decode()
+
+
+def _same_key(certificate: str, root_key: str, days: int) -> str:
+    """Return a server's certificate as it is, of the same key, valid from now.
+
+    With another key of the server every site's session would end: the server signs them, and FLARE's sites do not log in again.
+    """
+    old, now = x509.load_pem_x509_certificate(certificate.encode()), datetime.now(UTC)
+    new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number())
+    new = new.not_valid_before(now).not_valid_after(now + timedelta(days=min(days, DEFAULT_CERT_VALID_DAYS)))
+    for extension in old.extensions:
+        new = new.add_extension(extension.value, extension.critical)
+    signing = load_pem_private_key(root_key.encode(), password=None)
+    assert isinstance(signing, rsa.RSAPrivateKey)  # FLARE's are
+    return serialize_cert(new.sign(signing, hashes.SHA256())).decode()
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:

@@ -25,6 +25,9 @@ UNEXPLAINED = ("FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION")
 """How FLARE calls the end of a job that failed, whatever the reason."""
 LOST = "LOST"
 """Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
+NO_REASON = "no reason was left; see the logs of the server and of the sites"
+MOST_REASONS = 5
+"""Of a list of jobs: each reason is in a result that has to be fetched."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
 _SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
@@ -113,8 +116,20 @@ class Admin:
             return found | {"progress": self._running(meta["job_id"])}
         found |= self._outcome(meta["job_id"])
         if meta["status"] in UNEXPLAINED and not found["problems"]:
-            found.setdefault("reason", "no reason was left; see the logs of the server and of the sites")
+            found.setdefault("reason", NO_REASON)
         return found
+
+    def reasons(self, jobs: list[Job]) -> list[str]:
+        """Return, for each of these jobs, in one line why it failed; "" for others, and for all but the newest MOST_REASONS."""
+        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MOST_REASONS:]
+        return [self._why(job) if job["job_id"] in failed else "" for job in jobs]
+
+    def _why(self, job: Job) -> str:
+        if job["status"] == LOST:
+            return "its server process is gone; `consilium resume` goes on from the last finished round"
+        undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
+        said = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed) or NO_REASON
+        return " ".join(said.split())
 
     def _running(self, job_id: str) -> Job | None:
         """Return a running job's progress; None before its controller has started and while it ends."""
@@ -143,6 +158,10 @@ class Admin:
     def abort(self, job_id: str) -> None:
         """Stop a job; its checkpoint stays."""
         self.session.abort_job(job_id)
+
+
+def _failed(status: str) -> bool:
+    return status.startswith(ENDED) and status not in ("FINISHED:COMPLETED", "FINISHED:ABORTED")
 
 
 def experiment_of(job: Job) -> str:

@@ -1,0 +1,178 @@
+"""The commands `consilium evidence` and `consilium forget`: what a site can prove of a run, and what it deletes of one."""
+
+import json
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.audit import markdown
+from consilium.cli.options import Format, FormatOption
+from consilium.errors import ConfigError
+from consilium.federation.runs import RUNS, STATE, check_name
+from consilium.report.clean import shown
+
+app = typer.Typer()
+POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
+CLAIMS = """# Evidence of {site} on run {experiment}
+
+For the ethics board and the data protection officer. `what-left.md` is the record in words; `audit-1.jsonl` is the record
+itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
+because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
+`packages.txt` all that is installed: both as they were when this was made.
+
+What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package sent it;
+the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
+
+What is not: that shared numbers reveal nothing without differential privacy; that others deleted what they received; anything
+about software that does not belong to this package. Who holds the kit's key could have written another record from its
+beginning: compare its seal with the results at the server.
+"""
+
+
+@app.command()
+def evidence(
+    experiment: Annotated[str, typer.Argument(help="the run's name, or the archive for --verify")],
+    kit: Annotated[Path | None, typer.Option("--kit", help="the site's startup kit; for --verify any of the project")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="the archive; default: EXPERIMENT.evidence.zip")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="check an archive; exit code 1 if it is not as it was signed")
+    ] = False,
+    fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Make a signed archive of a run at this site: policy, job, record, ledger, what left in words, versions. Or check one."""
+    found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output)
+    whole = not found["record"] and not found["ledger"]
+    if format is Format.JSON:
+        print(json.dumps(found | {"intact": whole}, indent=1))
+    else:
+        broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
+        chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
+        typer.echo(
+            f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
+        )
+    raise typer.Exit(0 if whole else 1)
+
+
+def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
+    from consilium.flare.evidence import root_fingerprint
+    from consilium.flare.evidence import verify as check
+
+    if (kit is None) == (not fingerprint):
+        raise ConfigError(
+            "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
+        )
+    return {"archive": str(archive)} | check(archive, root_fingerprint(kit) if kit else fingerprint)
+
+
+def _make(experiment: str, kit: Path | None, output: Path | None) -> dict[str, Any]:
+    from consilium.flare.evidence import pack, root_fingerprint, verify
+
+    if kit is None:
+        raise ConfigError("--kit: give the site's startup kit, whose key signs")
+    archive = output or Path(f"{experiment}.evidence.zip")
+    pack(kit, experiment, _files(experiment, kit), archive)
+    return {"archive": str(archive)} | verify(archive, root_fingerprint(kit))
+
+
+def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
+    """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError if there is no such run."""
+    from consilium.config.site import load_site
+
+    settings = kit / "local" / "site.yaml"
+    if not settings.is_file():
+        raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
+    site = load_site(settings)
+    state = site.state or kit / STATE
+    folder = state / RUNS / check_name(experiment)
+    if not folder.is_dir():
+        known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir())) if (state / RUNS).is_dir() else "none"
+        raise ConfigError(f"{experiment}: no such run at this site; there: {shown(known, 400)}")
+    return folder, state, site.privacy.ledger or state / "ledger.sqlite"
+
+
+def _files(experiment: str, kit: Path) -> dict[str, bytes]:
+    """Return what the archive holds beside its signature, by name."""
+    from consilium.flare.evidence import LEDGER, chains, copy_ledger
+    from consilium.flare.kits import kit_name
+    from consilium.privacy.audit import FILE
+    from consilium.privacy.audit import read as read_record
+    from consilium.report.runlog import versions
+
+    folder, _, ledger = place_of(experiment, kit)
+    records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
+    if not records:
+        raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
+    found = {f"audit-{i + 1}.jsonl": path.read_bytes() for i, path in enumerate(records)}
+    found["versions.json"] = json.dumps(versions(), indent=1).encode()
+    if copy := copy_ledger(ledger):
+        found[LEDGER] = copy
+    found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
+    whole = chains(found)
+    intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
+    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact)
+    read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
+    words = "\n\n".join(map(markdown, read))
+    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": _packages().encode()}
+    return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+
+
+def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
+    """Return the job as FLARE deployed it, of each submission that is still there."""
+    names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
+    files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
+    return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
+
+
+def _packages() -> str:
+    lines = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
+    return "\n".join([f"python=={sys.version.split()[0]}", *lines, ""])
+
+
+@app.command()
+def forget(
+    experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
+    *,
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
+    reason: Annotated[str, typer.Option(help="who withdrew, or what asks for it, for the record; no names of patients")] = "",
+    expired: Annotated[bool, typer.Option("--expired", help="every run past `retention_days` of site.yaml")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Delete what this site keeps of a run: models, pictures, scores, FLARE's files. Its record and the ledger stay.
+
+    What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in the site's state.
+    """
+    from consilium.federation.forgetting import expired_runs
+    from consilium.federation.forgetting import forget as delete
+
+    if bool(experiment) == expired:
+        raise ConfigError("EXPERIMENT, --expired: give exactly one")
+    if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
+        raise ConfigError("--reason: empty; say why, for the record")
+    names = expired_runs(*_state(kit)) if expired else [experiment]
+    found = []
+    for name in names:
+        folder, state, _ = place_of(name, kit)
+        found.append(delete(kit, folder, state, reason))
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    for one in found:
+        typer.echo(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
+        typer.echo(f"  stays: {one['stays']}")
+        typer.echo(f"  cannot be taken back: {one['left']}")
+    if not found:
+        typer.echo("nothing is past its time")
+
+
+def _state(kit: Path) -> tuple[Path, int]:
+    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where it does not say so."""
+    from consilium.config.site import load_site
+
+    site = load_site(kit / "local" / "site.yaml")
+    if site.retention_days is None:
+        raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
+    return site.state or kit / STATE, site.retention_days

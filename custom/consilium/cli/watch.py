@@ -1,0 +1,52 @@
+"""A running job, watched until it has ended, and what a program is told of one."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from consilium.report.clean import line
+
+if TYPE_CHECKING:
+    from consilium.flare.session import Admin
+
+LOST = "LOST"
+"""As flare/session.py says it; a job is that for moments between its end and its final status too."""
+LOST_AFTER = 60.0
+"""Seconds of it after which a job is taken for lost."""
+
+
+def exit_code(status: str) -> int:
+    """Return what a program is told of a job: 0 completed, 1 failed or aborted, 3 not ended, 4 lost with its server."""
+    if status == LOST:
+        return 4
+    if not status.startswith("FINISHED"):
+        return 3
+    return 0 if status == "FINISHED:COMPLETED" else 1
+
+
+def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
+    """Print a line whenever something has changed, until the job has ended or is lost; return its last status."""
+    said, ends = "", time.monotonic() + LOST_AFTER
+    while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
+        ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
+        if time.monotonic() > ends:
+            return found
+        now = place(found["progress"]) if found["progress"] else found["status"]
+        if now.split("; ETA")[0] != said and now != LOST:  # between a job's end and its final status
+            console.print(line(now))
+            said = now.split("; ETA")[0]
+        time.sleep(1)
+    return found
+
+
+def place(progress: dict[str, Any]) -> str:
+    """Return one line on where a run is."""
+    if progress["finished"]:
+        return f"all {progress['rounds']} rounds and the closing evaluation are done"
+    phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""
+    line = f"round {progress['round'] + 1}/{progress['rounds']}{phase}: "
+    line += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
+    if progress["epsilon"] is not None:
+        line += f"; epsilon {progress['epsilon']:.3g}"
+    return line + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")

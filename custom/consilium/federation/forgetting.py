@@ -1,0 +1,71 @@
+"""A run that a site forgets: what it keeps is deleted. The record of what left and the ledger stay: budgets are for ever."""
+
+import getpass
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from consilium.errors import ConfigError
+from consilium.federation.runs import OWNER, RUNS
+from consilium.privacy.audit import FILE, Record, read
+
+KIND = "forgotten"
+KEPT = frozenset({FILE, OWNER})
+"""Of a run's folder: what left, and whose the name is, so that no other run takes it."""
+STAYS = "the record of what left (audit.jsonl) and the ledger's rows"
+_JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""FLARE's job ids: what a record names as one becomes a folder's name here."""
+
+
+def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
+    """Return the runs in which nothing was written for so many days, and of which there is something to forget."""
+    runs = sorted(p for p in (state / RUNS).iterdir() if p.is_dir()) if (state / RUNS).is_dir() else []
+    ends = (now or time.time()) - days * 86400
+    return [one.name for one in runs if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends]
+
+
+def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
+    """Delete a run's files at a site, FLARE's copies of its jobs in the kit included, and put that on record in `state`.
+
+    Returns what was recorded. Raises ConfigError for a run that goes on.
+    """
+    messages = [line for path in folder.rglob(FILE) for line in read(path)["messages"]]
+    jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
+    if job := next((job for job in jobs if _runs(job)), None):
+        raise ConfigError(f"{folder.name}: job {job} is at it; wait for its end, or `consilium abort` it")
+    flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
+    files = [*_files(folder), *(path for one in flares for path in one.rglob("*") if path.is_symlink() or path.is_file())]
+    size = sum(path.lstat().st_size for path in files)
+    for path in _files(folder):
+        path.unlink()
+    for one in flares:
+        shutil.rmtree(one)
+    for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
+        if not any(place.iterdir()):
+            place.rmdir()
+    said = {"run": folder.name, "files": len(files), "bytes": size, "stays": STAYS, "left": _left(messages)}
+    Record(state / FILE).add({"kind": KIND, "by": getpass.getuser(), "reason": reason, "jobs": jobs, **said}, again=True)
+    return said | {"record": str(state / FILE)}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield what is there to forget in a run's folder; links themselves, never what they lead to."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
+    return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
+
+
+def _left(messages: list[dict[str, Any]]) -> str:
+    sent = [one for one in messages if one.get("tensors")]
+    if not sent:
+        return "nothing: no update has left in this run"
+    return f"{len(sent)} updates that the server had, and the models that it and other sites made of them"
+
+
+def _runs(job: str) -> bool:
+    """Tell whether a process of this machine works at a job of FLARE."""
+    return any(job in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())

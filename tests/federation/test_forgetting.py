@@ -1,0 +1,118 @@
+"""What a site deletes of a run, what stays, and that it is on record."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from consilium.federation.runs import OWNER, STATE
+from consilium.privacy.audit import FILE, Record, read
+from tests.conftest import run
+
+JOB = "0c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
+OTHER = "1c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """Return a site's kit with two runs, each with a model, a record and FLARE's folder of its job, and a ledger."""
+    kit = tmp_path / "clinic"
+    (kit / "local").mkdir(parents=True)
+    (kit / "local/site.yaml").write_text("retention_days: 30\n")
+    for name, job in (("fundus-1", JOB), ("fundus-2", OTHER)):
+        own = kit / STATE / "runs" / name / "sites/clinic"
+        (own / "adapters/global").mkdir(parents=True)
+        (own / "adapters/global/adapter.safetensors").write_bytes(b"1234567890")
+        (own.parents[1] / OWNER).write_text("{}")
+        Record(own / "r1" / FILE).add({"site": "clinic", "kind": "train", "flare_job": job, "tensors": {"a": {"norm": 1}}})
+        Record(own / "r1" / FILE).add({"site": "clinic", "kind": "refusal", "flare_job": "../../outside"})
+        (kit / job / "app_clinic").mkdir(parents=True)
+        (kit / job / "log.txt").write_text("12345")
+    (kit / STATE / "ledger.sqlite").write_text("ledger")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/patients.csv").write_text("x")
+    return kit
+
+
+def files(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.suffix != ".lock"}
+
+
+def test_models_and_logs_go_the_record_and_the_ledger_stay_and_it_is_told(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (kit / STATE / "runs/fundus-1/link").symlink_to(tmp_path / "outside")
+    before = files(kit)
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "the hospital withdrew") == 0
+    told = capsys.readouterr().out
+    assert "fundus-1: 3 files" in told  # the model, the log, the link
+    assert "cannot be taken back: 1 updates that the server had" in told
+    gone = {"_consilium/runs/fundus-1/sites/clinic/adapters/global/adapter.safetensors", f"{JOB}/log.txt"}
+    assert before - files(kit) == gone
+    assert not (kit / JOB).exists()
+    assert not (kit / STATE / "runs/fundus-1/link").is_symlink()
+    assert (tmp_path / "outside/patients.csv").is_file()
+    record = read(kit / STATE / FILE)
+    (said,) = record["messages"]
+    assert record["broken_line"] is None
+    assert (said["kind"], said["run"], said["reason"], said["jobs"]) == (
+        "forgotten",
+        "fundus-1",
+        "the hospital withdrew",
+        [JOB],
+    )
+    assert read(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)["broken_line"] is None
+
+
+def test_only_what_is_past_its_time_goes_by_itself(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 0
+    assert "nothing is past its time" in capsys.readouterr().out
+    for path in (kit / STATE / "runs/fundus-2").rglob("*"):
+        os.utime(path, (0, 0))
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit, "--format", "json") == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out)] == ["fundus-2"]
+    assert (kit / JOB / "log.txt").is_file()
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_run_that_goes_on_is_not_touched(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(kit)
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()", f"-n={JOB}"], stdin=subprocess.PIPE) as process:
+        assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 2
+        process.communicate(b"\n")
+    assert f"job {JOB} is at it" in capsys.readouterr().err
+    assert files(kit) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["fundus-1"], "--reason: empty"),
+        (["fundus-1", "--reason", " "], "--reason: empty"),
+        (["--reason", "x"], "EXPERIMENT, --expired: give exactly one"),
+        (["fundus-1", "--expired"], "EXPERIMENT, --expired: give exactly one"),
+        (["fundus-3", "--reason", "x"], "no such run at this site; there: fundus-1, fundus-2"),
+        (["..", "--reason", "x"], "expected at most 64 letters"),
+    ],
+)
+def test_a_wrong_wish_deletes_nothing(
+    options: list[str], says: str, kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(kit)
+    assert run(monkeypatch, "forget", *options, "--kit", kit) == 2
+    assert says in capsys.readouterr().err
+    assert files(kit) == before
+
+
+def test_without_a_time_nothing_expires(kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (kit / "local/site.yaml").write_text("{}\n")
+    assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 2
+    assert "retention_days: not set" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""Evidence of a run: made at a site, checked elsewhere; every way to change or forge it is seen."""
+
+import hashlib
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
+
+from consilium.config.privacy import BudgetConfig
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.federation.runs import STATE
+from consilium.flare.evidence import MANIFEST, SIGNATURE, fingerprints, verify
+from consilium.flare.provision import provision
+from consilium.privacy.audit import FILE, Record
+from consilium.privacy.ledger import Entry, Ledger
+from tests.conftest import run
+
+ROW = Entry(
+    dataset="ward", unit="site", adjacency="zero-out", trust="local", job="fundus", run="r1", round=0, phase=0,
+    noise_multiplier=4.0, sample_rate=1.0, count=1, clip=1.0, private=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    server = {"name": "localhost", "org": "hub", "port": 9, "state": str(folder / "state")}
+    people = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
+    sites = [{"name": name, "org": name} for name in ("clinic", "other")]
+    (folder / "sites.yml").write_text(yaml.safe_dump({"name": "t", "server": server, "sites": sites, "admins": people}))
+    return provision(folder / "sites.yml", folder / "kits")
+
+
+@pytest.fixture(scope="module")
+def clinic(hub: Path) -> Path:
+    """Return the kit of a site that has sent two messages in run fundus-1, of which one cost privacy."""
+    kit, job = hub / "clinic", "0c5d0bd4-7b0c-4f0e-8c1e-000000000000"
+    record = Record(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)
+    record.add({"site": "clinic", "run": "r1", "experiment": "fundus-1", "kind": "hello", "flare_job": job})
+    record.add({"site": "clinic", "run": "r1", "kind": "train", "round": 0, "phase": 0, "flare_job": job, "metrics": {}})
+    Ledger(kit / STATE / "ledger.sqlite").spend(ROW, {"site": BudgetConfig(epsilon=50)})
+    config = kit / job / "app_clinic/config/job.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("name: fundus\n")
+    return kit
+
+
+@pytest.fixture(scope="module")
+def made(clinic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the archive that the command writes."""
+    output = tmp_path_factory.mktemp("made") / "fundus.zip"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run(monkeypatch, "evidence", "fundus-1", "--kit", clinic, "-o", output) == 0
+    return output
+
+
+@pytest.fixture
+def root(hub: Path) -> str:
+    """Return the fingerprint of the project's root, as the hub tells it."""
+    return next(iter(fingerprints(load_crt(hub / "other/startup/rootCA.pem"))))
+
+
+def content(archive: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
+
+
+def write(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, body in files.items():
+            archive.writestr(name, body)
+    return path
+
+
+def test_the_archive_holds_what_the_board_asks_for_and_no_key(made: Path, clinic: Path, root: str) -> None:
+    files = content(made)
+    assert files.keys() == {
+        "README.md", "what-left.md", "audit-1.jsonl", "ledger.sqlite", "job.yaml", "versions.json", "packages.txt",
+        "policy-site.yaml", "policy-privacy.json", "policy-authorization.json", "policy-resources.json",
+        "kit.crt", "rootCA.pem", MANIFEST, SIGNATURE,
+    }  # fmt: skip
+    assert files["audit-1.jsonl"] == next(clinic.rglob(FILE)).read_bytes()
+    assert files["job.yaml"] == b"name: fundus\n"
+    assert b"nvflare==2.9.0\n" in files["packages.txt"]
+    assert b"# What left clinic: fundus-1, run r1" in files["what-left.md"]
+    assert b"record and ledger are whole" in files["README.md"]
+    secret = (clinic / "startup/client.key").read_bytes().splitlines()[1]
+    assert not [name for name, body in files.items() if secret in body or b"PRIVATE KEY" in body]
+    found = verify(made, root)
+    assert (found["site"], found["experiment"], found["messages"], found["rows"]) == ("clinic", "fundus-1", 2, 1)
+    assert found["record"] is found["ledger"] is None
+    assert made.stat().st_mode & 0o077 == 0
+
+
+def changed_byte(files: dict[str, bytes], hub: Path) -> None:
+    files["audit-1.jsonl"] = files["audit-1.jsonl"].replace(b"hello", b"hallo")
+
+
+def swapped(files: dict[str, bytes], hub: Path) -> None:
+    files["job.yaml"], files["README.md"] = files["README.md"], files["job.yaml"]
+
+
+def extra(files: dict[str, bytes], hub: Path) -> None:
+    files["approval-of-the-board.pdf"] = b"yes"
+
+
+def taken_out(files: dict[str, bytes], hub: Path) -> None:
+    del files["ledger.sqlite"]
+
+
+def other_manifest(files: dict[str, bytes], hub: Path) -> None:
+    files["job.yaml"] = b"name: harmless\n"
+    manifest = json.loads(files[MANIFEST])
+    manifest["files"]["job.yaml"] = hashlib.sha256(files["job.yaml"]).hexdigest()
+    files[MANIFEST] = json.dumps(manifest).encode()
+
+
+def signed_by(kit: str) -> Callable[[dict[str, bytes], Path], None]:
+    def sign(files: dict[str, bytes], hub: Path) -> None:
+        (key,) = (hub / kit / "startup").glob("*.key")
+        other_manifest(files, hub)
+        files["kit.crt"] = key.with_suffix(".crt").read_bytes()
+        manifest = json.loads(files[MANIFEST])
+        manifest["files"]["kit.crt"] = hashlib.sha256(files["kit.crt"]).hexdigest()
+        files[MANIFEST] = json.dumps(manifest).encode()
+        files[SIGNATURE] = sign_content(files[MANIFEST], load_private_key_file(str(key)), return_str=False)
+
+    return sign
+
+
+def old_signature(files: dict[str, bytes], hub: Path) -> None:
+    files[SIGNATURE] = b"\0" * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (changed_byte, r"audit-1\.jsonl: is not as it was signed"),
+        (swapped, "is not as it was signed"),
+        (extra, r"approval-of-the-board\.pdf: is not in the manifest"),
+        (taken_out, r"ledger\.sqlite: is missing"),
+        (other_manifest, r"manifest\.json is not as it was signed"),
+        (old_signature, r"manifest\.json is not as it was signed"),
+        (signed_by("other"), "says it is clinic's, and other has signed it"),
+        (signed_by("localhost"), "says it is clinic's, and localhost has signed it"),
+        (signed_by("a@hub.example"), "says it is clinic's, and a@hub.example has signed it"),
+    ],
+)
+def test_every_change_is_seen(change: Callable[..., None], says: str, made: Path, hub: Path, root: str, tmp_path: Path) -> None:
+    files = content(made)
+    change(files, hub)
+    with pytest.raises(ConsiliumError, match=says):
+        verify(write(tmp_path / "changed.zip", files), root)
+
+
+def test_a_project_of_the_same_names_is_another(made: Path, hub: Path, tmp_path: Path, root: str) -> None:
+    """A forger with a root of his own signs an archive that is right in itself; only the root tells."""
+    forged = provision(hub.parents[2] / "sites.yml", tmp_path / "kits")
+    files = content(made)
+    for name, path in (("kit.crt", "client.crt"), ("rootCA.pem", "rootCA.pem")):
+        files[name] = (forged / "clinic/startup" / path).read_bytes()
+    manifest = json.loads(files[MANIFEST])
+    manifest["files"] |= {name: hashlib.sha256(files[name]).hexdigest() for name in ("kit.crt", "rootCA.pem")}
+    manifest["made"] += 60
+    files[MANIFEST] = json.dumps(manifest).encode()
+    key = load_private_key_file(str(forged / "clinic/startup/client.key"))
+    files[SIGNATURE] = sign_content(files[MANIFEST], key, return_str=False)
+    archive = write(tmp_path / "forged.zip", files)
+    assert verify(archive, next(iter(fingerprints(load_crt(forged / "clinic/startup/rootCA.pem")))))["site"] == "clinic"
+    with pytest.raises(ConsiliumError, match="its root is another one"):
+        verify(archive, root)
+    files["rootCA.pem"] = content(made)["rootCA.pem"]
+    with pytest.raises(ConsiliumError, match="is not signed by its root"):
+        verify(write(tmp_path / "mixed.zip", files), root)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/b", "..", ".hidden", "a\\b", "x" * 200])
+def test_a_file_with_a_path_is_refused_and_nothing_is_unpacked(name: str, made: Path, root: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    archive = write(place / "bad.zip", {**content(made), name: b"evil"})
+    with pytest.raises(ConfigError, match="a file twice, or one with a path"):
+        verify(archive, root)
+    assert [p.name for p in tmp_path.rglob("*")] == ["place", "bad.zip"]
+
+
+def test_two_files_of_one_name_too_many_and_no_archive_are_refused(made: Path, root: str, tmp_path: Path) -> None:
+    twice = Path(shutil.copy(made, tmp_path / "twice.zip"))
+    with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("job.yaml", "name: other")
+    with pytest.raises(ConfigError, match="a file twice"):
+        verify(twice, root)
+    with pytest.raises(ConfigError, match="over 200 files"):
+        verify(write(tmp_path / "many.zip", {f"f{i}": b"" for i in range(201)}), root)
+    (tmp_path / "text.zip").write_text("no archive")
+    with pytest.raises(ConfigError, match="is no readable archive"):
+        verify(tmp_path / "text.zip", root)
+    with pytest.raises(ConfigError, match=r"has no manifest\.json"):
+        verify(write(tmp_path / "empty.zip", {}), root)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"format": 1}', '{"format": 1, "files": {"a": 1}}'])
+def test_a_manifest_of_whatever_content_ends_in_a_clear_line(text: str, made: Path, root: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        verify(write(tmp_path / "odd.zip", content(made) | {MANIFEST: text.encode()}), root)
+
+
+def test_a_record_that_was_altered_at_the_site_is_signed_as_such(
+    clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = Path(shutil.copytree(clinic, tmp_path / "clinic", symlinks=True))
+    record = next(kit.rglob(FILE))
+    record.write_text(record.read_text().replace('"hello"', '"hallo"'))
+    assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "e.zip") == 1
+    assert "record ALTERED: audit-1.jsonl, line 2" in capsys.readouterr().out
+    assert b"ALTERED" in content(tmp_path / "e.zip")["README.md"]
+    assert run(monkeypatch, "evidence", tmp_path / "e.zip", "--verify", "--fingerprint", root) == 1
+    assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "e.zip") == 2
+    assert "evidence is never replaced" in capsys.readouterr().err
+
+
+def test_checking_needs_a_root_from_elsewhere_and_any_kit_has_it(
+    made: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "evidence", made, "--verify") == 2
+    assert "anybody can sign with a root of his own" in capsys.readouterr().err
+    assert run(monkeypatch, "evidence", made, "--verify", "--kit", hub / "a@hub.example", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["intact"] is True
+
+
+def test_a_run_that_is_not_there_is_told(
+    clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "evidence", "fundus-2", "--kit", clinic) == 2
+    assert "no such run at this site; there: fundus-1" in capsys.readouterr().err
+    assert run(monkeypatch, "evidence", "../fundus-1", "--kit", clinic) == 2
