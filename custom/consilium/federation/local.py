@@ -13,10 +13,13 @@ from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
+from consilium.data.datalist import DataList
+from consilium.data.patients import by_patient
 from consilium.errors import CheckpointError
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
-from consilium.privacy.plan import Plan, dpsgd
+from consilium.privacy.dpsgd import DpSgd
+from consilium.privacy.plan import Plan, dpsgd, per_patient
 from consilium.report.events import SiteEvents
 from consilium.seeding import seed_for
 from consilium.strategies.local import Pass
@@ -44,6 +47,7 @@ class LocalTraining:
     noise_seed: int | None
     should_stop: Callable[[], None]
     events: SiteEvents
+    data: DataList | None
 
     def _examples(self, split: str) -> Examples | None:
         """Return what the model as it is now says of a few pictures."""
@@ -106,11 +110,16 @@ class LocalTraining:
 
         before = sum(self.strategy.phases(round) for round in range(payload.round)) + payload.phase
         config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
-        private, goes_on = dpsgd(self.plan, self._noise_seed(payload, number)), config.optimizer_state == "kept"
+        private, goes_on = self.private(payload, number), config.optimizer_state == "kept"
         kept, drift = optimizer if goes_on else None, self._drift(payload, params)
         with peak_memory(next(self.model.parameters()).device) as peak:
             found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
         return found | peak
+
+    def private(self, payload: Payload, number: int = 0) -> DpSgd | None:
+        """Return how a pass trains privately, None where training itself is not private."""
+        patients = by_patient(self.data) if self.data and per_patient(self.config.privacy) else ()
+        return dpsgd(self.plan, self._noise_seed(payload, number), patients)
 
     def _drift(self, payload: Payload, params: Tensors) -> Tensors:
         """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""

@@ -62,8 +62,8 @@ class Site(Keeping):
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
     `checkpoint` is where the base weights came from, None for those of the package. `limits` say how much the site can carry,
-    for algorithms with unequal ranks; `data` is what statistics count. Under a record-level `plan` training is DP-SGD;
-    `noise_seed` makes it repeatable and so not private.
+    for algorithms with unequal ranks; `data`: what statistics count, and whose samples are whose. Under a record- or
+    patient-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private.
     """
 
     def __init__(

@@ -16,13 +16,12 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit, kept, mechanism, noise, recovery, statistics, words
+from consilium.privacy import audit, kept, noise, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
-from consilium.privacy.release import check_upload, geometries, privatized, upload_shapes
-from consilium.seeding import seed_for
+from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
 from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
@@ -67,8 +66,8 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """What the server may know: 1 under site-level DP, which it would break, or if nothing trains; 0 by the site's word."""
-        hidden = self._unit == "site" or not self.config.trains
+        """What the server may know: samples or patients; 1 where the claim hides how many, or nothing trains; 0 by its word."""
+        hidden = (self.plan is not None and (self.plan.by_step or not self._in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
@@ -125,9 +124,9 @@ class Guard:
         self._admitted = run
 
     def _charge(self, task: Task) -> None:
-        if self._unit == "record":
+        if self._in_steps:
             self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
-        elif self._unit == "site":
+        elif self.plan:
             self.ledger.check([self._entry(task.run, *task.place)], self.policy.budgets)
 
     # what leaves -------------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ class Guard:
         return None
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
-        if self._unit == "site":  # record level was charged when the task came
+        if not self._in_steps:  # else it was charged when the task came
             self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
         words.keep(self.folder / task.run, task.place, reason)
 
@@ -218,8 +217,7 @@ class Guard:
             kept.keep(self.folder / task.run, stored, spends)
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
-            paid = self._unit == "record"  # when the task came
-            entry = replace(entry, count=0) if paid else entry
+            entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
             self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
 
@@ -235,14 +233,14 @@ class Guard:
         if self.ledger.released(self._entry(task.run, *task.place)):
             lost = f"round {result.round} was released but its bytes are lost; nothing was sent"
             raise RefusedError(f"{self.name}: {lost}", Reason.LEDGER)
-        checked = self._checked(result)
-        if self._unit == "record":
+        checked = self._checked(replace(result, metrics={}) if plan.by_step else result)
+        if self._in_steps and not plan.by_step:
             return checked, True
-        self._check_complete(checked, task.payload)
+        check_complete(self.name, self.strategy, checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        released, outcome = privatized(plan, checked.tensors, maps, self._normal(result))
+        released, outcome = privatized(plan, checked.tensors, maps, sources(self.policy, self.name, result))
         if self.config.diagnostics.noise:
-            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps, self._normal(result))
+            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)
             note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
@@ -251,16 +249,6 @@ class Guard:
     def _checked(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
-
-    def _check_complete(self, result: Payload, sent: Payload) -> None:
-        """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
-        if result.scalars:
-            raise RefusedError(f"{self.name}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
-        expected = upload_shapes(self.strategy, sent)
-        found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
-        if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
-            shapes = f"{found.get(wrong[0])}, expected {expected.get(wrong[0])}"
-            raise RefusedError(f"{self.name}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
 
     # records -----------------------------------------------------------------------------------------------------------
 
@@ -278,13 +266,9 @@ class Guard:
         self._records.setdefault(path, audit.Record(path)).add(line, again)
 
     @property
-    def _unit(self) -> str | None:
-        return self.plan.config.unit if self.plan else None
-
-    def _normal(self, result: Payload) -> mechanism.Normal:
-        if self.policy.noise_seed is None:
-            return mechanism.system_normal
-        return mechanism.seeded_normal(seed_for(self.policy.noise_seed, self.name, result.round, result.phase))
+    def _in_steps(self) -> bool:
+        """Whether training itself is private (DP-SGD), and so charged before it is done."""
+        return self.plan is not None and self.plan.config.unit != "site"
 
     def _entry(self, run: str, round: int, phase: int) -> Entry:
         """Return the ledger's row of a release."""

@@ -9,7 +9,7 @@ without the colluders. Their shares together are no discrete Gaussian, but close
 
 and the sum is within tau (log ratio, either way) of what can be made of a continuous Gaussian of variance K s^2 - 4. So s is
 the least whole number with K s^2 - 4 >= (sigma S)^2. The cost is that of the continuous Gaussian with sigma, and for T releases
-of d numbers (epsilon + 2 T d tau, e^(T d tau) delta). From s^2 = 10 on tau is under 3e-34, so SLACK stands for it.
+of d numbers (epsilon + 2 T d tau, e^(T d tau) delta). From s^2 = 10 on tau is under 3e-34, so accounting.SLACK stands for it.
 
 Source: P. Kairouz, Z. Liu, T. Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
 Aggregation", ICML 2021 (sums of discrete Gaussians, with a bound of ours on their distance; sharper than its total variation).
@@ -31,8 +31,6 @@ UNIT = 2.0**-36
 """The grid's unit, in those of the update: sums on it are exact, see federation/aggregate.py."""
 LEAST_VARIANCE = 10
 """Shares under this variance, in units of the grid, are refused: their sum is too far from a Gaussian."""
-SLACK = 1e-12
-"""What a release is charged in epsilon for not being a continuous Gaussian; 2 d tau is far under it."""
 MARGIN = 1e-12
 """By how much a clip is kept under, for what floating point rounds."""
 

@@ -1,7 +1,7 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,7 @@ def train(
         optim.restore(optimizer, list(active), kept)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
-    total, running = config.steps_per_round(task.num_samples), 0.0
+    total, running = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples), 0.0
     penalties: list[Tensor] = []
 
     def regularize(step: LocalStep) -> Tensor | None:
@@ -124,7 +124,7 @@ def _steps(
         return
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
     seeds = (seed_for(seed, "step", number) for number in itertools.count())
-    with PrivateSteps(model, optimizer, trained, task.num_samples, dp) as private:
+    with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
         yield lambda step, regularizer: _private_step(model, task, private, next(seeds), config, regularizer, step)
 
 
@@ -156,7 +156,7 @@ def _private_step(
     regularizer: Regularizer,
     step: LocalStep,
 ) -> float:
-    """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
+    """Take one step on a Poisson batch, at most `batch_size` samples, or one patient, at a time; an empty one is noise only.
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
@@ -164,17 +164,20 @@ def _private_step(
     of the clipped sum than the clip, which is what the noise is made for.
     """
     penalty, trained = regularizer(step), private.gradients.trained
-    indices, total = private.draw(), 0.0
-    starts = range(0, len(indices), config.batch_size)
-    calls = (partial(_batch, task, _device(model), indices[start : start + config.batch_size], seed) for start in starts)
-    with closing(ahead(calls, _ahead(task))) as made:
-        for batch in filter(None, made):
-            count = len(next(iter(batch.values())))
-            with private.gradients.collect(count):
-                total += count / len(indices) * _backward(model, task, batch, config, 1.0)
+    parts, total = private.parts(private.draw(), config.batch_size), 0.0
+    for count, batch in _read(model, task, parts, seed):
+        with private.gradients.collect(count):
+            total += count / sum(map(len, parts)) * _backward(model, task, batch, config, 1.0)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
     return total
+
+
+def _read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
+    """Yield batches of these samples with their sizes, without those of which none can be read."""
+    calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
+    with closing(ahead(calls, _ahead(task))) as made:
+        yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
 def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
