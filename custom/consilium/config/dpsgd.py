@@ -35,10 +35,8 @@ def check_shares(job: "JobConfig") -> None:
     """Raise ValueError, naming field, value and remedy, for what noise in shares does not go with."""
     if job.privacy is None or job.privacy.trust != "distributed":
         return
-    if getattr(job, "secure_aggregation", None) is None:
+    if job.secure_aggregation is None:
         raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
-    if job.weighting != "uniform":
-        raise ValueError("federation.weighting: 'samples' with privacy.trust distributed would leak data sizes; use uniform")
     if job.dpsgd is not None:
         _check_steps(job)
 

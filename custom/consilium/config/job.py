@@ -16,6 +16,7 @@ from consilium.config.dpsgd import check_apart, check_shares
 from consilium.config.embed import embed_architecture
 from consilium.config.overrides import override
 from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
+from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.errors import ConfigError
@@ -119,6 +120,7 @@ class JobConfig(Section):
     federation: FederationConfig = FederationConfig()
     server: ServerConfig | None = None
     privacy: PrivacyConfig | None = None
+    secure_aggregation: SecureAggregationConfig | None = None
     statistics: StatisticsConfig | None = None
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
@@ -172,7 +174,7 @@ class JobConfig(Section):
 
         A median or trimmed mean counts every site once.
         """
-        private = self.privacy is not None and (self.privacy.unit == "site" or self.privacy.trust == "distributed")
+        private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
         robust = self.server is not None and self.server.robust
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
@@ -184,6 +186,8 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
         self._keep_diagnostics()
+        if self.secure_aggregation is not None:
+            check_masked(self)
         if self.statistics is not None and self.data.most_training is not None:
             what = "and the same with one sample more would tell a patient's values by statistics; remove one of them"
             raise ValueError(f"data.most_training: {self.data.most_training} {what}")

@@ -12,6 +12,7 @@ from consilium.config.data import DatasetName
 from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.statistics import SMALLEST
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
@@ -95,6 +96,7 @@ class SiteConfig(Section):
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
+    secure_aggregation: SitePartnersConfig = SitePartnersConfig()
     tracking: TrackingConfig | None = None
 
     @model_validator(mode="after")

@@ -1,7 +1,9 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_guard, build_model, build_pooled_site, build_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.inside import Inside
+from consilium.federation.masked import Asked, MaskedRounds, aggregate_for
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload, loading
 from consilium.privacy.guard import Guard
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.terms import Message
 from consilium.report.runlog import SIMULATION
 from consilium.storage import write_atomic
 
@@ -45,6 +51,10 @@ class Member:
         task = self.guard.authorize(Kind.TRAIN, run, payload)
         return self.guard.release(task, self.site.train(task.run, task.payload))
 
+    def masks(self, run: str, question: Message) -> Message:
+        """Return what the guard answers of secure aggregation."""
+        return self.guard.answer_masks(self.guard.authorize(Kind.MASKS, run, Payload(-1, -1, {}, masking=question)))
+
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Evaluate and return what the guard lets out."""
         task = self.guard.authorize(Kind.EVALUATE, run, payload)
@@ -63,6 +73,8 @@ def simulate(
 
     A site that fails is refused for that round and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
+    if job.config.secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, list(sites))
     folder = workspace / "sites"
     observer(loading(job.config.model.title))
     model = build_model(job.config, next(iter(sites.values())))
@@ -74,17 +86,19 @@ def simulate(
     wanted = job.config.diagnostics.looks_inside
     inside = Inside(job, {name: member.site for name, member in trainers.items()}) if wanted else None
     own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
-    coordinator = Coordinator(job, workspace, observer, resume, own=own)
+    coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
+    rounds = _masked_rounds(coordinator, workspace) if job.config.secure_aggregation else None
     write_atomic(workspace / SIMULATION, b"{}")
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:
             _survey(coordinator, members if job.strategy.pools_data else {n: members[n] for n in coordinator.sites})
         while not coordinator.done:
-            run_phase(coordinator, trainers, inside)
+            run_phase(coordinator, trainers, inside, rounds)
         if job.config.trains:
             _evaluate(coordinator, members)
         coordinator.finish()
+        shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
         for name in (*sites, POOLED):
             discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
     finally:
@@ -97,6 +111,8 @@ def simulate(
 def _member(job: Job, name: str, site: SiteConfig, folder: Path, observer: Observer, model: nn.Module) -> Member:
     check_packages(job.config, site, name)
     guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
+    if job.config.secure_aggregation:
+        guard.identity = simulated_identity(folder.parent.parent / IDENTITIES, name, site.secure_aggregation)
     return Member(build_site(job, name, site, folder, observer, model), guard)
 
 
@@ -130,16 +146,48 @@ def _survey(coordinator: Coordinator, members: dict[str, Member]) -> None:
     coordinator.survey.finish()
 
 
-def run_phase(coordinator: Coordinator, members: dict[str, Member], inside: Inside | None = None) -> None:
+def run_phase(
+    coordinator: Coordinator, members: dict[str, Member], inside: Inside | None = None, rounds: MaskedRounds | None = None
+) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
+    if rounds:
+        rounds.phase(partial(_ask, coordinator, members), lambda: _evaluate_held_out(coordinator, members))
+        return
     payloads = coordinator.start()
-    for name, payload in coordinator.held_out().items():
-        _exchange(coordinator, name, payload, members[name].evaluate, coordinator.accept_held_out)
+    _evaluate_held_out(coordinator, members)
     for name, payload in payloads.items():
         result = _exchange(coordinator, name, payload, members[name].train, coordinator.accept)
         if inside and result and name in coordinator.accepted:
             inside.after(coordinator.asked[name], payload, result)
     coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
+
+
+def _evaluate_held_out(coordinator: Coordinator, members: dict[str, Member]) -> None:
+    for name, payload in coordinator.held_out().items():
+        _exchange(coordinator, name, payload, members[name].evaluate, coordinator.accept_held_out)
+
+
+def _masked_rounds(coordinator: Coordinator, workspace: Path) -> MaskedRounds:
+    return MaskedRounds(coordinator, read_root(workspace / IDENTITIES / "rootCA.pem"), SERVER)
+
+
+def _ask(
+    coordinator: Coordinator,
+    members: dict[str, Member],
+    kind: Kind,
+    messages: Mapping[str, Asked],
+    take: Callable[[str, Any], None],
+    enough: Callable[[], bool],
+) -> None:
+    """Ask sites in turn, see federation/masked.py; what one does not answer is refused, and all others are asked."""
+    for name, message in messages.items():
+        try:
+            if isinstance(message, Payload):
+                take(name, members[name].train(coordinator.run, message))
+            else:
+                take(name, members[name].masks(coordinator.run, message))
+        except ConsiliumError as error:
+            coordinator.refuse(name, str(error))
 
 
 def _exchange(

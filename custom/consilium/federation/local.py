@@ -23,7 +23,7 @@ from consilium.privacy.plan import Plan, dpsgd, per_patient
 from consilium.report.events import SiteEvents
 from consilium.seeding import seed_for
 from consilium.strategies.local import Pass
-from consilium.strategies.strategy import Strategy
+from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.blending import blended
@@ -31,6 +31,7 @@ from consilium.training.device import autocast, peak_memory
 from consilium.training.features import WithFeatures
 from consilium.training.looking import Looking
 from consilium.training.loop import Progress, train
+from consilium.training.step import clipped_sum
 
 
 class LocalTraining:
@@ -120,6 +121,15 @@ class LocalTraining:
         """Return how a pass trains privately, None where training itself is not private."""
         patients = by_patient(self.data) if self.data and per_patient(self.config.privacy) else ()
         return dpsgd(self.plan, self._noise_seed(payload, number), patients)
+
+    def step_of_all(self, names: Collection[str], payload: Payload) -> Tensors:
+        """Return this site's part of a step of DP-SGD over all sites, on the grid; {} where sites train by themselves."""
+        if self.plan is None or not self.plan.by_step or (dp := self.private(payload)) is None:
+            return {}
+        params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
+        trained = set(self.strategy.names(params, Role.SHARED, payload.round, payload.phase))
+        seed = self._seed("train", payload)
+        return clipped_sum(self.model, self.task, params, trained, self.config.training, seed, dp)
 
     def _drift(self, payload: Payload, params: Tensors) -> Tensors:
         """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""

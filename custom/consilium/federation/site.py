@@ -143,7 +143,8 @@ class Site(Keeping):
         began = time.monotonic()
         start, kept = self.prepare(held.params, start, held.kept, payload)
         memory: Tensors = {}
-        passes = self.strategy.passes(start, payload.round, payload.phase)
+        summed = self.step_of_all(start, payload)
+        passes = [] if summed else self.strategy.passes(start, payload.round, payload.phase)
         trained = self.train_passes(passes, start, payload, memory, held.optimizer)
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
@@ -156,6 +157,7 @@ class Site(Keeping):
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
+        reply = replace(reply, tensors=summed) if summed else reply
         self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training

@@ -20,8 +20,11 @@ from consilium.privacy import audit, kept, noise, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
+from consilium.privacy.masking import Masking
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.terms import Terms
 from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
@@ -30,7 +33,7 @@ CAPACITY = frozenset({"download", "time", "memory"})
 
 
 @dataclass
-class Guard:
+class Guard(Masking):
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
@@ -55,6 +58,7 @@ class Guard:
     terms: statistics.Terms = statistics.TERMS
     tensors: Collection[str] = ()
     test_only: bool = False
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
@@ -63,11 +67,12 @@ class Guard:
         self._task: Task | None = None
         self._asked: Task | None = None
         self._records: dict[Path, audit.Record] = {}
+        self._terms: Terms | None = None
 
     @property
     def shown_samples(self) -> int:
         """What the server may know: samples or patients; 1 where the claim hides how many, or nothing trains; 0 by its word."""
-        hidden = (self.plan is not None and (self.plan.by_step or not self._in_steps)) or not self.config.trains
+        hidden = (self.plan is not None and (self.masks or not self._in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
@@ -93,7 +98,9 @@ class Guard:
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
+            self._open_masks(task)
             self._charge(task)
+        self._end_masks(task)
         self._task = self._asked = task
         return task
 
@@ -105,6 +112,7 @@ class Guard:
             Kind.HELLO: task.place == (-1, -1),
             Kind.STATISTICS: task.place == (-1, -1) and self.config.statistics is not None,
             Kind.TRAIN: known and not self.test_only and 0 <= phase < self.strategy.phases(round),
+            Kind.MASKS: task.place == (-1, -1) and trains and self.masks and not self.test_only,
             Kind.EVALUATE: (trains and task.place == (rounds, 0)) or (known and phase == HELD_OUT),
         }
         if not fits[task.kind]:
@@ -115,6 +123,7 @@ class Guard:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
         if self.config.trains or not self.terms.share:  # a job of statistics only is the site's to allow
             check_policy(self.name, self.plan, self.policy)
+        self._check_masks()
         recovery.check(self.records, self.ledger)
         if self.plan is not None and self.config.trains:
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
@@ -157,8 +166,10 @@ class Guard:
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
             released, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
+            if self.masks:
+                released = self._masked(task, released, self.config.weight(self.shown_samples))
             released = replace(released, ledger=self.ledger.seal())
-            self._note("update", released, spends)
+            self._note("update", released, spends, **self._masks_said)
         self._asked = None
         return released
 
@@ -203,12 +214,6 @@ class Guard:
             self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
         words.keep(self.folder / task.run, task.place, reason)
 
-    def _take(self, task: Task, kind: Kind) -> None:
-        """Use up the authorization. Raises RefusedError unless `task` is the one that stands."""
-        standing, self._task = self._task, None
-        if standing is None or task is not standing or task.kind is not kind:
-            raise RefusedError(f"{self.name}: an answer to a task that was not authorized; nothing was sent", Reason.TASK)
-
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""
         stored, spends = kept.last(self.folder / task.run)
@@ -233,7 +238,7 @@ class Guard:
         if self.ledger.released(self._entry(task.run, *task.place)):
             lost = f"round {result.round} was released but its bytes are lost; nothing was sent"
             raise RefusedError(f"{self.name}: {lost}", Reason.LEDGER)
-        checked = self._checked(replace(result, metrics={}) if plan.by_step else result)
+        checked = self._checked(result)
         if self._in_steps and not plan.by_step:
             return checked, True
         check_complete(self.name, self.strategy, checked, task.payload)
@@ -249,21 +254,6 @@ class Guard:
     def _checked(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
-
-    # records -----------------------------------------------------------------------------------------------------------
-
-    def _note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **said: Any) -> None:
-        """Put a message into the site's record before it leaves, see audit.py."""
-        job = {"job": self.config.name, "experiment": self.config.experiment}
-        line: dict[str, Any] = {"site": self.name, **job, "run": self._run}
-        line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
-        if payload is not None:
-            line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
-            line |= {"scalars": payload.scalars, "metrics": payload.metrics}
-        if spends and self.plan is not None:
-            line["privacy"] = audit.cost(self.plan)
-        path = self.folder / self._run / audit.FILE
-        self._records.setdefault(path, audit.Record(path)).add(line, again)
 
     @property
     def _in_steps(self) -> bool:

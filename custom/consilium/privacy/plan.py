@@ -24,7 +24,8 @@ from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.calibration import paper_sigma, printed
 from consilium.privacy.dpsgd import DpSgd
-from consilium.privacy.shares import UNIT, honest_shares, share_deviation, slack
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import honest_shares, share_deviation, slack
 from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
 
@@ -186,7 +187,7 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
 
 def _shares(config: JobConfig) -> tuple[int, int]:
     """Return how many shares of noise count in a sum, and with how many colluders, by the job's secure aggregation."""
-    masked: Any = getattr(config, "secure_aggregation", None)
+    masked = config.secure_aggregation
     if masked is None:
         raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
     return honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders), masked.colluders

@@ -15,7 +15,8 @@ from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
 from consilium.privacy.discrete import Bits
 from consilium.privacy.plan import Plan
-from consilium.privacy.shares import UNIT, add_share, on_grid
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import add_share, on_grid
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import Role, Strategy
 

@@ -26,9 +26,8 @@ from torch import Tensor
 from consilium.errors import ConfigError, RefusedError
 from consilium.messages import Tensors
 from consilium.privacy.discrete import Bits, discrete_gaussian
+from consilium.privacy.secagg.arithmetic import UNIT, quantize
 
-UNIT = 2.0**-36
-"""The grid's unit, in those of the update: sums on it are exact, see federation/aggregate.py."""
 LEAST_VARIANCE = 10
 """Shares under this variance, in units of the grid, are refused: their sum is too far from a Gaussian."""
 MARGIN = 1e-12
@@ -92,15 +91,10 @@ def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Te
     if not math.isfinite(norm):
         raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
     factor = min(1.0, room / norm) if norm else 1.0
-    found = {name: rounded(tensor.double() * factor, unit) for name, tensor in update.items()}
+    found = quantize({name: tensor.double() * factor for name, tensor in update.items()}, unit)
     if sum(value * value for t in found.values() for value in t.flatten().tolist()) > (Fraction(clip) / Fraction(unit)) ** 2:
         raise RefusedError("update is over the clip after rounding; nothing was sent; raise privacy.clip")
     return found
-
-
-def rounded(tensor: Tensor, unit: float = UNIT) -> Tensor:
-    """Return the nearest whole units of the grid, int64."""
-    return tensor.detach().double().div(unit).round_().to(torch.int64)
 
 
 def add_share(integers: Tensors, deviation: int, bits: Bits = os.urandom) -> Tensors:

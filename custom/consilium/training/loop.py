@@ -141,7 +141,7 @@ def _step(
     penalty = regularizer(step)
     if penalty is not None and penalty.requires_grad:
         penalty.backward()
-    total = sum(_backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
+    total = sum(backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
@@ -165,15 +165,15 @@ def _private_step(
     """
     penalty, trained = regularizer(step), private.gradients.trained
     parts, total = private.parts(private.draw(), config.batch_size), 0.0
-    for count, batch in _read(model, task, parts, seed):
+    for count, batch in read(model, task, parts, seed):
         with private.gradients.collect(count):
-            total += count / sum(map(len, parts)) * _backward(model, task, batch, config, 1.0)
+            total += count / sum(map(len, parts)) * backward(model, task, batch, config, 1.0)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
     return total
 
 
-def _read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
+def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
     """Yield batches of these samples with their sizes, without those of which none can be read."""
     calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
     with closing(ahead(calls, _ahead(task))) as made:
@@ -185,7 +185,7 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
     return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
 
 
-def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
+def backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
     """Add the gradients of one batch's loss times `share`; return that loss."""
     with autocast(_device(model), config.precision):
         loss = _scalar(task.loss(model, batch)) * share
