@@ -1,8 +1,8 @@
 """One step of DP-SGD over all sites' data: what a site adds to the sum of clipped gradients.
 
 Every site draws its own units (records or patients) with the same rate, by coins of the system's generator. Each unit's
-gradient is clipped and put on the grid on its own, so a unit moves the sum by its clip and the rounding of one gradient, whatever
-else was drawn and in whichever order. The guard adds the share of noise. A batch that came out empty is a sum of zeros.
+gradient is clipped and put on the grid on its own, so a unit moves the sum by its clip and the rounding of one gradient,
+whatever else was drawn and in whichever order. The guard adds the share of noise. An empty batch is a sum of zeros.
 
 Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, its sum taken over hospitals.
 """
