@@ -17,7 +17,7 @@ from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.samples import patients_of, site_data, units_of
+from consilium.federation.samples import of_patients, patients_of, site_data, units_of
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
@@ -164,6 +164,8 @@ def build_site(
     observer(loading("data", name))
     data = site_data(job.config, name, site, folder, root)
     task = build_task(job.config, data, site)
+    if warning := of_patients(job.config, data):
+        observer({"event": "warning", "text": f"{name}: {warning}"})
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)

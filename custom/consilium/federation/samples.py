@@ -15,7 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.data.crop import drawn
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient
+from consilium.data.patients import by_patient, most_of_one
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
 from consilium.privacy.plan import per_patient
@@ -165,6 +165,17 @@ def _check_windows(config: JobConfig, data: DataList) -> DataList:
 def units_of(config: JobConfig, data: DataList) -> int:
     """Return how many records, or patients where they are the unit, a site trains on. Raises DataError for nameless ones."""
     return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
+
+
+def of_patients(config: JobConfig, data: DataList) -> str | None:
+    """Return a warning where records are hidden one by one and the list knows that several are of one patient."""
+    patients, most = most_of_one(data.splits["training"])
+    if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
+        return None
+    what = f"its list names {patients} patients with up to {most} training samples each"
+    return (
+        f"privacy.unit record hides one sample, and {what}: for such a patient the bound is {most} times epsilon; use patient"
+    )
 
 
 def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
