@@ -19,7 +19,7 @@ from consilium.federation.engine import simulate
 from consilium.federation.masked import opened_mean
 from consilium.federation.samples import site_data
 from consilium.federation.server_step import gradient_step
-from consilium.messages import Tensors
+from consilium.messages import Observer, Tensors
 from consilium.privacy import mechanism
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd
@@ -29,7 +29,7 @@ from consilium.privacy.release import Sources, geometries, privatized, restored
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.strategies.strategy import ServerState
 from consilium.training.step import clipped_sum, drawn
-from tests.conftest import assembled, small_cells, training_only
+from tests.conftest import Snapshot, assembled, small_cells, training_only
 
 SITES = ("site-1", "site-2", "site-3")
 STEPS = {"unit": "record", "trust": "distributed", "sample_rate": 0.5, "divisor": 12.0, "clip": 0.05}
@@ -256,9 +256,9 @@ def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan(
 # whole runs -----------------------------------------------------------------------------------------------------------
 
 
-def run(config: JobConfig, folder: Path, seed: int | None = 1, **options: Any) -> Tensors:
-    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=seed))
-    return simulate(assemble_job(config), dict.fromkeys(SITES, site), folder, lambda event: None, **options).state.shared
+def run(config: JobConfig, folder: Path, observer: Observer = lambda event: None, **options: Any) -> Tensors:
+    site = SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
+    return simulate(assemble_job(config), dict.fromkeys(SITES, site), folder, observer, **options).state.shared
 
 
 @pytest.mark.slow
@@ -302,16 +302,18 @@ def test_a_resumed_run_equals_one_without_a_break_and_only_sums_and_rows_are_lef
     """The server's Adam goes on; ledgers have a row a step; nothing of a site's losses or batches is in the server's log."""
     privacy = STEPS | {"noise_multiplier": 0.5}
     options = {"optimizer": "adam", "lr": 0.01}
-    whole = run(job(privacy, rounds=2, **options), tmp_path / "whole")
-    run(job(privacy, rounds=1, **options), tmp_path / "parts")
-    parts = run(job(privacy, rounds=2, **options), tmp_path / "parts", resume=True)
+    folder = tmp_path / "run"
+    broken = Snapshot(folder, lambda event: event.get("event") == "round" and event["round"] == 2)
+    whole = run(job(privacy, rounds=4, **options), folder, observer=broken)
+    kept = broken.restore()
+    parts = run(job(privacy, rounds=4, **options), folder, resume=True)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    rows = Ledger(tmp_path / "whole/sites/site-1/ledger.sqlite").entries()
+    rows = Ledger(kept / "sites/site-1/ledger.sqlite").entries()
     steps = [row for row in rows if row.count]
     assert [(r.unit, r.trust, r.round, r.sample_rate, r.count) for r in steps] == [
-        ("record", "distributed", number, 0.5, 1) for number in range(2)
+        ("record", "distributed", number, 0.5, 1) for number in range(4)
     ]
-    told = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    told = (kept / "metrics.jsonl").read_text()
     assert "train/loss" not in told
     assert "train/steps" not in told
 

@@ -112,7 +112,7 @@ def test_layers_that_couple_samples_are_refused_by_their_name() -> None:
 
 def test_any_layer_will_do_where_no_gradients_per_sample_are_needed() -> None:
     raw = small_config("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 8}}
-    raw["adapter"] |= {"decoder": "share"}
+    raw["adapter"] |= {"decoder": "share", "targets": "encoder-qkv"}
     with pytest.raises(ConfigError, match="covers linear layers only, the decoder has others"):
         assembled(JobConfig.model_validate(raw))
     assembled(JobConfig.model_validate(raw | {"privacy": PATIENT}))

@@ -1,4 +1,4 @@
-"""The commands `consilium privacy plan`, `ledger` and `accept`."""
+"""The commands `consilium privacy plan`, `ledger` and `accept`; `attack` has a file of its own."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli.attack import attack
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import STATE
@@ -21,7 +22,8 @@ from consilium.report.clean import line
 if TYPE_CHECKING:
     from consilium.privacy.plan import Plan
 
-app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger.")
+app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
+app.command()(attack)
 PAPER_TENSORS = 36
 PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
 
