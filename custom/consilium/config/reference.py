@@ -25,7 +25,13 @@ from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntr
 from consilium.config.diagnostics import DiagnosticsConfig, OracleConfig
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
-from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
+from consilium.config.privacy import (
+    BudgetConfig,
+    HospitalPrivacyPolicy,
+    PatientLevelDpConfig,
+    RecordLevelDpConfig,
+    SiteLevelDpConfig,
+)
 from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
@@ -239,7 +245,8 @@ def job_reference() -> str:
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
     parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
-    parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
+    units = {"site": SiteLevelDpConfig, "patient": PatientLevelDpConfig, "record": RecordLevelDpConfig}
+    parts += [chapter(f"`privacy: {{unit: {unit}}}`", section) for unit, section in units.items()]
     parts += [chapter("`statistics:`", StatisticsConfig)]
     parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`diagnostics: {oracle:}`", OracleConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
