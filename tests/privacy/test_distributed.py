@@ -101,7 +101,7 @@ def test_one_unit_more_moves_a_sum_by_the_clip_at_most_whatever_its_gradient(mon
     monkeypatch.setattr("consilium.training.step.drawn", everybody)
     others = [[0.3, -0.2], [5.0, 1.0], [0.1, 0.1]]
     before = summed(others, DpSgd(0.0, 1.0, 0.5))
-    for extra in ([1e20, 0.0], [-3e3, 7.0], [0.0, 0.0], [1e30, -1e30]):
+    for extra in ([1e20, 0.0], [-3e3, 7.0], [0.0, 0.0], [1e30, -1e30], [math.inf, 0.0], [math.nan, 1.0]):
         after = summed([*others, extra], DpSgd(0.0, 1.0, 0.5))
         moved = math.sqrt(sum(float((after[name] - before[name]).square().sum()) for name in after))
         assert moved <= 1.0 + math.sqrt(3) * UNIT
@@ -151,7 +151,7 @@ def test_a_plan_of_steps_is_one_for_all_sites_and_counts_a_step_a_round() -> Non
     assert found.epsilon() == pytest.approx(3, rel=0.01)
     assert found.epsilon() >= epsilon_of([GaussianEvent(found.noise_multiplier, 0.02, 40)], 1e-5)
     assert found.shares == 2  # of three sites that a sum has at least, one may collude
-    assert "no more than 1 sites work with it" in found.claim()
+    assert "also the server with up to 1 sites that work with it" in found.claim()
     assert "is public" not in found.claim()
 
 

@@ -40,7 +40,7 @@ HIDDEN = {
 AGAINST = {
     "local": "against everyone",
     "central": "against everyone but the server",
-    "distributed": "against everyone, the server too, as long as no more than {colluders} sites work with it",
+    "distributed": "against everyone, also the server with up to {colluders} sites that work with it",
 }
 """Whom a claim holds against, by trust."""
 

@@ -141,7 +141,7 @@ def _step(
     penalty = regularizer(step)
     if penalty is not None and penalty.requires_grad:
         penalty.backward()
-    total = sum(backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
+    total = sum(_backward(model, task, next(stream), config, 1 / config.accumulate) for _ in range(config.accumulate))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
@@ -167,7 +167,7 @@ def _private_step(
     parts, total = private.parts(private.draw(), config.batch_size), 0.0
     for count, batch in read(model, task, parts, seed):
         with private.gradients.collect(count):
-            total += count / sum(map(len, parts)) * backward(model, task, batch, config, 1.0)
+            total += count / sum(map(len, parts)) * _backward(model, task, batch, config, 1.0)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
     return total
@@ -185,10 +185,10 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
     return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
 
 
-def backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
+def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> float:
     """Add the gradients of one batch's loss times `share`; return that loss."""
     with autocast(_device(model), config.precision):
-        loss = _scalar(task.loss(model, batch)) * share
+        loss = scalar(task.loss(model, batch)) * share
     if not torch.isfinite(loss):
         raise ConsiliumError(
             f"training.lr: {config.lr}: the loss became {loss.item()}; lower it or check the data", Reason.TRAINING
@@ -198,7 +198,7 @@ def backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig,
     return loss.item()
 
 
-def _scalar(loss: Tensor) -> Tensor:
+def scalar(loss: Tensor) -> Tensor:
     """Return a task's loss. Raises ConsiliumError for anything but one number as a tensor."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

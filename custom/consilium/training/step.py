@@ -2,7 +2,8 @@
 
 Every site draws its own units (records or patients) with the same rate, by coins of the system's generator. Each unit's
 gradient is clipped and put on the grid on its own, so a unit moves the sum by its clip and the rounding of one gradient,
-whatever else was drawn and in whichever order. The guard adds the share of noise. An empty batch is a sum of zeros.
+whatever else was drawn and in whichever order. The guard adds the share of noise. An empty batch is a sum of zeros. So is a
+unit whose loss or gradient is not finite: an error instead would tell, without noise, that it was drawn.
 
 Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, its sum taken over hospitals.
 """
@@ -22,8 +23,8 @@ from consilium.privacy.dpsgd import DpSgd, gradients_by_unit
 from consilium.privacy.secagg.arithmetic import quantize
 from consilium.privacy.shares import MARGIN
 from consilium.tasks.base import Task
-from consilium.training.device import cuda_devices
-from consilium.training.loop import backward, read
+from consilium.training.device import autocast, cuda_devices
+from consilium.training.loop import read, scalar
 
 
 def clipped_sum(
@@ -38,7 +39,7 @@ def clipped_sum(
     """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
 
     `params`: the model's adapter tensors by name; they stay as they are. `seed` fixes augmentation only. Raises ConsiliumError
-    when a loss is not finite.
+    for a task whose loss is no number.
     """
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
@@ -54,7 +55,10 @@ def clipped_sum(
             torch.manual_seed(seed)
             for count, batch in read(model, task, parts, seed):
                 with gradients.collect(count):
-                    backward(model, task, batch, config, 1.0)
+                    with autocast(next(model.parameters()).device, config.precision):
+                        loss = scalar(task.loss(model, batch))
+                    if loss.requires_grad:
+                        loss.backward()
                 _subtract(sums, gradients.take(), dp.clip)
     finally:
         gradients.close()
