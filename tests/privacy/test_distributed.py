@@ -198,6 +198,16 @@ def test_without_masks_shares_of_noise_are_refused() -> None:
         JobConfig.model_validate(raw)
 
 
+def test_a_bound_that_noise_would_pass_is_refused_before_any_training() -> None:
+    """Clip 0.5, and 40 deviations of 2 * 0.5 / sqrt 2: 28.8."""
+    raw = job(SITE).model_dump()
+    raw["secure_aggregation"]["bound"] = 28.7
+    with pytest.raises(ConfigError, match=r"secure_aggregation\.bound: 28\.7 is under the clip and 40 deviations.*give 28\.8"):
+        plan(JobConfig.model_validate(raw))
+    raw["secure_aggregation"]["bound"] = 28.8
+    assert plan(JobConfig.model_validate(raw)).shares == 2
+
+
 def test_too_many_colluders_are_refused_before_any_training() -> None:
     with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: a sum of 3 sites would hold 1 shares"):
         plan(job(SITE, colluders=2))

@@ -13,13 +13,15 @@ from torch import nn
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import DataError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.shares import add_share, on_grid, share_deviation
-from consilium.use.attack import confidence_of, draw, epsilon_bound, judged, key_of, likelihood_ratio
+from consilium.use.attack import attack, confidence_of, draw, epsilon_bound, judged, key_of, likelihood_ratio
+from consilium.use.model import open_model
 from tests.conftest import run, small_cells
 
 
@@ -65,8 +67,16 @@ def test_the_likelihood_ratio_is_that_of_two_gaussians() -> None:
     target = np.array([1.7, -0.4])
     expected = norm.logpdf(target, 2, 1) - norm.logpdf(target, 0, 1)
     assert likelihood_ratio(target, shadows, included) == pytest.approx(expected)
-    with pytest.raises(DataError, match="in the training split of one shadow run at least, and of another not"):
+    with pytest.raises(DataError, match="no sample was in the training split of one shadow run and not in another's"):
         likelihood_ratio(target, shadows, included | True)
+
+
+def test_a_unit_that_no_shadow_model_left_out_takes_the_distance_of_the_others() -> None:
+    """The first unit has 2 and 0; the second was in all, with the mean 5, so without it would be 3. Deviations: pooled."""
+    shadows = np.array([[1.0, 4.0], [3.0, 6.0], [-1.0, 4.0], [1.0, 6.0]])
+    included = np.array([[True, True], [True, True], [False, True], [False, True]])
+    found = likelihood_ratio(np.array([1.0, 5.0]), shadows, included)
+    assert found == pytest.approx([0.0, norm.logpdf(5, 5, 1) - norm.logpdf(5, 3, 1)])
 
 
 def test_a_confidence_is_the_log_odds_of_the_right_answer() -> None:
@@ -153,6 +163,27 @@ def test_a_canary_of_a_site_under_shares_of_noise_shows_less_than_the_claim_and_
     assert judged("", with_noise, members, 1e-6, 0.95).epsilon < 1.0
     half = np.array([summed(sigma / 20, bool(one), bits) for one in members])
     assert judged("", half, members, 1e-6, 0.95).epsilon > 3.0
+
+
+def listed_site(folder: Path) -> SiteConfig:
+    spec = small_cells().data.phantoms
+    assert spec is not None
+    options = spec.model_dump() | {"training": 60, "validation": 0, "test": 4}
+    return SiteConfig(datalist=make_phantoms(folder, site="site-1", seed=0, size=64, **options))
+
+
+@pytest.mark.slow
+def test_shadow_runs_on_other_parts_of_the_list_make_a_third_attack(tmp_path: Path) -> None:
+    site, opened = listed_site(tmp_path / "data"), []
+    for seed in range(4):
+        raw = small_cells("fedit", rounds=1, local_steps=1, seed=seed).model_dump()
+        raw["data"] = {"most_training": 30}
+        raw["federation"]["min_sites"] = 1
+        simulate(assemble_job(JobConfig.model_validate(raw)), {"site-1": site}, tmp_path / f"{seed}", lambda event: None)
+        opened.append(open_model(tmp_path / f"{seed}", "site-1"))
+    found = attack(opened[0], site, "site-1", opened[1:], tmp_path / "place")
+    assert [one.attack for one in found] == ["loss", "calibrated", "likelihood"]
+    assert all(one.units == 60 and one.epsilon < 2 for one in found)
 
 
 # whole models ---------------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
+DEVIATIONS = 40
+"""Of noise that a bound on numbers must have room for: a number over it stops the site's update."""
 HIDDEN = {
     ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
     ("site", "replace"): "which data a site has",
@@ -174,23 +176,28 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
         return None
     rounds = range(config.training.rounds)
     releases = sum(strategy.phases(round) for round in rounds)
-    shares, colluders = _shares(config) if privacy.trust == "distributed" else (1, 0)
+    if privacy.trust == "distributed":
+        return _shared_plan(config, privacy, releases)
     if not isinstance(privacy, SiteLevelDpConfig):
-        if privacy.trust == "distributed":
-            return replace(step_plan(privacy, releases), shares=shares, colluders=colluders)
         passes = max((len(strategy.passes((), *place)) for place in strategy.places()), default=1)
         return None if num_units is None else _local_plan(config, privacy, releases, num_units, passes)
     if privacy.calibration == "paper":
         return paper_plan(config, privacy, strategy, releases, list(names))
-    return replace(site_plan(privacy, releases), shares=shares, colluders=colluders)
+    return site_plan(privacy, releases)
 
 
-def _shares(config: JobConfig) -> tuple[int, int]:
-    """Return how many shares of noise count in a sum, and with how many colluders, by the job's secure aggregation."""
+def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Plan:
+    """Return the plan of noise in shares: how many count in a sum follows from the job's secure aggregation."""
     masked = config.secure_aggregation
     if masked is None:
         raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
-    return honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders), masked.colluders
+    shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
+    made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
+    found = replace(made, shares=shares, colluders=masked.colluders)
+    if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
+        what = f"{masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise"
+        raise ConfigError(f"secure_aggregation.bound: {what}; give {least:.3g} or more, or leave it out")
+    return found
 
 
 def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy, releases: int, names: list[str]) -> Plan:

@@ -149,11 +149,20 @@ def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
 def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_]) -> Values:
     """Return LiRA's score of every unit, (N,): `target` log-confidences (N,), those of `shadows` (M, N), who trained on whom.
 
-    One variance for all units, which few shadow models ask for. Raises DataError where a unit was in all or none of them.
+    One variance for all units, which few shadow models ask for. A unit that was in all of them, or in none, takes the mean
+    distance of the others. Raises DataError where no unit was in one and not in another.
     """
-    if not (included.any(0) & ~included.all(0)).all():
-        raise DataError("--shadow: every unit must be in the training split of one shadow run at least, and of another not")
-    inside, outside = (np.where(mask, shadows, 0).sum(0) / mask.sum(0) for mask in (included, ~included))
+    both = included.any(0) & ~included.all(0)
+    if not both.any():
+        raise DataError(
+            "--shadow: no sample was in the training split of one shadow run and not in another's; give other seeds"
+        )
+    with np.errstate(invalid="ignore"):
+        inside, outside = (np.where(mask, shadows, 0).sum(0) / mask.sum(0) for mask in (included, ~included))
+    distance = float((inside - outside)[both].mean())
+    inside, outside = (np.where(mask.any(0), one, far) for mask, one, far in (
+        (included, inside, outside + distance), (~included, outside, inside - distance),
+    ))  # fmt: skip
     rest = np.where(included, shadows - inside, shadows - outside)
     spread = max(float(rest.std()), 1e-6)
     return ((target - outside) ** 2 - (target - inside) ** 2) / (2 * spread**2)

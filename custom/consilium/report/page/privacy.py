@@ -32,7 +32,7 @@ def statement(record: Record) -> tuple[Sequence[str], Sequence[tuple[str, str]]]
         return [*sentences, SCORES], facts
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     spent = [value for line in record.of("concluded") if (value := number(line.get("privacy/epsilon"))) is not None]
-    if private.unit != "site":
+    if private.unit != "site" and private.trust == "local":
         return [BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
     facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
     return ["The run has not ended: what it promises is known at its end.", SCORES], facts
