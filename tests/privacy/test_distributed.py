@@ -208,6 +208,11 @@ def test_a_bound_that_noise_would_pass_is_refused_before_any_training() -> None:
     assert plan(JobConfig.model_validate(raw)).shares == 2
 
 
+def test_a_clip_that_the_grid_cannot_hold_is_refused_before_any_training() -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.clip: noise of 2 times 1e-12 is under the grid's"):
+        plan(job(SITE | {"clip": 1e-12}))
+
+
 def test_too_many_colluders_are_refused_before_any_training() -> None:
     with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: a sum of 3 sites would hold 1 shares"):
         plan(job(SITE, colluders=2))

@@ -194,6 +194,7 @@ def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Pl
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
     made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
+    found.share(0)  # before training, where the grid is too coarse for it
     if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
         what = f"{masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise"
         raise ConfigError(f"secure_aggregation.bound: {what}; give {least:.3g} or more, or leave it out")
