@@ -32,6 +32,7 @@ from consilium.config.privacy import (
     RecordLevelDpConfig,
     SiteLevelDpConfig,
 )
+from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
 from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
@@ -241,6 +242,7 @@ def job_reference() -> str:
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
     parts += [chapter("`training: {validate:}`", ValidateConfig)]
     parts += [chapter("`federation:`", FederationConfig), chapter("`server:`", ServerConfig)]
+    parts += [chapter("`secure_aggregation:`", SecureAggregationConfig)]
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
@@ -263,6 +265,7 @@ def site_reference() -> str:
         ("`tracking:`", TrackingConfig),
         ("`capacity:`", CapacityConfig),
         ("`privacy:`", HospitalPrivacyPolicy),
+        ("`secure_aggregation:`", SitePartnersConfig),
     ]
     deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
     chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]

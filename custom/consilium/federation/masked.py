@@ -1,8 +1,8 @@
 """A phase whose updates are masked: prepare, train, confirm, reveal, and the sum in the place of sites' updates.
 
 The engine lends its way to ask sites; what is asked, in which order, and what an answer counts for is decided here. A phase
-that too few sites bring to its end is cancelled and tried once more; if that fails the run stops, and a resumed run goes on with
-what was answered.
+that too few sites bring to its end is cancelled and tried once more. If that fails the run stops, and a resumed run goes on
+with what was answered.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from consilium.privacy.release import geometries, restored, upload_shapes
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
 from consilium.privacy.secagg.attempt import Attempt
 from consilium.privacy.secagg.collector import Collector
+from consilium.privacy.secagg.questions import cancellations
 from consilium.privacy.secagg.terms import Message
 from consilium.strategies.strategy import ServerState
 
@@ -128,6 +129,8 @@ class MaskedRounds:
 
     def _attempted(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
         """Bring an attempt to where its sum can be opened; None where too few are left for that."""
+        if attempt.answers.of("cancel"):
+            return None  # its end has begun
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
         least, threshold = attempt.terms.least, attempt.terms.threshold
 
@@ -182,14 +185,24 @@ class MaskedRounds:
         ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
 
     def _again(self, ask: Ask, attempt: Attempt) -> Attempt:
-        """Return a new attempt, once so many have cancelled the last that it cannot be opened. Raises ConsiliumError."""
-        asked = [n for n in attempt.silent("cancel", attempt.answers.of("prepare")) if n in self.coordinator.sites]
-        question = attempt.cancel_question()
-        ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
+        """Return a new attempt, once so many have cancelled the last that it cannot be opened. Raises ConsiliumError.
+
+        Nobody is asked to cancel unless enough were there a moment ago: who has cancelled cannot help to open the sum either.
+        """
+        able = [name for name in self._there(attempt) if name not in attempt.answers.of("reveal")]
+        asked = attempt.silent("cancel", able)
+        if len(able) >= cancellations(attempt.terms):
+            question = attempt.cancel_question()
+            ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
             what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
             raise ConsiliumError(f"secure aggregation: {what}; wait for sites to return, then resume the run")
         return self.collector.again(attempt)
+
+    def _there(self, attempt: Attempt) -> list[str]:
+        """Return the sites that answered what was asked last, or have cancelled."""
+        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
+        return sorted({*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys())
 
     def _conclude(self, opened: tuple[Sum, list[str]]) -> None:
         """Open the sum, and let the coordinator go on with it as with single updates."""

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
-from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -15,17 +14,17 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.errors import ConsiliumError, Reason, RefusedError
+from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.masked import MaskedRounds
 from consilium.federation.start import keep_inside
 from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
-from consilium.messages import Hello
-from consilium.report.clean import shown
+from consilium.flare.masks import MaskedTasks
+from consilium.flare.replies import hello_of, why
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
 
-CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]
 Messages = dict[str, Shareable]
 
@@ -50,6 +49,7 @@ class RoundController(Controller):
         super().__init__(task_check_period=task_check_period)
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
+        self.masked: MaskedTasks | None = None
         self._invited: dict[str, Task] = {}
         self._heard: set[str] = set()
 
@@ -66,6 +66,8 @@ class RoundController(Controller):
             if not context.simulated():
                 keep_inside(job.config, own)
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
+            if job.config.secure_aggregation:
+                self.masked = MaskedTasks(self, MaskedRounds(self.coordinator, *context.federation_root(fl_ctx)))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
@@ -93,11 +95,15 @@ class RoundController(Controller):
         if (c := self.coordinator) is None:
             return
         try:
-            self._wait(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
+            self.wait_for(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
             if c.survey.wanted and not abort_signal.triggered:
                 self._survey(c, abort_signal, fl_ctx)
             while not c.done and not abort_signal.triggered:
-                self._round(c, abort_signal, fl_ctx)
+                if self.masked:
+                    self.masked.round(abort_signal, fl_ctx)
+                    self._invite(c, fl_ctx)
+                else:
+                    self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
                 self._final(c, abort_signal, fl_ctx)
             if abort_signal.triggered:
@@ -126,7 +132,7 @@ class RoundController(Controller):
 
         def answer(name: str, result: Shareable) -> None:
             try:
-                coordinator.welcome(_hello(name, result))
+                coordinator.welcome(hello_of(name, result))
             except RefusedError as error:
                 self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}", joining=True))
 
@@ -145,27 +151,27 @@ class RoundController(Controller):
         def enough() -> bool:
             return len(survey.found) >= coordinator.quorum
 
-        self._exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
+        self.exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             survey.finish()
 
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.start().items()}
-        asides = self._evaluate_held_out(coordinator, fl_ctx)
+        asides = self.evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
             if reason := coordinator.accept(name, wire.decode(result)[0]):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
-        self._exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
-        self._wait(coordinator, asides, lambda: True, abort_signal)
+        self.exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
+        self.wait_for(coordinator, asides, lambda: True, abort_signal)
         for task in asides.values():
             self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
             self._invite(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
 
-    def _evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
+    def evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
         payloads = {n: wire.encode(p, coordinator.run, update=False) for n, p in coordinator.held_out().items()}
 
@@ -183,13 +189,13 @@ class RoundController(Controller):
             if coordinator.accept_final(name, wire.decode(result)[0]) is None:
                 recorded.add(name)
 
-        self._exchange(
+        self.exchange(
             coordinator, wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx
         )
         if not abort_signal.triggered:
             coordinator.finish()
 
-    def _exchange(
+    def exchange(
         self,
         coordinator: Coordinator,
         task_name: str,
@@ -198,6 +204,7 @@ class RoundController(Controller):
         enough: Callable[[], bool],
         abort_signal: Signal,
         fl_ctx: FLContext,
+        grace: float | None = None,
     ) -> None:
         """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more.
 
@@ -209,7 +216,7 @@ class RoundController(Controller):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
         present = {name: message for name, message in messages.items() if name not in gone}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
-        self._wait(coordinator, tasks, enough, abort_signal)
+        self.wait_for(coordinator, tasks, enough, abort_signal, grace)
         for name in sorted(tasks.keys() - answered):
             if not abort_signal.triggered:
                 reason = coordinator.refuse(name, "no answer in time; the round goes on without it")
@@ -233,7 +240,7 @@ class RoundController(Controller):
             answered.add(name)
             self._heard.add(name)
             try:
-                if (reason := _why(result, fl_ctx)) is None:
+                if (reason := why(result, fl_ctx)) is None:
                     on_result(name, result)
             except RefusedError as error:
                 reason = str(error)
@@ -251,41 +258,20 @@ class RoundController(Controller):
             self.send(task, fl_ctx, targets=[name])
         return tasks
 
-    def _wait(self, coordinator: Coordinator, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
-        """Return when all tasks have ended, or `grace` seconds after `enough` became true."""
-        grace, enough_since = coordinator.job.config.federation.straggler_grace_seconds, None
+    def wait_for(
+        self,
+        coordinator: Coordinator,
+        tasks: dict[str, Task],
+        enough: Callable[[], bool],
+        abort_signal: Signal,
+        grace: float | None = None,
+    ) -> None:
+        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true."""
+        job, enough_since = coordinator.job.config.federation, None
+        grace = job.straggler_grace_seconds if grace is None else grace
         while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
             if enough():
                 enough_since = enough_since or time.monotonic()
                 if time.monotonic() - enough_since >= grace:
                     return
             time.sleep(self.task_check_period)
-
-
-def _hello(name: str, result: Shareable) -> Hello:
-    """Return a site's hello. Raises RefusedError unless it is one, under the name of the site's certificate."""
-    try:
-        hello = Hello(**result[wire.HELLO])
-    except (TypeError, KeyError):
-        raise RefusedError("its hello is none of this version; install the same at all sites") from None
-    if hello.name != name:
-        raise RefusedError(f"it says it is {shown(hello.name, 40)!r}, its certificate says {name!r}")
-    return hello
-
-
-def _why(result: Shareable, fl_ctx: FLContext) -> str | None:
-    """Return why a reply holds no result, None if it does: in our own words, whatever text a site sends.
-
-    What the server's own check found comes in FLARE's context, which nobody else can write to.
-    """
-    code = result.get_return_code()
-    if code == ReturnCode.OK:
-        return None
-    if found := fl_ctx.get_prop(wire.REASON):
-        return found
-    if (said := result.get_header(wire.REASON)) is None and code in CODES:
-        return f"FLARE return code {code}; see the site's log"
-    try:
-        return Reason(said).text
-    except ValueError:
-        return "no reason that this version knows; see the site's log"

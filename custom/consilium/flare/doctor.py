@@ -28,6 +28,8 @@ from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.hardening import is_pinned, leaves_callers_folder
 from consilium.flare.kits import certificate, kit_name, kit_role
+from consilium.privacy.secagg.certificates import fingerprint
+from consilium.privacy.secagg.roster import public_key
 
 EXPIRES_SOON = 30
 """Days."""
@@ -51,8 +53,13 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield from _policies(kit, role)
     yield _clock(kit)
     if kit_role(kit) == "site":
+        yield checked("fingerprint", lambda: f"{_fingerprint(kit)} (for others' secure_aggregation.partners)")
         yield from _site(kit)
         yield checked("server", lambda: _server(kit))
+
+
+def _fingerprint(kit: Path) -> str:
+    return fingerprint(public_key(certificate(kit).read_text(encoding="utf-8")))
 
 
 def _signature(kit: Path) -> Finding:

@@ -18,7 +18,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
-STATISTICS = Kind.STATISTICS.value
+STATISTICS, MASKS = Kind.STATISTICS.value, Kind.MASKS.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
@@ -37,7 +37,8 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1) -> Sh
     """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
-    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest | {"ledger": payload.ledger}})
+    rest |= {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
+    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
     shareable = dxo.to_shareable()
@@ -62,6 +63,7 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
             _text(rest.get("ledger", "")),
+            dict(rest.get("masking", {})),
         )
         return payload, _text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -73,10 +75,20 @@ def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
 
     Raises RefusedError for anything that is no such message, or more than one.
     """
-    asked, others = shareable.get(key), {HELLO, STATISTICS, "DXO"} - {key}
+    asked, others = shareable.get(key), {HELLO, STATISTICS, MASKS, "DXO"} - {key}
     if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
     return _text(asked["run"])
+
+
+def decode_masks(shareable: Shareable) -> tuple[dict[str, Any], str]:
+    """Return (question, run) of secure aggregation. Raises RefusedError for anything that is no such message."""
+    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, "DXO"}
+    if not isinstance(asked, dict) or asked.keys() != {"run", "question"} or any(other in shareable for other in others):
+        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
+    if not isinstance(asked["question"], dict):
+        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
+    return asked["question"], _text(asked["run"])
 
 
 def _whole(value: Any) -> int:
