@@ -29,6 +29,7 @@ class Kind(StrEnum):
     EVALUATE = "evaluate"
     STATISTICS = "statistics"
     MODEL = "model"
+    MASKS = "masks"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Payload:
     """All that crosses the wire, both ways. Down: `tensors` are values. Up: updates (end - start of the local training).
 
     `ledger`, up: the last seal of the site's privacy ledger, so that somebody else can tell should rows of it go missing.
+    `masking`, down: what secure aggregation asks, see privacy/secagg; {} in jobs without it.
     """
 
     round: int
@@ -79,6 +81,7 @@ class Payload:
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     ledger: str = ""
+    masking: dict[str, Any] = field(default_factory=dict)
 
 
 class Stage(StrEnum):

@@ -120,7 +120,7 @@ def _check(text: str, size: int) -> None:
 
 # errors ---------------------------------------------------------------------------------------------------------------
 
-UNIONS = {"privacy": ("site", "record")}
+UNIONS = {"privacy": ("site", "patient", "record")}
 """Sections of several kinds; pydantic puts the kind into the location of a problem, a reader of the file wants none."""
 
 SYNONYMS = {
@@ -173,7 +173,10 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
     for item in items[:MOST_LINES]:
         field = ".".join(_place(item["loc"]))
         if item["type"] in ("union_tag_invalid", "union_tag_not_found"):  # only privacy.unit has no default
-            key, known = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("expected_tags", "'site', 'record'")
+            key, known = (
+                item["ctx"]["discriminator"].strip("'"),
+                item["ctx"].get("expected_tags", "'site', 'patient', 'record'"),
+            )
             lines.append(f"{path}: {field}.{key}: {_shown(item['ctx'].get('tag', 'missing'))}: expected one of {known}")
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")

@@ -21,9 +21,14 @@ from tests.conftest import JOBS, small_config
         ({"unit": "site", "epsilon": 3}, "privacy.clip: missing; add it"),
         ({"unit": "site", "epsilon": 3, "clip": 1, "delta": 1}, "privacy.delta: 1: expected less than 1"),
         ({"unit": "site", "epsilon": 3, "clip": 1, "trust": "server"}, "privacy.trust: 'server': expected 'local'"),
-        ({"unit": "record", "epsilon": 3, "trust": "central"}, "privacy.trust: unknown field"),
-        ({"unit": "patient", "epsilon": 3}, "privacy.unit: 'patient': expected one of 'site', 'record'"),
-        ({"epsilon": 3}, "privacy.unit: 'missing': expected one of 'site', 'record'"),
+        ({"unit": "record", "epsilon": 3, "trust": "central"}, "privacy.trust: 'central': expected 'local' or 'distributed'"),
+        ({"unit": "record", "epsilon": 3, "divisor": 50}, "divisor: of trust distributed only; remove it"),
+        ({"unit": "record", "epsilon": 3, "trust": "distributed", "divisor": 50}, "sample_rate: trust 'distributed' takes one"),
+        ({"unit": "record", "epsilon": 3, "per_patient": 2}, "privacy.per_patient: unknown field"),
+        ({"unit": "patient", "epsilon": 3, "per_patient": 0}, "privacy.per_patient: 0: expected greater than or equal to 1"),
+        ({"unit": "ward", "epsilon": 3}, "privacy.unit: 'ward': expected one of 'site', 'patient', 'record'"),
+        ({"epsilon": 3}, "privacy.unit: 'missing': expected one of 'site', 'patient', 'record'"),
+        ({"unit": "site", "epsilon": 3, "clip": 1, "trust": "distributed"}, "without secure_aggregation it does; add"),
     ],
 )
 def test_a_wrong_section_is_named(section: dict, problem: str) -> None:

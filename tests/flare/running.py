@@ -17,6 +17,8 @@ from consilium.config.site import Given
 from consilium.flare import context, filters, wire
 from consilium.flare.context import OUTPUT
 from consilium.flare.simulator import export_job, run_simulator, tell
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.storage import load_state
 from tests.flare.together import Together
 
@@ -108,6 +110,8 @@ def in_this_process(
     workspace: Path, config: JobConfig, edit: Edit = untouched, sites: list[str] | None = None, data: Path | None = None
 ) -> Path:
     """Run a job's components in this process, see tests.flare.together."""
+    if config.secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, sites or SITES)
     with exported(config, workspace, edit, data) as job, own_process():
         Together(job, sites or SITES, workspace / "flare" / "kits").run()
     return workspace

@@ -87,6 +87,9 @@ def _row(message: dict[str, Any]) -> str:
     epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
     beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
     said = message.get("reason") or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    if masked := message.get("masked"):
+        what = f"masked; read by nobody alone; threshold {masked['threshold']} of {masked['asked']}"
+        said = f"{what}; {said}" if said else what
     place = f"{message['round'] + 1}.{message['phase'] + 1}" if message.get("round", -1) >= 0 else ""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
     values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), f"{norm:.4g}", epsilon, said)

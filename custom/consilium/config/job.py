@@ -13,15 +13,17 @@ from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
+from consilium.config.dpsgd import check_apart, check_shares
 from consilium.config.embed import embed_architecture
 from consilium.config.overrides import override
-from consilium.config.privacy import PrivacyConfig
+from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
+from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.errors import ConfigError
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.registry import NO_PLUGINS, KindField, Plugins
-from consilium.schema import SMALLEST_NOISE, Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
+from consilium.schema import Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
 
@@ -117,6 +119,7 @@ class JobConfig(Section):
     federation: FederationConfig = FederationConfig()
     server: ServerConfig | None = None
     privacy: PrivacyConfig | None = None
+    secure_aggregation: SecureAggregationConfig | None = None
     statistics: StatisticsConfig | None = None
     cross_site: CrossSiteConfig | None = None
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
@@ -135,6 +138,11 @@ class JobConfig(Section):
     def trains(self) -> bool:
         """Whether the job does more than ask for statistics, or for scores of an earlier run's models."""
         return self.cross_site is None and (self.statistics is None or not self.statistics.only)
+
+    @property
+    def dpsgd(self) -> DpSgdConfig | None:
+        """The privacy section, where it makes training itself private (DP-SGD, by records or patients)."""
+        return None if isinstance(self.privacy, SiteLevelDpConfig) else self.privacy
 
     @property
     def title(self) -> str:
@@ -162,11 +170,11 @@ class JobConfig(Section):
 
     @property
     def weighting(self) -> str:
-        """What weighs a site's update; with site-level DP uniform, because a weight would tell the site's data size.
+        """What weighs a site's update; with site-level DP and shares of noise uniform: a weight would tell the data size.
 
         A median or trimmed mean counts every site once.
         """
-        private = self.privacy is not None and self.privacy.unit == "site"
+        private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
         robust = self.server is not None and self.server.robust
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
@@ -190,6 +198,8 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _keeps_privacy(self) -> Self:
         self._keep_diagnostics()
+        if self.secure_aggregation is not None:
+            check_masked(self)
         if self.statistics is not None and self.data.most_training is not None:
             what = "and the same with one sample more would tell a patient's values by statistics; remove one of them"
             raise ValueError(f"data.most_training: {self.data.most_training} {what}")
@@ -199,8 +209,8 @@ class JobConfig(Section):
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
-        if self.privacy.unit == "record":
-            self._keep_apart(self.privacy.noise_multiplier)
+        check_shares(self)
+        check_apart(self)
         return self
 
     def _keep_diagnostics(self) -> None:
@@ -211,31 +221,6 @@ class JobConfig(Section):
         if self.diagnostics.deviation and self.privacy is not None and self.privacy.trust != "local":
             what = "compares single sites' updates, which have no noise of their own under this privacy.trust"
             raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
-
-    def _keep_apart(self, noise_multiplier: float | None) -> None:
-        """Raise ValueError, naming field, value and remedy, for what ties the records of a batch together.
-
-        DP-SGD's noise is made for a sum that one record moves by the clip at most. That holds only while a record's gradient
-        does not depend on the records beside it.
-        """
-        if self.training.accumulate > 1:
-            raise ValueError("training.accumulate: cannot be over 1 with privacy.unit record; raise batch_size instead")
-        if self.training.compile:
-            raise ValueError("training.compile: true hides the layers whose gradients privacy.unit record takes; use false")
-        if self.training.precision == "bf16":
-            what = "rounds a record's gradient by who is beside it, so no privacy.unit record"
-            raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
-        self.adapter.keep_apart()
-        self.model.keep_apart()
-        if self.model.dtype == "int8":
-            what = (
-                "chooses by the whole batch what it computes in 16 bits, which ties records together under privacy.unit record"
-            )
-            raise ValueError(f"model.dtype: 'int8' {what}; use nf4 or bf16")
-        self.task.keep_apart()
-        if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
-            what = f"under {SMALLEST_NOISE} no accountant tells it from none"
-            raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
 
     @model_validator(mode="after")
     def _means_of_sites(self) -> Self:

@@ -1,18 +1,27 @@
 """What a job asks and what a hospital allows: the `privacy:` sections of job.yaml and site.yaml."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from consilium.schema import Section, Seed
+from consilium.schema import Positive, Section, Seed
+
+Unit: TypeAlias = Literal["record", "patient", "site"]
+"""What a claim may be about, the finer first."""
+NEEDS_MASKS = (
+    "a share of the noise protects nobody from a server that sees each site's update, and without secure_aggregation it does; "
+    "add the section, or use local"
+)
+"""Why noise in shares is refused without masks."""
 
 
 class SiteLevelDpConfig(Section):
     """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
 
     `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
-    noise: each site all of it (local), or the server (central). `adjacency`: a site's update against none (zero-out), or any
+    noise: each site all of it (local), the server (central), or each site a share of it (distributed), so that only the sum,
+    which is all that secure aggregation shows, carries the whole. `adjacency`: a site's update against none (zero-out), or any
     two data sets at it (replace, twice the noise).
 
     `calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its tables. It counts batches of
@@ -26,22 +35,12 @@ class SiteLevelDpConfig(Section):
     noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Annotated[float, Field(gt=0, le=1e6)]
-    trust: Literal["local", "central"] = "local"
+    trust: Literal["local", "central", "distributed"] = "local"
     adjacency: Literal["zero-out", "replace"] = "zero-out"
     accountant: Literal["exact", "prv", "rdp"] = "exact"
     calibration: Literal["honest", "paper"] = "honest"
     sites: Annotated[int, Field(ge=2, le=10_000)] | None = None
     samples: Annotated[int, Field(ge=1, le=10**9)] | None = None
-
-    @field_validator("trust", mode="before")
-    @classmethod
-    def _no_shares(cls, value: Any) -> Any:
-        if value == "distributed":
-            raise ValueError(
-                "'local' or 'central': a share of the noise protects nobody from a server that sees each site's update, which "
-                "it does until there is secure aggregation"
-            )
-        return value
 
     @model_validator(mode="after")
     def _one_noise(self) -> Self:
@@ -56,30 +55,71 @@ class SiteLevelDpConfig(Section):
             return self
         if missing := [name for name, value in {"epsilon": self.epsilon, **counts}.items() if value is None]:
             raise ValueError(f"calibration: 'paper' makes its noise from epsilon, sites and samples; give {missing[0]}")
+        if self.trust == "distributed":
+            raise ValueError("trust: 'distributed': calibration paper clips tensors one by one, off the grid; use local")
         if self.adjacency != "zero-out":
             raise ValueError(f"adjacency: {self.adjacency!r} is not the paper's (calibration paper); use zero-out")
         return self
 
 
-class RecordLevelDpConfig(Section):
-    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches.
+class _DpSgdConfig(Section):
+    """What DP-SGD by records and by patients share."""
 
-    The number of records is public: a site tells it, and its weight and noise follow from it.
-    """
-
-    unit: Literal["record"]
+    unit: str
     epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
     noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     accountant: Literal["prv", "rdp"] = "prv"
-    trust: ClassVar[str] = "local"
+    trust: Literal["local", "distributed"] = "local"
+    sample_rate: (
+        Annotated[float, Field(gt=0, lt=1, description="trust distributed: with which each is drawn at a step, at every site")]
+        | None
+    ) = None
+    divisor: (
+        Annotated[Positive, Field(description="trust distributed: of the step's sum; about how many all sites draw together")]
+        | None
+    ) = None
     adjacency: ClassVar[str] = "zero-out"
     calibration: ClassVar[str] = "honest"
 
     @model_validator(mode="after")
     def _one_noise(self) -> Self:
         return _one_noise(self)
+
+    @model_validator(mode="after")
+    def _of_trust(self) -> Self:
+        given = {"sample_rate": self.sample_rate, "divisor": self.divisor}
+        if self.trust == "distributed" and (missing := [name for name, value in given.items() if value is None]):
+            raise ValueError(f"{missing[0]}: trust 'distributed' takes one step a round, with numbers that all know; give it")
+        if self.trust == "local" and (extra := [name for name, value in given.items() if value is not None]):
+            raise ValueError(f"{extra[0]}: of trust distributed only; remove it")
+        return self
+
+
+class RecordLevelDpConfig(_DpSgdConfig):
+    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches.
+
+    With trust local the number of records is public: a site tells it, and its weight and noise follow from it. `trust`
+    distributed takes one step a round over all sites' records, and sites' shares of noise are one noise together.
+    """
+
+    unit: Literal["record"]
+
+
+class PatientLevelDpConfig(_DpSgdConfig):
+    """Patient-level DP-SGD: all entries of a data list with one `patient` are hidden together. The list must name patients.
+
+    Steps draw patients, and `training.batch_size` counts them. A patient's gradient is the mean over at most `per_patient` of
+    its samples, clipped to `clip` as one. With trust local the number of patients is public. `trust` as for record.
+    """
+
+    unit: Literal["patient"]
+    per_patient: Annotated[int, Field(ge=1, le=4096)] = 4
+
+
+DpSgdConfig: TypeAlias = PatientLevelDpConfig | RecordLevelDpConfig
+"""The sections by which training itself is private."""
 
 
 def _one_noise(section: Any) -> Any:
@@ -88,7 +128,7 @@ def _one_noise(section: Any) -> Any:
     return section
 
 
-PrivacyConfig = Annotated[SiteLevelDpConfig | RecordLevelDpConfig, Field(discriminator="unit")]
+PrivacyConfig = Annotated[SiteLevelDpConfig | DpSgdConfig, Field(discriminator="unit")]
 
 
 class BudgetConfig(Section):
@@ -102,15 +142,15 @@ class HospitalPrivacyPolicy(Section):
     """What a hospital lets jobs do to its privacy.
 
     `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
-    `budgets`: how much one record, or the whole site, may spend in all jobs; every job counts against every budget, and one
-    that a budget does not bound is refused. `trust`: who may be trusted to add the noise; with it, or with any budget (then
-    only `local`, unless it says more), a job without noise is refused. `noise_seed` makes noise repeatable for tests; it
-    protects nobody, and the ledger says so.
+    `budgets`: how much one record, one patient, or the whole site, may spend in all jobs; every job counts against every
+    budget, and one that a budget does not bound is refused. `trust`: who may be trusted to add the noise; with it, or with
+    any budget (then only `local`, unless it says more), a job without noise is refused. `noise_seed` makes noise repeatable
+    for tests; it protects nobody, and the ledger says so.
     """
 
     dataset: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    budgets: dict[Literal["site", "record"], BudgetConfig] = Field(default_factory=dict)
-    trust: tuple[Literal["local", "central"], ...] | None = None
+    budgets: dict[Unit, BudgetConfig] = Field(default_factory=dict)
+    trust: tuple[Literal["local", "central", "distributed"], ...] | None = None
     ledger: Path | None = None
     noise_seed: Seed | None = None
 

@@ -26,7 +26,14 @@ from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntr
 from consilium.config.diagnostics import DiagnosticsConfig, OracleConfig
 from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
 from consilium.config.meanings import MEANINGS
-from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
+from consilium.config.privacy import (
+    BudgetConfig,
+    HospitalPrivacyPolicy,
+    PatientLevelDpConfig,
+    RecordLevelDpConfig,
+    SiteLevelDpConfig,
+)
+from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
 from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
@@ -236,11 +243,13 @@ def job_reference() -> str:
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
     parts += [chapter("`training: {validate:}`", ValidateConfig)]
     parts += [chapter("`federation:`", FederationConfig), chapter("`server:`", ServerConfig)]
+    parts += [chapter("`secure_aggregation:`", SecureAggregationConfig)]
     for key, word, registry in (("model", "name", MODELS), ("adapter", "kind", ADAPTERS), ("task", "name", TASKS)):
         parts += [chapter(f"`{key}: {{{word}: {name}}}`", kind.config) for name, kind in registry.items()]
     parts += [chapter("`task: {scores:}` of segmentation", SegmentationScoresConfig)]
     parts += [chapter("`task: {scores:}` of classification", ClassificationScoresConfig)]
-    parts += [chapter("`privacy: {unit: site}`", SiteLevelDpConfig), chapter("`privacy: {unit: record}`", RecordLevelDpConfig)]
+    units = {"site": SiteLevelDpConfig, "patient": PatientLevelDpConfig, "record": RecordLevelDpConfig}
+    parts += [chapter(f"`privacy: {{unit: {unit}}}`", section) for unit, section in units.items()]
     parts += [chapter("`statistics:`", StatisticsConfig), chapter("`cross_site:`", CrossSiteConfig)]
     parts += [chapter("`diagnostics:`", DiagnosticsConfig), chapter("`diagnostics: {oracle:}`", OracleConfig)]
     parts += [chapter("`data:`", DataConfig), chapter("`data: {phantoms:}`", PhantomConfig)]
@@ -257,6 +266,7 @@ def site_reference() -> str:
         ("`tracking:`", TrackingConfig),
         ("`capacity:`", CapacityConfig),
         ("`privacy:`", HospitalPrivacyPolicy),
+        ("`secure_aggregation:`", SitePartnersConfig),
     ]
     deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
     chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]

@@ -12,6 +12,7 @@ from consilium.config.data import DatasetName
 from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.statistics import SMALLEST
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
@@ -106,6 +107,7 @@ class SiteConfig(Section):
     plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
     capacity: CapacityConfig = CapacityConfig()
     privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
+    secure_aggregation: SitePartnersConfig = SitePartnersConfig()
     tracking: TrackingConfig | None = None
     retention_days: Annotated[int, Field(ge=1, le=36_500, description=RETENTION)] | None = None
 

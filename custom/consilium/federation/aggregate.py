@@ -3,16 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from consilium.config.server import ServerConfig
 from consilium.errors import RefusedError
 from consilium.federation.server_step import robust_mean
 from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
+from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.strategies.strategy import Gathered, SiteResult, Strategy
 
-MEAN_UNIT = 2.0**-36
-"""Grid of the exact mean: updates are rounded to multiples of this (7e-12) before they are summed."""
+MEAN_UNIT = UNIT
+"""Grid of the exact mean: updates are rounded to multiples of this before they are summed."""
 
 PARTIES = 1024
 """How many updates a mean has room for, unless it is told."""
@@ -27,7 +26,7 @@ class ExactMean:
 
     def __init__(self, parties: int = PARTIES) -> None:
         self._sums: Tensors = {}
-        self._weight, self._parties = 0, parties
+        self._weight, self._parties = 0.0, parties
 
     def add(self, update: Tensors, weight: int) -> None:
         """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact.
@@ -38,9 +37,13 @@ class ExactMean:
         if largest / MEAN_UNIT * weight >= 2.0**62 / self._parties:
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
         for name, tensor in update.items():
-            term = tensor.detach().double().div(MEAN_UNIT).round_().to(torch.int64).mul_(weight)
+            term = quantize({name: tensor})[name] * weight
             self._sums[name] = self._sums[name].add_(term) if name in self._sums else term
         self._weight += weight
+
+    def put(self, sums: Tensors, weight: float) -> None:
+        """Take sums that were made elsewhere: int64 in units of `MEAN_UNIT`, and their weights' (or another divisor)."""
+        self._sums, self._weight = sums, weight
 
     def value(self) -> Tensors:
         """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
+from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
+from consilium.federation.privacy_checks import check_privacy
 from consilium.federation.ranks import ranks_of
-from consilium.federation.samples import patients_of, site_data
+from consilium.federation.samples import of_patients, patients_of, site_data, units_of
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
@@ -73,7 +74,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     for name in job.initial:
         job.strategy.role(name, 0, 0)
     _check_blend(job, base, source)
-    _check_privacy(job, source)
+    check_privacy(job, source)
     _check_optimizers(job, source)
     check_start(config, job.initial, source)
     check_deviation(config, source)
@@ -108,26 +109,6 @@ def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
 
-def _check_privacy(job: Job, source: Path | str) -> None:
-    """Raise ConfigError for privacy that the strategy would undo."""
-    privacy, strategy = job.config.privacy, job.strategy
-    if privacy is None:
-        return
-    if strategy.pools_data:
-        raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if privacy.unit == "record" and (why := strategy.refuses_records() or _uncharged(job)):
-        raise ConfigError(f"{source}: {why}")
-    parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
-    if thinned := [name for name, part in parts if privacy.unit == "record" and part and part.empty != "keep"]:
-        what = "the number of records leaves without noise, and must not tell how many of them show a label"
-        raise ConfigError(f"{source}: task.{thinned[0]}.empty: {what}; write keep")
-    if privacy.unit == "site" and strategy.needs == "sites" and privacy.trust != "local":
-        raise ConfigError(
-            f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
-            "on their sum protects nothing; use local"
-        )
-
-
 def _check_optimizers(job: Job, source: Path | str) -> None:
     """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
     server, strategy = job.config.server, job.strategy
@@ -141,16 +122,6 @@ def _check_optimizers(job: Job, source: Path | str) -> None:
     if job.config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
         what = f"{who} changes between rounds what a site trains"
         raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
-
-
-def _uncharged(job: Job) -> str | None:
-    """Return why record-level privacy would not cover what a strategy does, should it not say so itself."""
-    strategy, blend = job.strategy, job.strategy.blend(closing=True)
-    uneven = any(len(strategy.passes(job.initial, *p)) != len(strategy.passes((), *p)) for p in strategy.places())
-    looks = strategy.looked_at or strategy.closing_passes(job.initial) or (blend and blend.examples)
-    if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
-        return None
-    return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
@@ -195,6 +166,8 @@ def build_site(
     observer(loading("data", name))
     data = site_data(job.config, name, site, folder, root)
     task = build_task(job.config, data, site)
+    if warning := of_patients(job.config, data):
+        observer({"event": "warning", "text": f"{name}: {warning}"})
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
@@ -225,7 +198,7 @@ def build_guard(
         site.privacy,
         shares,
         patients_of(job.config, name, site, data),
-        len(data.splits["training"]),
+        units_of(job.config, data),
         folder,
         root,
         Ledger(site.privacy.ledger or root / "ledger.sqlite"),
@@ -261,7 +234,8 @@ def _site(
     data: DataList | None = None,
     root: Path | None = None,
 ) -> Site:
-    plan, seed = make_plan(job.config, job.strategy, task.num_samples, job.initial), site.privacy.noise_seed
+    units = units_of(job.config, data) if data else task.num_samples
+    plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
     found.ranks = ranks_of(job.config, name, site, folder, root)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None

@@ -19,6 +19,8 @@ from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
+from consilium.privacy.secagg.arithmetic import layout, size_of
+from consilium.privacy.secagg.attempt import MASKED
 from consilium.report.clean import shown
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
@@ -77,8 +79,18 @@ def _same(told: Mapping[Any, Any], packages: Mapping[str, str]) -> bool:
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
     """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
     check_result(job, result)
-    _check_shapes(job, result, sent)
-    _check_norm(job, plan, result)
+    if job.config.secure_aggregation is not None:
+        _check_length(job, result, sent)
+    else:
+        _check_shapes(job, result, sent)
+        _check_norm(job, plan, result)
+
+
+def _check_length(job: Job, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless a masked update is as long as this phase's sum; more nobody can see of it."""
+    length, expected = result.tensors[MASKED].shape, size_of(layout(upload_shapes(job.strategy, sent)))
+    if tuple(length) != (expected,):
+        raise RefusedError(f"masked update has shape {tuple(length)}, not {(expected,)}")
 
 
 def check_result(job: Job, result: Payload) -> None:
@@ -86,11 +98,12 @@ def check_result(job: Job, result: Payload) -> None:
 
     Tensors: by name, plain, of the adapter's own type and finite. Numbers: real and finite.
     """
-    expected = job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    masked, names = job.config.secure_aggregation, job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    expected = {MASKED: torch.int64} if masked else {name: job.initial[name].dtype for name in names}
     if wrong := set(expected) ^ result.tensors.keys():
         raise RefusedError(f"tensor {_first(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
-    for name in expected:
-        _check_tensor(name, result.tensors[name], job.initial[name].dtype)
+    for name, dtype in expected.items():
+        _check_tensor(name, result.tensors[name], dtype)
     if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
         missing = wrong & job.strategy.upload_scalars
         raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")

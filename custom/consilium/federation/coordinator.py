@@ -4,7 +4,7 @@ import math
 import random
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from consilium.federation.checks import check_evaluation, check_hello, check_nex
 from consilium.federation.diagnostics import deviation
 from consilium.federation.keeping import keep_shared
 from consilium.federation.kept import Kept, keeps_local
-from consilium.federation.server_step import step
+from consilium.federation.server_step import advance
 from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
@@ -58,7 +58,7 @@ class Coordinator:
         sweep(folder)
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
-        self._sent: dict[str, Payload] = {}
+        self.sent: dict[str, Payload] = {}
         self._results: dict[str, tuple[int, Payload, Payload]] = {}
         self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
@@ -122,13 +122,13 @@ class Coordinator:
                 "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
             )
 
-    def start(self) -> dict[str, Payload]:
-        """Begin a phase: return the payload of every site asked. Raises ConsiliumError under the quorum."""
+    def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
+        """Begin a phase, of the sites `names` if given: return everybody's payload. Raises ConsiliumError under the quorum."""
         with self._lock:
             if len(self.trainers) < self.quorum:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
-            self.asked = {name: self.sites[name] for name in self._sample()}
+            self.asked = {name: self.sites[name] for name in names or self._sample()}
             self.accepted, self._results, self._trained = set(), {}, []
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
@@ -136,10 +136,10 @@ class Coordinator:
         place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         self.log.started(self.state, sorted(self.asked))
-        self._sent = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
-        for name, payload in self._sent.items():
+        self.sent = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        for name, payload in self.sent.items():
             self.log.sent(name, payload)
-        return dict(self._sent)
+        return dict(self.sent)
 
     def held_out(self) -> dict[str, Payload]:
         """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
@@ -179,7 +179,7 @@ class Coordinator:
         """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
         with self._lock:
             try:
-                sent = self._check(name, result)
+                sent = self.check(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
                 self.aggregate.add(self.asked[name], result, weight, sent)
             except ConsiliumError as refusal:
@@ -202,7 +202,7 @@ class Coordinator:
         self.survey.decline(name, reason)
         return reason
 
-    def _check(self, name: str, result: Payload) -> Payload:
+    def check(self, name: str, result: Payload) -> Payload:
         """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
@@ -210,7 +210,7 @@ class Coordinator:
             at = f"round {self.state.round} phase {self.state.phase}"
             told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
             raise RefusedError(f"stale: answers {told}, the federation is at {at}")
-        sent = self._sent[name]
+        sent = self.sent[name]
         check_update(self.job, self.plan, result, sent)
         return sent
 
@@ -228,7 +228,7 @@ class Coordinator:
             self.state = _merged(self.job, self.state, mean)
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
-            self.asked, self._sent, self._results = {}, {}, {}
+            self.asked, self.sent, self._results = {}, {}, {}
 
     def _deviation(self) -> dict[str, float]:
         wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
@@ -289,7 +289,7 @@ class Coordinator:
 def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        merged = job.strategy.merge(*step(job.config.server, state, mean))
+        merged = job.strategy.merge(*advance(job.config, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None

@@ -19,6 +19,7 @@ from consilium.federation.build import Job
 from consilium.federation.member import Member, members_of
 from consilium.federation.processes import Child, follow, receive, send
 from consilium.messages import Observer, Payload, Tensors
+from consilium.privacy.secagg.terms import Message
 from consilium.schema import validate
 
 
@@ -147,7 +148,7 @@ class Remote(NamedTuple):
     name: str
     crew: Crew
 
-    def begin(self, what: str, run: str, *payload: Payload) -> Callable[[], Any]:
+    def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
         """Ask at once; return what waits for the answer."""
         return self.crew.ask(self.name, what, run, *payload)
 

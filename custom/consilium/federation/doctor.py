@@ -6,6 +6,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,6 +17,7 @@ import torch
 
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item, read_datalist
+from consilium.data.patients import item_patient, most_of_one
 from consilium.data.text import has_texts, read_texts
 from consilium.errors import ConsiliumError
 from consilium.storage import file_hash
@@ -86,11 +88,30 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
     """Yield `examine_data`, or the same of every data set, and whether two of them hold the same patients' files."""
     if not site.datasets:
         yield examine_data(site)
+        if site.datalist is not None:
+            yield from examine_patients(site, "patients", site.datalist)
         return
     for name, one in site.datasets.items():
         yield checked(f"data set {name}", partial(_counted, one.datalist))
+        yield from examine_patients(site, f"patients of {name}", one.datalist)
     if site.privacy.dataset is None:
         yield checked("budgets", lambda: _apart(site))
+
+
+def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
+    """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
+    with suppress(ConsiliumError):  # a list that cannot be read has its own line
+        samples = _read(path).splits["training"]
+        patients, most = most_of_one(samples)
+        nameless = sum(not item_patient(item) for item in samples)
+        if "patient" in site.privacy.budgets and nameless:
+            found = (
+                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient are refused"
+            )
+            yield Finding(check, found, 'write "patient" into every entry of the list')
+        elif "record" in site.privacy.budgets and "patient" not in site.privacy.budgets and most > 1:
+            found = f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them"
+            yield Finding(check, found, advice="give privacy.budgets a `patient`")
 
 
 def _counted(path: Path) -> str:

@@ -1,6 +1,8 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,18 @@ from consilium.federation.coordinator import Coordinator
 from consilium.federation.crew import Crew, Remote
 from consilium.federation.crossing import CrossSites, former_run, former_state
 from consilium.federation.inside import Inside
+from consilium.federation.masked import Asked, MaskedRounds, aggregate_for
 from consilium.federation.member import Member, members_of
-from consilium.messages import Observer, Payload
+from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
 from consilium.report.runlog import SIMULATION
 from consilium.storage import write_atomic
 
 Members = Mapping[str, Member | Remote]
+Answers = dict[str, Callable[[], Any]]
+"""What waits for each site's answer."""
 POOLED = "centralized"
 
 
@@ -36,6 +43,8 @@ def simulate(
     `workers`: processes that the sites are dealt out over, 0 for none but this one. A site that fails is refused for that round
     and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
+    if job.config.secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, list(sites))
     folder, former = workspace / "sites", former_run(job.config, workspace)
     if not workers:
         return _run(job, sites, workspace, observer, resume, tracking, members_of(job, sites, folder, observer, former))
@@ -71,7 +80,8 @@ def _run(
         inside = Inside(job, {name: member.site for name, member in here.items()})
     own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
     saved = former_state(job, former_run(job.config, workspace))
-    coordinator = Coordinator(job, workspace, observer, resume, own=own)
+    coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
+    rounds = _masked_rounds(coordinator, workspace) if job.config.secure_aggregation else None
     crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
     write_atomic(workspace / SIMULATION, b"{}")
     try:
@@ -81,10 +91,11 @@ def _run(
         if crossing:
             _cross(crossing, members)
         while not coordinator.done:
-            run_phase(coordinator, trainers, inside)
+            run_phase(coordinator, trainers, inside, rounds)
         if job.config.trains:
             _evaluate(coordinator, members)
         coordinator.finish()
+        shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
         for name in (*sites, POOLED):
             discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
     finally:
@@ -102,7 +113,7 @@ def _guard_of_all(members: dict[str, Member]) -> Guard:
     return guards[0]
 
 
-def _asked(members: Members, what: str, run: str, payloads: Mapping[str, Payload | None]) -> dict[str, Callable[[], Any]]:
+def _asked(members: Members, what: str, run: str, payloads: Mapping[str, Asked | None]) -> Answers:
     """Ask sites, those in workers all at once; return what waits for each one's answer, in their order."""
     return {name: members[name].begin(what, run, *([] if one is None else [one])) for name, one in payloads.items()}
 
@@ -147,18 +158,51 @@ def _score(crossing: CrossSites, members: Members, payloads: Mapping[str, Payloa
         _exchange(crossing.coordinator, name, answer, crossing.accept)
 
 
-def run_phase(coordinator: Coordinator, members: Members, inside: Inside | None = None) -> None:
+def run_phase(
+    coordinator: Coordinator, members: Members, inside: Inside | None = None, rounds: MaskedRounds | None = None
+) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
+    if rounds:
+        rounds.phase(partial(_ask, coordinator, members), lambda: _take_aside(coordinator, _aside(coordinator, members)))
+        return
     payloads = coordinator.start()
-    aside = _asked(members, "evaluate", coordinator.run, coordinator.held_out())
+    aside = _aside(coordinator, members)
     asked = _asked(members, "train", coordinator.run, payloads)
-    for name, answer in aside.items():
-        _exchange(coordinator, name, answer, coordinator.accept_held_out)
+    _take_aside(coordinator, aside)
     for name, answer in asked.items():
         result = _exchange(coordinator, name, answer, coordinator.accept)
         if inside and result and name in coordinator.accepted:
             inside.after(coordinator.asked[name], payloads[name], result)
     coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
+
+
+def _aside(coordinator: Coordinator, members: Members) -> Answers:
+    return _asked(members, "evaluate", coordinator.run, coordinator.held_out())
+
+
+def _take_aside(coordinator: Coordinator, answers: Answers) -> None:
+    for name, answer in answers.items():
+        _exchange(coordinator, name, answer, coordinator.accept_held_out)
+
+
+def _masked_rounds(coordinator: Coordinator, workspace: Path) -> MaskedRounds:
+    return MaskedRounds(coordinator, read_root(workspace / IDENTITIES / "rootCA.pem"), SERVER)
+
+
+def _ask(
+    coordinator: Coordinator,
+    members: Members,
+    kind: Kind,
+    messages: Mapping[str, Asked],
+    take: Callable[[str, Any], None],
+    enough: Callable[[], bool],
+) -> None:
+    """Ask sites, see federation/masked.py; what one does not answer is refused, and all others are asked."""
+    for name, answer in _asked(members, kind.value, coordinator.run, messages).items():
+        try:
+            take(name, answer())
+        except ConsiliumError as error:
+            coordinator.refuse(name, str(error))
 
 
 def _exchange(

@@ -130,4 +130,4 @@ def _claim(config: JobConfig, plan: Plan | None) -> str:
     """Return what privacy the shared adapter keeps; a record-level plan differs by site, so only sites can tell it."""
     if plan is not None:
         return plan.claim()
-    return "record level; each site's own model card has its epsilon" if config.privacy is not None else ""
+    return f"{config.privacy.unit} level; each site's own model card has its epsilon" if config.privacy is not None else ""

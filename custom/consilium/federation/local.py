@@ -13,15 +13,18 @@ from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
+from consilium.data.datalist import DataList
+from consilium.data.patients import by_patient
 from consilium.errors import CheckpointError
 from consilium.federation.ranks import Ranks
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
-from consilium.privacy.plan import Plan, dpsgd
+from consilium.privacy.dpsgd import DpSgd
+from consilium.privacy.plan import Plan, dpsgd, per_patient
 from consilium.report.events import SiteEvents
 from consilium.seeding import seed_for
 from consilium.strategies.local import Pass
-from consilium.strategies.strategy import Strategy
+from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Examples, Task
 from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.blending import blended
@@ -29,6 +32,7 @@ from consilium.training.device import autocast, peak_memory
 from consilium.training.features import WithFeatures
 from consilium.training.looking import Looking
 from consilium.training.loop import Progress, train
+from consilium.training.step import clipped_sum
 
 
 class LocalTraining:
@@ -45,6 +49,7 @@ class LocalTraining:
     noise_seed: int | None
     should_stop: Callable[[], None]
     events: SiteEvents
+    data: DataList | None
     ranks: Ranks | None = None
     """The site's other devices."""
 
@@ -114,7 +119,7 @@ class LocalTraining:
 
         before = sum(self.strategy.phases(round) for round in range(payload.round)) + payload.phase
         config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
-        private, goes_on = dpsgd(self.plan, self._noise_seed(payload, number)), config.optimizer_state == "kept"
+        private, goes_on = self.private(payload, number), config.optimizer_state == "kept"
         kept, drift = optimizer if goes_on else None, self._drift(payload, params)
         with peak_memory(next(self.model.parameters()).device) as peak:
             found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
@@ -123,6 +128,20 @@ class LocalTraining:
 
             compare_peak(self.config, self.name, peak["peak_bytes"])
         return found | peak
+
+    def private(self, payload: Payload, number: int = 0) -> DpSgd | None:
+        """Return how a pass trains privately, None where training itself is not private."""
+        patients = by_patient(self.data) if self.data and per_patient(self.config.privacy) else ()
+        return dpsgd(self.plan, self._noise_seed(payload, number), patients)
+
+    def step_of_all(self, names: Collection[str], payload: Payload) -> Tensors:
+        """Return this site's part of a step of DP-SGD over all sites, on the grid; {} where sites train by themselves."""
+        if self.plan is None or not self.plan.by_step or (dp := self.private(payload)) is None:
+            return {}
+        params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
+        trained = set(self.strategy.names(params, Role.SHARED, payload.round, payload.phase))
+        seed = self._seed("train", payload)
+        return clipped_sum(self.model, self.task, params, trained, self.config.training, seed, dp)
 
     def _drift(self, payload: Payload, params: Tensors) -> Tensors:
         """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""

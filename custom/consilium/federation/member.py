@@ -13,6 +13,9 @@ from consilium.federation.build import Job, build_guard, build_model, build_site
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload, loading
 from consilium.privacy.guard import Guard
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import simulated_identity
+from consilium.privacy.secagg.terms import Message
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Member:
     site: Site
     guard: Guard
 
-    def begin(self, what: str, run: str, *payload: Payload) -> Callable[[], Any]:
+    def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
         """Return what asks this site and waits for its answer; `what` is one of the methods below."""
         return partial(getattr(self, what), run, *payload)
 
@@ -51,6 +54,10 @@ class Member:
         task = self.guard.authorize(Kind.TRAIN, run, payload)
         return self.guard.release(task, self.site.train(task.run, task.payload))
 
+    def masks(self, run: str, question: Message) -> Message:
+        """Return what the guard answers of secure aggregation."""
+        return self.guard.answer_masks(self.guard.authorize(Kind.MASKS, run, Payload(-1, -1, {}, masking=question)))
+
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Evaluate and return what the guard lets out."""
         task = self.guard.authorize(Kind.EVALUATE, run, payload)
@@ -74,5 +81,7 @@ def _member(
 ) -> Member:
     check_packages(job.config, site, name)
     guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
+    if job.config.secure_aggregation:
+        guard.identity = simulated_identity(folder.parent.parent / IDENTITIES, name, site.secure_aggregation)
     own = former / "sites" / name if former else folder
     return Member(build_site(job, name, site, own if own.is_dir() else folder, observer, model), guard)

@@ -123,7 +123,7 @@ def _fake(tensor: Tensor) -> Tensor:
 def _kept(config: JobConfig, own: int) -> int:
     """Return the bytes of what trains and of its moments; at record level also of each sample's gradient."""
     moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
-    each = config.training.batch_size if config.privacy is not None and config.privacy.unit == "record" else 0
+    each = config.training.batch_size if config.dpsgd else 0
     return 4 * own * (1 + moments + each)
 
 

@@ -15,8 +15,10 @@ from consilium.config.site import SiteConfig
 from consilium.data.crop import drawn
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
+from consilium.data.patients import by_patient, most_of_one
 from consilium.data.relabel import relabelled
 from consilium.errors import ConfigError, DataError
+from consilium.privacy.plan import per_patient
 from consilium.seeding import seed_for
 from consilium.tasks.registry import TASKS
 
@@ -100,9 +102,9 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
 
 
 def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
-    """Return a list's test split alone, of a site that only tests. Raises ConfigError without one, or for record-level DP."""
-    if config.privacy is not None and config.privacy.unit == "record":  # whose plan follows from a site's training samples
-        what = "a job of privacy.unit record has no plan for a site that trains nothing; leave it out"
+    """Return a list's test split alone, of a site that only tests. Raises ConfigError without one, or for DP-SGD at sites."""
+    if config.dpsgd and config.dpsgd.trust == "local":  # whose plan follows from a site's training samples
+        what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
         raise ConfigError(f"{name}: test_only: {what}")
     if not data.splits["test"]:
         raise ConfigError(f"{name}: test_only: {data.path} has no test split; add entries under `test`")
@@ -158,6 +160,22 @@ def _check_windows(config: JobConfig, data: DataList) -> DataList:
             what = f"its {parts} are records of their own, and percentiles of the {whole} would tie them together"
             raise DataError(f"{item.image}: {what}; set task.window for privacy.unit record")
     return data
+
+
+def units_of(config: JobConfig, data: DataList) -> int:
+    """Return how many records, or patients where they are the unit, a site trains on. Raises DataError for nameless ones."""
+    return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
+
+
+def of_patients(config: JobConfig, data: DataList) -> str | None:
+    """Return a warning where records are hidden one by one and the list knows that several are of one patient."""
+    patients, most = most_of_one(data.splits["training"])
+    if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
+        return None
+    what = f"its list names {patients} patients with up to {most} training samples each"
+    return (
+        f"privacy.unit record hides one sample, and {what}: for such a patient the bound is {most} times epsilon; use patient"
+    )
 
 
 def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:

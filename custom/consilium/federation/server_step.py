@@ -1,5 +1,7 @@
 """What stands between the sites' updates and a strategy's merge: a robust mean, and a server optimizer's step.
 
+Steps of DP-SGD over all sites have an optimizer of their own: PyTorch's, by the job's `training:` section.
+
 Optimizers, with D the mean update of the round, x the shared tensors, all of them per number:
 
     momentum    m = beta1 m + D                 x = x + lr m
@@ -26,15 +28,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.server import ServerConfig
 from consilium.errors import RefusedError
 from consilium.messages import Tensors
 from consilium.strategies.strategy import ServerState
+from consilium.training.optim import make_optimizer, memory, restore
 
 FIRST, SECOND = "first", "second"
 """What the optimizer's state is called in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
+
+
+def advance(job: JobConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+    """Return what the job's optimizer at the server makes of a mean update, as `step` does."""
+    over_all = job.dpsgd is not None and job.dpsgd.trust == "distributed"
+    return gradient_step(job.training, state, mean) if over_all else step(job.server, state, mean)
 
 
 def step(config: ServerConfig | None, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
@@ -48,6 +58,22 @@ def step(config: ServerConfig | None, state: ServerState, mean: Tensors) -> tupl
     for name, update in mean.items():
         steps[name] = _advance(config, kept, name, state.shared[name], update.double())
     return replace(state, optimizer=kept), steps
+
+
+def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) -> tuple[ServerState, Tensors]:
+    """Return what `training.optimizer` makes of a step of DP-SGD over all sites, and its new state, as `step` does.
+
+    `descent`: minus the noisy gradient, float64. It is PyTorch's optimizer with the state of all steps before, so that one
+    step here is one step of training on all data in one place.
+    """
+    parameters = {name: nn.Parameter(state.shared[name].clone()) for name in descent}
+    for name, parameter in parameters.items():
+        parameter.grad = -descent[name].to(parameter.dtype)
+    optimizer = make_optimizer(list(parameters.values()), config)
+    restore(optimizer, list(parameters), state.optimizer)
+    optimizer.step()
+    steps = {name: parameter.detach().double() - state.shared[name].double() for name, parameter in parameters.items()}
+    return replace(state, optimizer=state.optimizer | memory(optimizer, list(parameters))), steps
 
 
 def _advance(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, update: Tensor) -> Tensor:

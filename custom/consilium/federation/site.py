@@ -61,8 +61,8 @@ class Site(Scoring):
 
     `folder` is the site's private folder for this job; `run` names the run, so that a new run never meets an old run's tensors.
     `checkpoint` is where the base weights came from, None for those of the package. `limits` say how much the site can carry,
-    for algorithms with unequal ranks; `data` is what statistics count. Under a record-level `plan` training is DP-SGD;
-    `noise_seed` makes it repeatable and so not private.
+    for algorithms with unequal ranks; `data`: what statistics count, and whose samples are whose. Under a record- or
+    patient-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Site(Scoring):
         began = time.monotonic()
         start, kept = self.prepare(held.params, start, held.kept, payload)
         memory: Tensors = {}
-        passes = self.strategy.passes(start, payload.round, payload.phase)
+        summed = self.step_of_all(start, payload)
+        passes = [] if summed else self.strategy.passes(start, payload.round, payload.phase)
         trained = self.train_passes(passes, start, payload, memory, held.optimizer)
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
@@ -163,6 +164,7 @@ class Site(Scoring):
         metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
+        reply = replace(reply, tensors=summed) if summed else reply
         self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training

@@ -12,6 +12,7 @@ from consilium.errors import ConfigError, RefusedError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
 from consilium.federation.checks import SAMPLES, check_update
+from consilium.federation.masked import aggregate_for
 from consilium.flare import context, wire
 from consilium.messages import Payload, SiteInfo
 from consilium.privacy.plan import Plan, make_plan
@@ -42,7 +43,7 @@ class StrategyAggregator(ModelAggregator):
 
     def use(self, job: Job) -> RoundAggregate:
         """Return the aggregate this component holds, made for `job`."""
-        aggregate = RoundAggregate(job.strategy, job.config.server)
+        aggregate = aggregate_for(job)
         self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
         return self._ready.aggregate
 
@@ -85,6 +86,8 @@ class StrategyAggregator(ModelAggregator):
         """Return the mean difference in the tensors' own type. Raises ConfigError where the server has more to do."""
         ready = self._at_work()
         _check_mean(ready.job.strategy)
+        if ready.job.config.secure_aggregation is not None:
+            raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
         if ready.plan is not None and ready.plan.config.trust == "central":
             raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
         if ready.job.config.server is not None and ready.job.config.server.optimizer is not None:

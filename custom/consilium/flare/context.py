@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cryptography.x509 import Certificate
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.apis.fl_context import FLContext
@@ -23,6 +24,9 @@ from consilium.federation.crossing import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.revocation import since
 from consilium.messages import Observer
+from consilium.privacy.secagg.certificates import Identity, read_identity
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.registry import NO_PLUGINS, Plugins
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.runlog import SIMULATION
@@ -89,6 +93,25 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
         raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
     return find_site(name, _given(), local)
+
+
+def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
+    """Return the site's own key and certificates, of its kit or of a simulation. Raises ConfigError."""
+    if simulated():
+        return simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
+    startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
+    try:
+        server = str(json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]["identity"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{startup / 'fed_client.json'}: names no server; restore the kit", Reason.POLICY) from None
+    return read_identity(startup, name, server, site.secure_aggregation)
+
+
+def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
+    """Return the root certificate that the server's kit, or a simulation, has, and the server's name."""
+    if simulated():
+        return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
+    return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
 
 def own_config(fl_ctx: FLContext) -> SiteConfig:

@@ -17,11 +17,13 @@ from pydantic import Field, StrictBool, StrictFloat
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.crossing import CrossSites, former_state
+from consilium.federation.masked import MaskedRounds
 from consilium.federation.start import keep_inside
 from consilium.flare import answers, context, wire
 from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.cross_sites import cross_sites
+from consilium.flare.masks import MaskedTasks
 from consilium.flare.revocation import REFUSED
-from consilium.messages import Payload
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
 
@@ -50,6 +52,7 @@ class RoundController(Controller):
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
+        self.masked: MaskedTasks | None = None
         self._invited: dict[str, Task] = {}
         self._heard: set[str] = set()
         self._began = time.time()
@@ -70,6 +73,8 @@ class RoundController(Controller):
             self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
+            if job.config.secure_aggregation:
+                self.masked = MaskedTasks(self, MaskedRounds(self.coordinator, *context.federation_root(fl_ctx)))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
@@ -97,13 +102,17 @@ class RoundController(Controller):
         if (c := self.coordinator) is None:
             return
         try:
-            self._wait(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
+            self.wait_for(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
             if c.survey.wanted and not abort_signal.triggered:
                 self._survey(c, abort_signal, fl_ctx)
             if self.crossing and not abort_signal.triggered:
-                self._cross(self.crossing, abort_signal, fl_ctx)
+                cross_sites(self, self.crossing, abort_signal, fl_ctx)
             while not c.done and not abort_signal.triggered:
-                self._round(c, abort_signal, fl_ctx)
+                if self.masked:
+                    self.masked.round(abort_signal, fl_ctx)
+                    self._invite(c, fl_ctx)
+                else:
+                    self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
                 self._final(c, abort_signal, fl_ctx)
             if abort_signal.triggered:
@@ -151,52 +160,27 @@ class RoundController(Controller):
         def enough() -> bool:
             return len(survey.found) >= coordinator.quorum
 
-        self._exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
+        self.exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             survey.finish()
 
-    def _cross(self, crossing: CrossSites, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Have every site score what all share, and then each model that its owner gives, one after the other."""
-        c = crossing.coordinator
-        self._score(crossing, crossing.shared(), abort_signal, fl_ctx)
-
-        def take(name: str, result: Shareable) -> None:
-            crossing.take(name, wire.decode(result)[0])
-
-        for owner in crossing.owners:
-            if not abort_signal.triggered:
-                asks = {owner: wire.encode_dict(wire.MODEL, {"run": c.run})}
-                self._exchange(c, wire.MODEL, asks, take, lambda: False, abort_signal, fl_ctx)
-                self._score(crossing, crossing.lent(), abort_signal, fl_ctx)
-        if not abort_signal.triggered:
-            crossing.finish()
-
-    def _score(self, crossing: CrossSites, sent: dict[str, Payload], abort_signal: Signal, fl_ctx: FLContext) -> None:
-        c = crossing.coordinator
-        payloads = {name: wire.encode(payload, c.run, update=False) for name, payload in sent.items()}
-
-        def accept(name: str, result: Shareable) -> None:
-            crossing.accept(name, wire.decode(result)[0])
-
-        self._exchange(c, wire.EVALUATE, payloads, accept, lambda: crossing.answered >= c.quorum, abort_signal, fl_ctx)
-
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.start().items()}
-        asides = self._evaluate_held_out(coordinator, fl_ctx)
+        asides = self.evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
             if reason := coordinator.accept(name, wire.decode(result)[0]):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
-        self._exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
-        self._wait(coordinator, asides, lambda: True, abort_signal)
+        self.exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
+        self.wait_for(coordinator, asides, lambda: True, abort_signal)
         for task in asides.values():
             self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
             self._invite(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
 
-    def _evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
+    def evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
         payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.held_out().items()}
 
@@ -214,13 +198,13 @@ class RoundController(Controller):
             if coordinator.accept_final(name, wire.decode(result)[0]) is None:
                 recorded.add(name)
 
-        self._exchange(
+        self.exchange(
             coordinator, wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx
         )
         if not abort_signal.triggered:
             coordinator.finish()
 
-    def _exchange(
+    def exchange(
         self,
         coordinator: Coordinator,
         task_name: str,
@@ -229,6 +213,7 @@ class RoundController(Controller):
         enough: Callable[[], bool],
         abort_signal: Signal,
         fl_ctx: FLContext,
+        grace: float | None = None,
     ) -> None:
         """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more.
 
@@ -242,7 +227,7 @@ class RoundController(Controller):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
         present = {name: message for name, message in messages.items() if name not in gone | revoked}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
-        self._wait(coordinator, tasks, enough, abort_signal)
+        self.wait_for(coordinator, tasks, enough, abort_signal, grace)
         for name in sorted(tasks.keys() - answered):
             if not abort_signal.triggered:
                 reason = coordinator.refuse(name, "no answer in time; the round goes on without it")
@@ -285,9 +270,17 @@ class RoundController(Controller):
             self.send(task, fl_ctx, targets=[name])
         return tasks
 
-    def _wait(self, coordinator: Coordinator, tasks: dict[str, Task], enough: Callable[[], bool], abort_signal: Signal) -> None:
-        """Return when all tasks have ended, or `grace` seconds after `enough` became true."""
-        grace, enough_since = coordinator.job.config.federation.straggler_grace_seconds, None
+    def wait_for(
+        self,
+        coordinator: Coordinator,
+        tasks: dict[str, Task],
+        enough: Callable[[], bool],
+        abort_signal: Signal,
+        grace: float | None = None,
+    ) -> None:
+        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true."""
+        job, enough_since = coordinator.job.config.federation, None
+        grace = job.straggler_grace_seconds if grace is None else grace
         while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
             if enough():
                 enough_since = enough_since or time.monotonic()

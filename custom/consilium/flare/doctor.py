@@ -25,9 +25,11 @@ from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.certificates import examine_own, examine_servers
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.hardening import is_pinned, leaves_callers_folder
-from consilium.flare.kits import kit_name, kit_role
+from consilium.flare.kits import certificate, kit_name, kit_role
 from consilium.flare.revocation import is_checked
 from consilium.flare.revocation import read as read_revoked
+from consilium.privacy.secagg.certificates import fingerprint
+from consilium.privacy.secagg.roster import public_key
 
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
@@ -62,8 +64,13 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     if kit_role(kit) == "server":
         yield checked("revocation", lambda: _revocation(kit))
     if kit_role(kit) == "site":
+        yield checked("fingerprint", lambda: f"{_fingerprint(kit)} (for others' secure_aggregation.partners)")
         yield from _site(kit)
         yield checked("server", lambda: examine_servers(kit))
+
+
+def _fingerprint(kit: Path) -> str:
+    return fingerprint(public_key(certificate(kit).read_text(encoding="utf-8")))
 
 
 def _signature(kit: Path) -> Finding:

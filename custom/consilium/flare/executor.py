@@ -1,4 +1,4 @@
-"""The site's FLARE executor: one Site behind four tasks. It runs what the guard has authorized and holds the answer."""
+"""The site's FLARE executor: one Site behind its tasks. It runs what the guard has authorized and holds the answer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Answer:
 
 
 class SiteExecutor(Executor):
-    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`. FLARE's own FedAvg may drive `train` alone."""
+    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`; `masks` the guard does. FLARE's FedAvg may drive `train`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +71,8 @@ class SiteExecutor(Executor):
     def _do(task: Task, site: Site) -> Any:
         if task.kind is Kind.HELLO:
             return site.hello(task.run).to_dict()
+        if task.kind is Kind.MASKS:
+            return None  # the guard's to answer
         if task.kind is Kind.STATISTICS:
             return site.statistics()
         if task.kind is Kind.MODEL:

@@ -17,7 +17,7 @@ from consilium.federation.build import Job, build_guard
 from consilium.federation.checks import check_result
 from consilium.flare import context, wire
 from consilium.flare.executor import Answer
-from consilium.messages import Kind
+from consilium.messages import Kind, Payload
 from consilium.privacy.authorized import Task
 from consilium.privacy.guard import Guard
 
@@ -113,9 +113,12 @@ def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
     """Return the task that the guard makes of a message, which must be of the kind its name says."""
     if name in (Kind.HELLO, Kind.STATISTICS, Kind.MODEL):
         return guard.authorize(Kind(name), wire.decode_ask(shareable, Kind(name).value))
+    if name == Kind.MASKS:
+        question, run = wire.decode_masks(shareable)
+        return guard.authorize(Kind.MASKS, run, Payload(-1, -1, {}, masking=question))
     if name not in (Kind.TRAIN, Kind.EVALUATE):
         raise RefusedError(f"{guard.name}: there is no task {str(name)[:80]!r}; nothing was sent", Reason.TASK)
-    if any(one in shareable for one in (wire.HELLO, wire.STATISTICS, wire.MODEL)):
+    if any(one in shareable for one in (wire.HELLO, wire.STATISTICS, wire.MODEL, wire.MASKS)):
         raise RefusedError(f"{guard.name}: a task {name} that is another too; nothing was sent", Reason.TASK)
     payload, run = wire.decode(shareable)
     return guard.authorize(Kind(name), run, payload)
@@ -131,6 +134,8 @@ def _message(guard: Guard, answer: Answer) -> Shareable:
         return wire.encode_dict(wire.STATISTICS, guard.release_statistics(answer.task, answer.result))
     if answer.task.kind is Kind.MODEL:
         return wire.encode(guard.release_model(answer.task, answer.result), "", update=False)
+    if answer.task.kind is Kind.MASKS:
+        return wire.encode_dict(wire.MASKS, guard.answer_masks(answer.task))
     if answer.task.kind is Kind.EVALUATE:
         return wire.encode(guard.release_scores(answer.task, answer.result), "", update=True)
     ours = not answer.task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
@@ -144,7 +149,9 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
         job, site = context.approved(fl_ctx, name)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
         observe = context.observer(component, fl_ctx, f"{name}-guard")
-        _guards[key] = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")
+        guard = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")
+        guard.identity = context.identity(fl_ctx, name, site) if guard.masks else None
+        _guards[key] = guard
     return _guards[key]
 
 

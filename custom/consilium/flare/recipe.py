@@ -19,10 +19,10 @@ from consilium.flare.context import federated_job
 from consilium.flare.controller import RoundController
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
-from consilium.flare.wire import EVALUATE, HELLO, MODEL, STATISTICS, TRAIN
+from consilium.flare.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.registry import Plugins
 
-TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
+TASKS = [HELLO, STATISTICS, MASKS, TRAIN, EVALUATE, MODEL]
 
 
 class ConsiliumRecipe(Recipe):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from consilium.config.job import JobConfig
+from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
@@ -20,6 +21,8 @@ from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
 from consilium.flare.recipe import export
 from consilium.messages import Observer, loading
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
@@ -58,6 +61,8 @@ def run_simulator(
     observer(loading(f"FLARE and {len(sites)} sites, a process each"))
     tell(given, workspace)
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
+    if load_job(job, plugins=None).secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, sites)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -73,6 +78,7 @@ def run_simulator(
         finally:
             _end(mark, began)
             process.wait()
+            shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
     for name in sites:

@@ -19,7 +19,7 @@ from consilium.flare import packing
 from consilium.messages import Kind, Payload
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
-STATISTICS, MODEL = Kind.STATISTICS.value, Kind.MODEL.value
+STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
 KEY = "consilium"
 REASON = "consilium_reason"
 HELD = "consilium_held"
@@ -41,8 +41,8 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packe
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest: Any = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
-    rest |= {"ledger": payload.ledger}
-    if packed:
+    rest |= {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
+    if packed and not payload.masking:  # keys and signatures are bytes
         tensors, rest = packing.pack(tensors, rest)
     dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest})
     if update:
@@ -71,6 +71,7 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
             _text(rest.get("ledger", "")),
+            dict(rest.get("masking", {})),
         )
         return payload, _text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -82,10 +83,20 @@ def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
 
     Raises RefusedError for anything that is no such message, or more than one.
     """
-    asked, others = shareable.get(key), {HELLO, STATISTICS, MODEL, "DXO"} - {key}
+    asked, others = shareable.get(key), {HELLO, STATISTICS, MODEL, MASKS, "DXO"} - {key}
     if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
     return _text(asked["run"])
+
+
+def decode_masks(shareable: Shareable) -> tuple[dict[str, Any], str]:
+    """Return (question, run) of secure aggregation. Raises RefusedError for anything that is no such message."""
+    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, "DXO"}
+    if not isinstance(asked, dict) or asked.keys() != {"run", "question"} or any(other in shareable for other in others):
+        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
+    if not isinstance(asked["question"], dict):
+        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
+    return asked["question"], _text(asked["run"])
 
 
 def _whole(value: Any) -> int:

@@ -25,6 +25,8 @@ Accountant = Literal["exact", "prv", "rdp"]
 LARGEST = 1e4
 """Noise multipliers and epsilons beyond this mean nothing to anybody."""
 
+SLACK = 1e-12
+"""What a sum of shares of noise is charged in epsilon for not being a continuous Gaussian, see shares.py."""
 GRID = 2**18
 """Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
 MOST_ROWS = 32
@@ -36,11 +38,15 @@ FRACTIONS = 4.0
 
 @dataclass(frozen=True)
 class GaussianEvent:
-    """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone)."""
+    """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone).
+
+    `slack`: what each costs beside: as far as it is from a continuous Gaussian, as a log ratio both ways together; shares.py.
+    """
 
     noise_multiplier: float
     sample_rate: float = 1.0
     count: int = 1
+    slack: float = 0.0
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -77,6 +83,12 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
         return 0.0
     if not all(spend.noise_multiplier > 0 for spend in spends):
         return math.inf
+    slack = math.fsum(spend.count * spend.slack for spend in spends)
+    return _gaussian_cost(spends, delta * math.exp(-slack / 2), accountant) + slack
+
+
+def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant) -> float:
+    """Return the epsilon of continuous Gaussians."""
     everybody = gaussian_epsilon(_mu(spends), delta)
     rows = _rows(spends)
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):

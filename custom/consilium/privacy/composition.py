@@ -1,15 +1,14 @@
 """What releases on one data set cost together: all jobs and all units count, for one record and for the whole site."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
-from consilium.config.privacy import BudgetConfig
-from consilium.privacy.accounting import GaussianEvent, epsilon_of
+from consilium.config.privacy import BudgetConfig, Unit
+from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of
 
-Unit = Literal["site", "record"]
-UNITS: tuple[Unit, ...] = ("record", "site")
-"""What a claim may be about, the finer first."""
+UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 @dataclass(frozen=True)
@@ -54,31 +53,48 @@ def cost(entry: Entry, unit: str) -> GaussianEvent:
     """Return what one row costs one `unit` of its data set: the rule by which rows of different units compose.
 
     - The row's own unit: as it was planned.
-    - A finer unit (a record under a site-level release): two data sets that differ in one record may have any two site updates
-      within the clip, which lie up to 2 C apart. Noise sized for `replace` (2 C) covers that; noise sized for `zero-out` (C)
-      counts as half its multiplier.
-    - A coarser unit (a site under record-level training): no bound, so no noise: a record-level job ends a site-level claim.
+    - A finer unit (a record or a patient under a site-level release, a record under a patient-level one): two data sets that
+      differ in it may have any two contributions within the clip, which lie up to 2 C apart. Noise sized for `replace` (2 C)
+      covers that; noise sized for `zero-out` (C) counts as half its multiplier. That a unit was drawn hides nothing of it then.
+    - A coarser unit (a site or a patient under record-level training): no bound, so no noise: the job ends such a claim.
     """
+    slack = SLACK if entry.trust == "distributed" else 0.0
     if entry.unit == unit:
-        return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count)
+        return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, slack)
     if UNITS.index(entry.unit) < UNITS.index(unit):
         return GaussianEvent(0.0, 1.0, entry.count)
     halved = entry.noise_multiplier / 2 if entry.adjacency == "zero-out" else entry.noise_multiplier
-    return GaussianEvent(halved, 1.0, entry.count)
+    return GaussianEvent(halved, 1.0, entry.count, slack)
 
 
 def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:
-    """Return the epsilon of all `rows` together for one `unit` of their data set."""
-    return epsilon_of(merge([cost(row, unit) for row in rows if row.count]), delta)
+    """Return the epsilon of all `rows` together for one `unit` of their data set: the least of what can be shown."""
+    counted = [row for row in rows if row.count]
+    whole = epsilon_of(merge([cost(row, unit) for row in counted]), delta)
+    steps = [row for row in counted if row.unit == "patient"]
+    return min(whole, _by_two_steps(counted, steps, delta)) if unit == "record" and steps else whole
+
+
+def _by_two_steps(rows: list[Entry], steps: list[Entry], delta: float) -> float:
+    """Return a record's epsilon where patients were drawn, by group privacy: leave its patient out, and bring it back changed.
+
+    The first step costs what the patient-level rows cost a patient. The second costs that again, and all other rows. With
+    (e1, d1) and (e2, d2), both together are (e1 + e2, d1 + exp(e1) d2).
+    """
+    first = epsilon_of(merge([cost(row, row.unit) for row in steps]), delta / 2)
+    if first > 500:
+        return math.inf
+    drawn = [cost(row, row.unit if row.unit == "patient" else "record") for row in rows]
+    return first + epsilon_of(merge(drawn), delta / 2 * math.exp(-first))
 
 
 def merge(spends: list[GaussianEvent]) -> list[GaussianEvent]:
     """Return the same total with equal spends counted together: accountants are quick in kinds, not in releases."""
-    counts: dict[tuple[float, float], int] = {}
+    counts: dict[tuple[float, float, float], int] = {}
     for one in spends:
-        key = (one.noise_multiplier, one.sample_rate)
+        key = (one.noise_multiplier, one.sample_rate, one.slack)
         counts[key] = counts.get(key, 0) + one.count
-    return [GaussianEvent(sigma, rate, count) for (sigma, rate), count in counts.items()]
+    return [GaussianEvent(sigma, rate, count, slack) for (sigma, rate, slack), count in counts.items()]
 
 
 def weakest(adjacencies: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Record-level DP-SGD (Abadi et al. 2016) on adapter parameters, through Opacus' PrivacyEngine.
+"""DP-SGD (Abadi et al. 2016) on adapter parameters by records or patients, through Opacus' PrivacyEngine.
 
 Opacus clips, adds noise and counts; per-sample gradients are ours, because its hooks take a layer's first dimension for the
 sample, and SAM's windowed attention (and one decoding per class) hands layers several rows a sample. Here the rows of a sample
@@ -7,15 +7,20 @@ stay together, so a layer's input (N k, ..., in) is read as (N, k ..., in), and 
 Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
 (one generator draws all masks: a record more changes everybody's), and so would batch statistics and rounding to bf16. So
 record level has none of them: simpler than a generator a record, and little is lost beside the noise.
+
+Of a patient the gradient is that of the mean loss over some of the samples, by autograd, one patient at a time. So no layer
+needs gradients per sample.
 """
 
 import os
+import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,16 +28,72 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from consilium.errors import ConfigError
+from consilium.privacy.discrete import Bits
 
 
 @dataclass(frozen=True)
 class DpSgd:
-    """`noise_multiplier` over `clip` (norm of one sample's gradient); `seed` None draws from the system's generator."""
+    """`noise_multiplier` over `clip` (norm of one unit's gradient); `seed` None draws from the system's generator.
+
+    `patients`: every patient's samples by their place in the training split, where patients are drawn and not records;
+    `per_patient`: of so many of them at most a step takes the mean.
+    """
 
     noise_multiplier: float
     clip: float
     sample_rate: float
     seed: int | None = None
+    patients: tuple[tuple[int, ...], ...] = ()
+    per_patient: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What is drawn: records or patients."""
+        return "patient" if self.per_patient else "record"
+
+    def count(self, num_samples: int) -> int:
+        """Return how many units there are, of a site with so many training samples."""
+        return len(self.patients) if self.per_patient else num_samples
+
+    def chosen(self, drawn: Sequence[int], batch_size: int, bits: Bits) -> Iterator[list[int]]:
+        """Yield the samples of the units `drawn`, as they go through the model together: one patient, or `batch_size` records.
+
+        Of a patient with too many samples a random choice, drawn with `bits`.
+        """
+        if not self.per_patient:
+            yield from (list(drawn[start : start + batch_size]) for start in range(0, len(drawn), batch_size))
+            return
+        source = random.Random(bits(32))
+        for number in drawn:
+            samples = list(self.patients[number])
+            yield samples if len(samples) <= self.per_patient else source.sample(samples, self.per_patient)
+
+
+class PatientGradients:
+    """Collects the gradient of a patient's mean loss, (1, *parameter.shape), of one patient after another."""
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        self.trained = dict(trained)
+        _refuse_ties(model, "patient")
+        self._found: list[dict[str, Tensor]] = []
+
+    @contextmanager
+    def collect(self, count: int) -> Iterator[None]:
+        """Collect from the backward pass of the mean loss over the `count` samples of one patient inside the block."""
+        yield
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained.items()}
+        self._found.append({name: gradient.detach().unsqueeze(0) for name, gradient in gradients.items()})
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the gradients of all patients since the last call, (N, *shape) by name, and forget them."""
+        found, self._found = self._found, []
+        none = {name: torch.zeros(0, *p.shape, device=p.device) for name, p in self.trained.items()}
+        return {name: torch.cat([empty, *(one[name] for one in found)]) for name, empty in none.items()}
+
+    def close(self) -> None:
+        """Do nothing: there are no hooks."""
 
 
 class PerSampleGradients:
@@ -40,7 +101,7 @@ class PerSampleGradients:
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         self.trained = dict(trained)
-        _refuse_ties(model)
+        _refuse_ties(model, "record")
         ours = {id(p) for p in trained.values()}
         layers = [m for m in model.modules() if isinstance(m, nn.Linear) and ours & {id(m.weight), id(m.bias)}]
         covered = {id(p) for layer in layers for p in (layer.weight, layer.bias)}
@@ -97,12 +158,19 @@ class PerSampleGradients:
         self._found[id(parameter)] = gradient if before is None else before + gradient
 
 
-def _refuse_ties(model: nn.Module) -> None:
+def gradients_by_unit(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd
+) -> PatientGradients | PerSampleGradients:
+    """Return what collects a gradient of every record, or of every patient. Raises ConfigError where that cannot be."""
+    return PatientGradients(model, trained) if dp.per_patient else PerSampleGradients(model, trained)
+
+
+def _refuse_ties(model: nn.Module, unit: str) -> None:
     """Raise ConfigError for a module through which one record of a batch acts on another."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
             what = f"{name!r} ({type(module).__name__}) ties the records of a batch together"
-            raise ConfigError(f"privacy.unit: 'record': {what}; use a model without it, or dropout 0")
+            raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or dropout 0")
 
 
 class PrivateSteps:
@@ -113,16 +181,16 @@ class PrivateSteps:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         trained: Mapping[str, nn.Parameter],
-        num_samples: int,
+        num_units: int,
         dp: DpSgd,
     ) -> None:
         from opacus import PrivacyEngine
         from opacus.data_loader import DPDataLoader
 
-        self.gradients = PerSampleGradients(model, trained)
+        self.gradients, self._dp = gradients_by_unit(model, trained, dp), dp
         seed = int.from_bytes(os.urandom(8)) >> 1 if dp.seed is None else dp.seed
         generator = torch.Generator().manual_seed(seed)
-        loader = DPDataLoader(TensorDataset(torch.arange(num_samples)), sample_rate=dp.sample_rate, generator=generator)
+        loader = DPDataLoader(TensorDataset(torch.arange(num_units)), sample_rate=dp.sample_rate, generator=generator)
         device = next(iter(trained.values())).device
         noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
         with warnings.catch_warnings():
@@ -132,6 +200,7 @@ class PrivateSteps:
                 module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=dp.noise_multiplier,
                 max_grad_norm=dp.clip, poisson_sampling=False, grad_sample_mode="no_op", noise_generator=noise,
             )  # fmt: skip
+        self._bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
         self._wrapped, self._sampler = wrapped, loader.batch_sampler
         self._draws: Iterator[list[int]] = iter(())
 
@@ -145,12 +214,16 @@ class PrivateSteps:
             parameter.grad_sample = parameter.summed_grad = parameter.grad = None
 
     def draw(self) -> list[int]:
-        """Return the samples of the next step: each on its own with the sample rate, so there may be none."""
+        """Return the units of the next step: each on its own with the sample rate, so there may be none."""
         indices = next(self._draws, None)
         if indices is None:
             self._draws = iter(self._sampler)
             indices = next(self._draws)
         return indices
+
+    def parts(self, drawn: Sequence[int], batch_size: int) -> list[list[int]]:
+        """Return the samples of the units `drawn`, as they go through the model together."""
+        return list(self._dp.chosen(drawn, batch_size, self._bits))
 
     def step(self, penalty: Mapping[str, Tensor]) -> None:
         """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""

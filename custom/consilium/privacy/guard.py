@@ -15,13 +15,15 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload
-from consilium.privacy import audit, kept, lending, mechanism, noise, places, recovery, statistics, words
+from consilium.privacy import audit, kept, lending, noise, places, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
+from consilium.privacy.masking import Masking
 from consilium.privacy.plan import Plan, check_policy, make_plan
-from consilium.privacy.release import check_upload, geometries, privatized, upload_shapes
-from consilium.seeding import seed_for
+from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.terms import Terms
 from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
@@ -30,7 +32,7 @@ CAPACITY = frozenset({"download", "time", "memory"})
 
 
 @dataclass
-class Guard:
+class Guard(Masking):
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
@@ -57,6 +59,7 @@ class Guard:
     tensors: Collection[str] = ()
     test_only: bool = False
     share_personalized: bool = False
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
@@ -65,11 +68,12 @@ class Guard:
         self._task: Task | None = None
         self._asked: Task | None = None
         self._records: dict[Path, audit.Record] = {}
+        self._terms: Terms | None = None
 
     @property
     def shown_samples(self) -> int:
-        """What the server may know: 1 under site-level DP, which it would break, or if nothing trains; 0 by the site's word."""
-        hidden = self._unit == "site" or not self.config.trains
+        """What the server may know: samples or patients; 1 where the claim hides how many, or nothing trains; 0 by its word."""
+        hidden = (self.plan is not None and (self.masks or not self._in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
     # what arrives ------------------------------------------------------------------------------------------------------
@@ -97,7 +101,9 @@ class Guard:
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
+            self._open_masks(task)
             self._charge(task)
+        self._end_masks(task)
         self._task = self._asked = task
         return task
 
@@ -106,6 +112,7 @@ class Guard:
         counts = not self.config.trains and self.config.cross_site is None  # a job of statistics only is the site's to allow
         if not (counts and self.terms.share):
             check_policy(self.name, self.plan, self.policy)
+        self._check_masks()
         recovery.check(self.records, self.ledger)
         if self.plan is not None and self.config.trains:
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
@@ -115,9 +122,9 @@ class Guard:
         self._admitted = run
 
     def _charge(self, task: Task) -> None:
-        if self._unit == "record":
+        if self._in_steps:
             self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
-        elif self._unit == "site":
+        elif self.plan:
             self.ledger.check([self._entry(task.run, *task.place)], self.policy.budgets)
 
     # what leaves -------------------------------------------------------------------------------------------------------
@@ -148,8 +155,10 @@ class Guard:
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
             released, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
+            if self.masks:
+                released = self._masked(task, released, self.config.weight(self.shown_samples))
             released = replace(released, ledger=self.ledger.seal())
-            self._note("update", released, spends)
+            self._note("update", released, spends, **self._masks_said)
         self._asked = None
         return released
 
@@ -198,15 +207,9 @@ class Guard:
         return None
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
-        if self._unit == "site":  # record level was charged when the task came
+        if not self._in_steps:  # else it was charged when the task came
             self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
         words.keep(self.folder / task.run, task.place, reason)
-
-    def _take(self, task: Task, kind: Kind) -> None:
-        """Use up the authorization. Raises RefusedError unless `task` is the one that stands."""
-        standing, self._task = self._task, None
-        if standing is None or task is not standing or task.kind is not kind:
-            raise RefusedError(f"{self.name}: an answer to a task that was not authorized; nothing was sent", Reason.TASK)
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""
@@ -216,8 +219,7 @@ class Guard:
             kept.keep(self.folder / task.run, stored, spends)
         if spends:
             entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
-            paid = self._unit == "record"  # when the task came
-            entry = replace(entry, count=0) if paid else entry
+            entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
             self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
 
@@ -234,13 +236,13 @@ class Guard:
             lost = f"round {result.round} was released but its bytes are lost; nothing was sent"
             raise RefusedError(f"{self.name}: {lost}", Reason.LEDGER)
         checked = self._checked(result)
-        if self._unit == "record":
+        if self._in_steps and not plan.by_step:
             return checked, True
-        self._check_complete(checked, task.payload)
+        check_complete(self.name, self.strategy, checked, task.payload)
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        released, outcome = privatized(plan, checked.tensors, maps, self._normal(result))
+        released, outcome = privatized(plan, checked.tensors, maps, sources(self.policy, self.name, result))
         if self.config.diagnostics.noise:
-            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps, self._normal(result))
+            clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)
             note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
@@ -250,39 +252,10 @@ class Guard:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
 
-    def _check_complete(self, result: Payload, sent: Payload) -> None:
-        """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
-        if result.scalars:
-            raise RefusedError(f"{self.name}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
-        expected = upload_shapes(self.strategy, sent)
-        found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
-        if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
-            shapes = f"{found.get(wrong[0])}, expected {expected.get(wrong[0])}"
-            raise RefusedError(f"{self.name}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
-
-    # records -----------------------------------------------------------------------------------------------------------
-
-    def _note(self, kind: str, payload: Payload | None = None, spends: bool = False, again: bool = False, **said: Any) -> None:
-        """Put a message into the site's record before it leaves, see audit.py."""
-        job = {"job": self.config.name, "experiment": self.config.experiment}
-        line: dict[str, Any] = {"site": self.name, **job, "run": self._run}
-        line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
-        if payload is not None:
-            line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
-            line |= {"scalars": payload.scalars, "metrics": payload.metrics}
-        if spends and self.plan is not None:
-            line["privacy"] = audit.cost(self.plan)
-        path = self.folder / self._run / audit.FILE
-        self._records.setdefault(path, audit.Record(path)).add(line, again)
-
     @property
-    def _unit(self) -> str | None:
-        return self.plan.config.unit if self.plan else None
-
-    def _normal(self, result: Payload) -> mechanism.Normal:
-        if self.policy.noise_seed is None:
-            return mechanism.system_normal
-        return mechanism.seeded_normal(seed_for(self.policy.noise_seed, self.name, result.round, result.phase))
+    def _in_steps(self) -> bool:
+        """Whether training itself is private (DP-SGD), and so charged before it is done."""
+        return self.plan is not None and self.plan.config.unit != "site"
 
     def _entry(self, run: str, round: int, phase: int) -> Entry:
         """Return the ledger's row of a release."""

@@ -10,6 +10,11 @@ so the released dB carries N(0, std^2) Z (A A^T)^(-1/2) / s, the law of the pape
 random numbers a row. Clipping ||dB|| instead, as the paper's text does, bounds the product only while A's singular values
 stay under 1. Directions where A has (numerically) no singular value are left out of V, so they carry neither update nor
 noise: the theorem's A^+ A = I holds on A's row space only, and a direction with update but no noise would leak.
+
+Q depends on the eigenvectors' basis, on which two sites may not agree. Where coordinates of several sites are summed before
+they are mapped back, they are those of the symmetric root, V = s dB Q L^(1/2) Q^T with all r columns, which has one value:
+
+    release      V' Q L^(-1/2) Q^T / s      (the noise in null directions is dropped, and no update was in them)
 """
 
 import os
@@ -23,6 +28,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from consilium.errors import RefusedError
+from consilium.messages import Tensors
 
 NULL = 1e-9
 """Eigenvalues of a Gram matrix under this share of its largest are null directions."""
@@ -69,13 +75,19 @@ class Outcome:
     dimensions: int
 
 
-def geometry(peer: Tensor, side: Literal["left", "right"], scale: float) -> Geometry:
-    """Return the whitening of a factor whose public `peer` is A (r, n) ("right") or B (m, r) ("left"); scale s = alpha / r."""
+def geometry(peer: Tensor, side: Literal["left", "right"], scale: float, symmetric: bool = False) -> Geometry:
+    """Return the whitening of a factor whose public `peer` is A (r, n) ("right") or B (m, r) ("left"); scale s = alpha / r.
+
+    `symmetric`: by the symmetric root, so that coordinates are (m, r) or (r, n) and those of two sites can be added.
+    """
     factor = peer.detach().cpu().numpy().astype(np.float64)
     values, vectors = np.linalg.eigh(factor @ factor.T if side == "right" else factor.T @ factor)
     kept = values > max(values[-1] * NULL, 0.0)  # numpy: for matrices of rank size, torch's overhead is the cost
     root, basis = np.sqrt(values[kept]), vectors[:, kept]
-    return Geometry(side, torch.from_numpy(scale * basis * root), torch.from_numpy((basis / root).T / scale))
+    forward, back = scale * basis * root, (basis / root).T / scale
+    if symmetric:
+        forward, back = forward @ basis.T, basis @ back
+    return Geometry(side, torch.from_numpy(forward), torch.from_numpy(back))
 
 
 def privatize(
@@ -96,20 +108,24 @@ def privatize(
         raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
     norms = {n: joint_norm({n: t}) if each else norm for n, t in clean.items()}
     clipped = {n: t * _factor(clip, norms[n]) for n, t in clean.items()}
-    signal = joint_norm(clipped) if each else norm * _factor(clip, norm)
-    noise = {n: noise_std * normal(tuple(t.shape)) if noise_std else torch.zeros_like(t) for n, t in clean.items()}
-    released = {n: t + noise[n] for n, t in clipped.items()}
-    outcome = Outcome(
+    released = {n: t + noise_std * normal(tuple(t.shape)) if noise_std else t for n, t in clipped.items()}
+    outcome = outcome_of(clean, clipped, released, noise_std)
+    restored = {n: geometries[n].restore(t) if n in geometries else t for n, t in released.items()}
+    return {n: t.to(update[n].dtype) for n, t in restored.items()}, outcome
+
+
+def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: float) -> Outcome:
+    """Return what was done to an update, given its coordinates as they were, after clipping, and with noise."""
+    norm, signal = joint_norm(clean), joint_norm(clipped)
+    return Outcome(
         norm=norm,
-        clip_factor=min(1.0, signal / norm) if each and norm > 0 else _factor(clip, norm),
+        clip_factor=min(1.0, signal / norm) if norm > 0 else 1.0,
         noise_std=noise_std,
         cosine=_cosine(clean, released),
         signal=signal,
-        noise=joint_norm(noise),
+        noise=joint_norm({name: tensor - clipped[name] for name, tensor in released.items()}),
         dimensions=sum(t.numel() for t in clean.values()),
     )
-    restored = {n: geometries[n].restore(t) if n in geometries else t for n, t in released.items()}
-    return {n: t.to(update[n].dtype) for n, t in restored.items()}, outcome
 
 
 def _factor(clip: float, norm: float) -> float:

@@ -34,6 +34,7 @@ def _asks(config: JobConfig, strategy: Strategy, kind: Kind, place: tuple[int, i
     return {
         Kind.HELLO: place == ASIDE,
         Kind.STATISTICS: place == ASIDE and config.statistics is not None and config.cross_site is None,
+        Kind.MASKS: place == ASIDE and config.trains and config.secure_aggregation is not None and not test_only,
         Kind.MODEL: place == ASIDE and config.cross_site is not None,
         Kind.TRAIN: known and not test_only and 0 <= phase < strategy.phases(round),
         Kind.EVALUATE: ((config.trains or scored > 0) and round == rounds and 0 <= phase <= scored)

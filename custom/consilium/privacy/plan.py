@@ -2,54 +2,69 @@
 
 Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Asking
 some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
-learns, and a federation shows who took part, in its logs and by who is busy. Record level: the rounds' DP-SGD steps on
-Poisson batches, which stay inside the site.
-
-`calibration: paper` (site level) reproduces the noise of M. Zhu et al., "DEeR", IEEE TMI 2025, whose code asks Opacus' RDP
-accountant for the sigma of so many *batches of images* at delta 1 / K, then clips each of a release's L tensors to C and lets
-each of K sites add sigma C / sqrt(K) (Eq. 5). What leaves are sites' updates, so that is one Gaussian mechanism a release of
-joint sensitivity C sqrt(L): of multiplier sigma / sqrt(K L) against everyone (trust local), sigma / sqrt(L) where the server
-adds the whole (central). That is what plan, ledger and budget count. Ours: tensors with a peer are clipped as effective
-updates, as everywhere here; the paper clips factors, for which there is no such bound.
+learns, and a federation shows who took part, in its logs and by who is busy. Record and patient level: the rounds' DP-SGD
+steps on Poisson batches, which stay inside the site; with trust distributed a step a round over all sites, see shares.py.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Sized
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy, RecordLevelDpConfig, SiteLevelDpConfig
+from consilium.config.privacy import (
+    NEEDS_MASKS,
+    DpSgdConfig,
+    HospitalPrivacyPolicy,
+    PatientLevelDpConfig,
+    PrivacyConfig,
+    SiteLevelDpConfig,
+)
 from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
+from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise_multiplier
+from consilium.privacy.calibration import paper_sigma, printed
 from consilium.privacy.dpsgd import DpSgd
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import honest_shares, share_deviation, slack
 from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)
+DEVIATIONS = 40
+"""Of noise that a bound on numbers must have room for: a number over it stops the site's update."""
 HIDDEN = {
     ("site", "zero-out"): "whether a site's data are there at all; that it takes part is public",
     ("site", "replace"): "which data a site has",
-    ("record", "zero-out"): "one record, against an empty one in its place; how many records a site has is public",
+    ("record", "zero-out"): "one record, against an empty one in its place",
+    ("patient", "zero-out"): "all that one hospital's list has of a patient, against nothing in its place",
 }
 """What a claim hides, by unit and adjacency: the one place that says it."""
+AGAINST = {
+    "local": "against everyone",
+    "central": "against everyone but the server",
+    "distributed": "against everyone, also the server with up to {colluders} sites that work with it",
+}
+"""Whom a claim holds against, by trust."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`event`: the cost of one release; `releases` of them make the run. `tensors`: how many are clipped each on its own."""
+    """`event`: the cost of one release; `releases` of them make the run. `tensors`: how many are clipped each on its own.
 
-    config: SiteLevelDpConfig | RecordLevelDpConfig
+    `shares`: how many shares of noise count in a sum (trust distributed), and `colluders` how many sites may tell theirs.
+    """
+
+    config: PrivacyConfig
     noise_multiplier: float
     event: GaussianEvent
     releases: int
     tensors: int = 1
+    shares: int = 1
+    colluders: int = 0
 
     @property
     def clip(self) -> float:
-        """The largest joint norm of one site's (or record's) contribution."""
+        """The largest joint norm of one unit's contribution."""
         return self.config.clip * math.sqrt(self.tensors)
 
     @property
@@ -59,7 +74,7 @@ class Plan:
 
     @property
     def sensitivity(self) -> float:
-        """How far one site's (or record's) contribution can move the sum, in the update's (gradient's) units."""
+        """How far one unit's contribution can move the sum, in the update's (gradient's) units."""
         return self.clip * (2 if self.config.adjacency == "replace" else 1)
 
     def check_count(self, tensors: Sized) -> None:
@@ -71,13 +86,39 @@ class Plan:
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
         """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
         count = self.releases if releases is None else releases
-        spend = GaussianEvent(self.event.noise_multiplier, self.event.sample_rate, self.event.count * count)
+        spend = replace(self.event, count=self.event.count * count)
         return epsilon_of([spend], delta or self.config.delta, self.config.accountant)
 
     @property
     def site_noise(self) -> float:
         """The noise deviation that a site adds to its update."""
-        return self.noise_multiplier * self.sensitivity if self.config.trust == "local" else 0.0
+        parts = {"local": 1.0, "central": 0.0, "distributed": self.shares**-0.5}
+        return self.noise_multiplier * self.sensitivity * parts[self.config.trust]
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a round is one step of DP-SGD over all sites."""
+        return self.config.unit != "site" and self.config.trust == "distributed"
+
+    def share(self, numbers: int) -> int:
+        """Return the deviation of a site's share of noise on a release of so many numbers, in units of the grid.
+
+        A rounded sum of clipped gradients may move by sqrt(d) units more than the clip. Raises ConfigError where the grid is
+        too coarse.
+        """
+        rounding = math.sqrt(numbers) * UNIT if self.by_step else 0.0
+        found = share_deviation(self.noise_multiplier, self.sensitivity + rounding, self.shares)
+        if found and slack(found, self.shares, numbers) > SLACK:
+            raise ConfigError(
+                f"privacy.trust: 'distributed': {numbers:,} numbers are too many for the grid; lower adapter.rank"
+            )
+        return found
+
+    def check_shares(self, honest: int) -> None:
+        """Raise RefusedError where the sum that is asked for may hold fewer `honest` shares of noise than the plan counts."""
+        if self.config.trust == "distributed" and honest < self.shares:
+            what = f"a sum with {honest} shares of noise that nobody else knows, where the plan counts {self.shares}"
+            raise RefusedError(f"{what}; nothing was sent; raise secure_aggregation.threshold", Reason.POLICY)
 
     def warnings(self, dimensions: int, sites: int) -> list[str]:
         """Return what a user must know before training: a drowned signal, no noise at all."""
@@ -89,7 +130,7 @@ class Plan:
                 f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
             )
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
-            found.append(f"calibration paper: {_printed(self.config)} is not kept; the epsilon of the claim is")
+            found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
         if self.noise_multiplier == 0:
             found.append("noise_multiplier 0 clips and protects nothing")
         return found
@@ -107,42 +148,57 @@ class Plan:
             "noise_multiplier": self.noise_multiplier,
             "releases": self.releases,
             "calibration": self.config.calibration,
+            **({"shares": self.shares, "colluders": self.colluders} if self.config.trust == "distributed" else {}),
             "epsilon": {f"{delta:g}": self.epsilon(delta=delta) for delta in deltas},
         }
 
     def claim(self) -> str:
         """Return the guarantee in words, never without unit, adjacency and trust."""
         named = f"{self.config.unit} level, {self.config.adjacency}, trust {self.config.trust}"
-        against = {"local": "against everyone", "central": "against everyone but the server"}[self.config.trust]
+        against = AGAINST[self.config.trust].format(colluders=self.colluders)
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
+        if self.config.unit != "site" and not self.by_step:
+            hidden += f"; how many {self.config.unit}s a site has is public"
         kept = f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
         if not (isinstance(self.config, SiteLevelDpConfig) and self.by_tensor):
             return kept
-        return f"{kept}; calibration paper: the noise is that of a printed {_printed(self.config)}, which it does not keep"
+        return f"{kept}; calibration paper: the noise is that of a printed {printed(self.config)}, which it does not keep"
 
 
-def _printed(privacy: SiteLevelDpConfig) -> str:
-    assert privacy.epsilon is not None
-    assert privacy.sites is not None
-    return f"epsilon {privacy.epsilon:g} at delta {1 / privacy.sites:.3g}"
+def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = None, names: Iterable[str] = ()) -> Plan | None:
+    """Return the plan of a job, None for one without privacy. DP-SGD's at the sites differ by site: they need `num_units`.
 
-
-def make_plan(config: JobConfig, strategy: Strategy, num_samples: int | None = None, names: Iterable[str] = ()) -> Plan | None:
-    """Return the plan of a job, None for one without privacy. Record-level plans differ by site: they need `num_samples`.
-
-    `names`: all adapter tensors, which the paper's calibration counts. Raises ConfigError for a budget that no noise keeps.
+    `num_units`: training records or patients. `names`: all adapter tensors, which the paper's calibration counts. Raises
+    ConfigError for a budget that no noise keeps.
     """
     privacy = config.privacy
     if privacy is None:
         return None
     rounds = range(config.training.rounds)
-    phases = [strategy.phases(round) for round in rounds]
-    if privacy.unit == "record":
+    releases = sum(strategy.phases(round) for round in rounds)
+    if privacy.trust == "distributed":
+        return _shared_plan(config, privacy, releases)
+    if not isinstance(privacy, SiteLevelDpConfig):
         passes = max((len(strategy.passes((), *place)) for place in strategy.places()), default=1)
-        return None if num_samples is None else _record_plan(config, privacy, sum(phases), num_samples, passes)
+        return None if num_units is None else _local_plan(config, privacy, releases, num_units, passes)
     if privacy.calibration == "paper":
-        return paper_plan(config, privacy, strategy, sum(phases), list(names))
-    return site_plan(privacy, sum(phases))
+        return paper_plan(config, privacy, strategy, releases, list(names))
+    return site_plan(privacy, releases)
+
+
+def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Plan:
+    """Return the plan of noise in shares: how many count in a sum follows from the job's secure aggregation."""
+    masked = config.secure_aggregation
+    if masked is None:
+        raise ConfigError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
+    shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
+    made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
+    found = replace(made, shares=shares, colluders=masked.colluders)
+    found.share(0)  # before training, where the grid is too coarse for it
+    if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
+        what = f"{masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise"
+        raise ConfigError(f"secure_aggregation.bound: {what}; give {least:.3g} or more, or leave it out")
+    return found
 
 
 def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy, releases: int, names: list[str]) -> Plan:
@@ -165,51 +221,34 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
     return Plan(privacy, kept, GaussianEvent(kept), releases, tensors)
 
 
-def paper_sigma(privacy: SiteLevelDpConfig, batch: int, steps: int) -> float:
-    """Return Opacus' sigma of so many `steps` at the sample rate batch / samples. Raises ConfigError where it has none."""
-    assert privacy.epsilon is not None
-    assert privacy.sites is not None
-    assert privacy.samples is not None
-    try:
-        return _opacus_sigma(privacy.epsilon, 1 / privacy.sites, min(1.0, batch / privacy.samples), steps)
-    except ValueError:
-        what = f"{privacy.epsilon}: Opacus has no noise for it (calibration paper); ask for more, or fewer rounds"
-        raise ConfigError(f"privacy.epsilon: {what}") from None
-
-
-@lru_cache(maxsize=64)
-def _opacus_sigma(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """Return what Opacus finds, once a process: its search takes seconds, and server, guard and site each make a plan."""
-    from opacus.accountants.utils import get_noise_multiplier
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its grid of orders
-        found = get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant="rdp"
-        )
-    return float(found)
-
-
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     """Return the plan of so many releases at site level. Raises ConfigError for a budget that no noise keeps."""
     sigma = _sigma(privacy, releases, 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma), releases)
+    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK if privacy.trust == "distributed" else 0.0), releases)
 
 
-def _record_plan(config: JobConfig, privacy: RecordLevelDpConfig, releases: int, num_samples: int, passes: int) -> Plan:
+def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
+    """Return the plan of so many steps over all sites' units, the same for every site. Raises ConfigError."""
+    assert privacy.sample_rate is not None
+    sigma = _sigma(privacy, releases, privacy.sample_rate)
+    return Plan(privacy, sigma, GaussianEvent(sigma, privacy.sample_rate, slack=SLACK), releases)
+
+
+def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
     """Return the plan of a site; every release is charged all `passes` of its phase's local training."""
-    if config.training.batch_size >= num_samples:
+    if config.training.batch_size >= num_units:
+        units = "samples" if privacy.unit == "record" else "patients"
         raise ConfigError(
-            f"training.batch_size: {config.training.batch_size}: not under this site's {num_samples} samples, so nothing is "
-            "sampled and record-level DP has no use; lower it"
+            f"training.batch_size: {config.training.batch_size}: not under this site's {num_units} {units}, so nothing is "
+            f"sampled and {privacy.unit}-level DP has no use; lower it"
         )
-    steps = passes * config.training.steps_per_round(num_samples)
-    rate = 1 / math.ceil(num_samples / config.training.batch_size)  # as Opacus' loader has it
+    steps = passes * config.training.steps_per_round(num_units)
+    rate = 1 / math.ceil(num_units / config.training.batch_size)  # as Opacus' loader has it
     sigma = _sigma(privacy, steps * releases, rate)
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps), releases)
 
 
-def _sigma(privacy: SiteLevelDpConfig | RecordLevelDpConfig, count: int, rate: float) -> float:
+def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.epsilon is not None  # the section has one of them
@@ -231,19 +270,28 @@ def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) ->
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
 
 
-def dpsgd(plan: Plan | None, seed: int | None) -> DpSgd | None:
-    """Return how to train under a record-level plan, None under any other."""
-    if plan is None or plan.config.unit != "record":
+def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], ...] = ()) -> DpSgd | None:
+    """Return how to train by DP-SGD, None under any other plan. Noise on a step over all sites is not training's to add.
+
+    `patients`: every patient's samples, where they are the unit.
+    """
+    if plan is None or isinstance(plan.config, SiteLevelDpConfig):
         return None
-    return DpSgd(plan.noise_multiplier, plan.config.clip, plan.event.sample_rate, seed)
+    noise = 0.0 if plan.by_step else plan.noise_multiplier
+    return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, per_patient(plan.config))
+
+
+def per_patient(privacy: PrivacyConfig | None) -> int:
+    """Return how many samples of a patient a step takes at most; 0 where patients are not the unit."""
+    return privacy.per_patient if isinstance(privacy, PatientLevelDpConfig) else 0
 
 
 def noise_to_signal(plan: Plan, dimensions: int, sites: int) -> float:
     """Return the expected ||noise|| / ||signal|| of one aggregated release: all `sites` at the clip and of one mind.
 
-    `dimensions` counts the noised coordinates. The mean's noise per coordinate is sigma S / sqrt(K) (local) or sigma S / K
-    (central); real updates disagree, so this is a lower bound for one release. Over a run of T releases of one mind the signal
-    grows with T and the noise with sqrt(T).
+    `dimensions` counts the noised coordinates. The mean's noise per coordinate is sigma S / sqrt(K) (local), sigma S / K
+    (central) or, where h shares count, sigma S / sqrt(h K) (distributed); real updates disagree, so this is a lower bound
+    for one release. Over a run of T releases of one mind the signal grows with T and the noise with sqrt(T).
     """
-    shrink = {"local": sites**-0.5, "central": 1 / sites}[plan.config.trust]
+    shrink = {"local": sites**-0.5, "central": 1 / sites, "distributed": (sites * plan.shares) ** -0.5}[plan.config.trust]
     return plan.noise_multiplier * plan.sensitivity * shrink * math.sqrt(dimensions) / plan.clip

@@ -53,7 +53,8 @@ class RunLog:
         self._figures: dict[str, list[dict[str, Any]]] = {}
         self._curves: list[dict[str, float]] = []
         self._phase: list[dict[str, float]] = []
-        self._sizes = config.privacy is None or config.privacy.trust != "central"  # which trusts this server, not its readers
+        seen = config.privacy is None or config.privacy.trust != "central"  # which trusts this server, not its readers
+        self._sizes = seen and config.secure_aggregation is None
         self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())

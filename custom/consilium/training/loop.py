@@ -1,7 +1,7 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +77,8 @@ def train(
         optim.restore(optimizer, list(active), kept)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
-    total, losses = config.steps_per_round(task.num_samples), Losses(_device(model), config.lr)
+    total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
+    losses = Losses(_device(model), config.lr)
     penalties: list[Tensor] = []
 
     def regularize(step: LocalStep) -> Tensor | None:
@@ -131,7 +132,7 @@ def _steps(
         return
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
     seeds = (seed_for(seed, "step", number) for number in itertools.count())
-    with PrivateSteps(model, optimizer, trained, task.num_samples, dp) as private:
+    with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
         private_step = partial(_private_step, model, task, private, config)
         yield lambda step, regularizer, last: private_step(next(seeds), regularizer, step, losses, last)
 
@@ -170,25 +171,30 @@ def _private_step(
     losses: Losses,
     last: bool,
 ) -> bool:
-    """Take one step on a Poisson batch, at most `batch_size` samples in memory at a time; an empty one is noise only.
+    """Take one step on a Poisson batch, at most `batch_size` samples, or one patient, at a time; an empty one is noise only.
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
     `seed` is the step's: were it the batch's, one more record would change the augmentation of all others, and with it more
     of the clipped sum than the clip, which is what the noise is made for.
     """
-    penalty, trained, indices = regularizer(step), private.gradients.trained, private.draw()
-    starts = range(0, len(indices), config.batch_size)
-    calls = (partial(_batch, task, _device(model), indices[start : start + config.batch_size], seed) for start in starts)
-    with closing(ahead(calls, _ahead(task))) as made:
-        for batch in filter(None, made):
-            count = len(next(iter(batch.values())))
-            with private.gradients.collect(count):
-                losses.add(_backward(model, task, batch, config, 1.0), count / len(indices))
+    penalty, trained = regularizer(step), private.gradients.trained
+    parts = private.parts(private.draw(), config.batch_size)
+    whole = sum(map(len, parts))
+    for count, batch in read(model, task, parts, seed):
+        with private.gradients.collect(count):
+            losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.look(last)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
     private.step(penalty_gradients)
     return known
+
+
+def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
+    """Yield batches of these samples with their sizes, without those of which none can be read."""
+    calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
+    with closing(ahead(calls, _ahead(task))) as made:
+        yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
 
 
 def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -199,13 +205,13 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
 def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> Tensor:
     """Add the gradients of one batch's loss times `share`; return that loss, on its device."""
     with autocast(_device(model), config.precision):
-        loss = _scalar(task.loss(model, batch)) * share
+        loss = scalar(task.loss(model, batch)) * share
     if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
         loss.backward()
     return loss
 
 
-def _scalar(loss: Tensor) -> Tensor:
+def scalar(loss: Tensor) -> Tensor:
     """Return a task's loss. Raises ConsiliumError for anything but one number as a tensor."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
@@ -39,14 +40,20 @@ def task_of(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> 
 
 def evaluate(opened: TrainedModel, data: Path, split: Split) -> dict[str, float]:
     """Return the metrics of a model on one site's folder, or its data list. Raises ConfigError, DataError."""
+    site = read_site(data, opened.config)
+    with tempfile.TemporaryDirectory() as place:
+        return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
+
+
+def read_site(data: Path, config: JobConfig) -> SiteConfig:
+    """Return what one site's folder says, or a site of one data list. Raises ConfigError."""
     if not data.exists():
         raise ConfigError(f"--data: {shown(data)}: no such folder or file; give a site's folder")
     site = SiteConfig(datalist=data) if data.is_file() else read_site_folder(data)
     if site is None:
-        what = f"neither site.yaml nor {TASKS[opened.config.task.name].file}, nor a folder per class"
+        what = f"neither site.yaml nor {TASKS[config.task.name].file}, nor a folder per class"
         raise ConfigError(f"--data: {shown(data)}: {what}; give one site's folder")
-    with tempfile.TemporaryDirectory() as place:
-        return scores(opened, task_of(opened, site, data.resolve().name, Path(place)), split)
+    return site
 
 
 def cross_sites(

@@ -123,12 +123,21 @@ def ledger(path: Path) -> tuple[Table | None, str]:
         rows = [_ledger_row(one) for one in summary(Ledger(path))]
     except RefusedError as error:
         return None, shown(error, 600)
-    columns = ["data set", "jobs", "releases", "adjacency", "trust", "epsilon of a record", "epsilon of the site"]
+    columns = [
+        "data set",
+        "jobs",
+        "releases",
+        "adjacency",
+        "trust",
+        "epsilon of a record",
+        "epsilon of a patient",
+        "epsilon of the site",
+    ]
     return Table("What all jobs together cost, at delta 1e-05", columns, rows), ""
 
 
 def _ledger_row(one: Mapping[str, Any]) -> list[str]:
-    spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "site")]
+    spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
     texts = [f"{value:.4g}" if number(value) is not None else HIGHEST for value in spent]
     named: Sequence[str] = (
         one["dataset"],

@@ -12,8 +12,8 @@ NONE = (
     "This job has no differential privacy. Updates left the sites as trained. The guard let only shared tensors and declared "
     "numbers pass, but what can be inferred from them has no proven bound."
 )
-BY_RECORD = (
-    "Record-level differential privacy: each site trains by DP-SGD on its own data, so noise and epsilon differ by site. The "
+BY_UNIT = (
+    "{unit}-level differential privacy: each site trains by DP-SGD on its own data, so noise and epsilon differ by site. The "
     "server does not know them; each site's own report does."
 )
 SCORES = (
@@ -32,8 +32,8 @@ def statement(record: Record) -> tuple[Sequence[str], Sequence[tuple[str, str]]]
         return [*sentences, SCORES], facts
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     spent = [value for line in record.of("concluded") if (value := number(line.get("privacy/epsilon"))) is not None]
-    if private.unit == "record":
-        return [BY_RECORD, SCORES], facts
+    if private.unit != "site" and private.trust == "local":
+        return [BY_UNIT.format(unit=private.unit.capitalize()), SCORES], facts
     facts += [("epsilon so far", f"{spent[-1]:.4g} at delta {private.delta:g}")] if spent else []
     return ["The run has not ended: what it promises is known at its end.", SCORES], facts
 
@@ -64,8 +64,9 @@ def _noise(found: Mapping[str, Any], clip: float, multiplier: float) -> str:
     """Return in words how much noise was added where."""
     if multiplier == 0:
         return "none: the multiplier is 0, so nothing is protected"
-    if found.get("unit") == "record":
+    if found.get("unit") in ("record", "patient") and found.get("trust") != "distributed":
         return f"in every training step, of deviation {multiplier * clip:.4g} on the sum of the batch's clipped gradients"
     deviation = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
-    where = "by each site on its own update" if found.get("trust") == "local" else "by the server on the sum of the updates"
+    adds = {"local": "by each site on its own update", "distributed": "by all sites in shares, on the sum of what they send"}
+    where = adds.get(str(found.get("trust")), "by the server on the sum of the updates")
     return f"of deviation {deviation:.4g} per number (whitened where a factor has a public peer), {where}, at every release"

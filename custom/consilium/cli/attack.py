@@ -1,0 +1,93 @@
+"""The command `consilium privacy attack`."""
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from consilium.cli.options import Format, FormatOption, page
+from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.errors import ConfigError
+from consilium.report.clean import shown
+
+if TYPE_CHECKING:
+    from consilium.config.site import SiteConfig
+    from consilium.use.attack import Guessed
+    from consilium.use.model import TrainedModel
+
+
+def attack(
+    model: ModelArgument,
+    data: Annotated[
+        Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")
+    ] = None,
+    site: SiteOption = None,
+    stage: StageOption = None,
+    best: BestOption = False,
+    shadow: Annotated[
+        list[Path] | None, typer.Option(help="a run on another part of the list (data.most_training, other seed); repeat")
+    ] = None,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bound on epsilon")] = 0.95,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
+
+    A bound near 0 proves no privacy: another attack may do better. A bound over the promise proves that it is not kept.
+    """
+    from consilium.use.attack import attack as run
+    from consilium.use.model import open_model
+
+    own = site_of(device, checkpoints)
+    opened = open_model(model, site, stage, own, best)
+    shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
+    given, name = _data(opened, data, site)
+    console = Console(stderr=True, quiet=format is Format.JSON)
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        lost = bar.add_task("losses", total=None)
+        found = run(opened, given, name, shadows, Path(place), confidence, lambda: bar.advance(lost))
+    _print(found, opened, format)
+
+
+def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple[SiteConfig, str]":
+    """Return the site whose samples are attacked, and its name in the run. Raises ConfigError."""
+    from consilium.config.site import SiteConfig
+    from consilium.use.evaluate import read_site
+
+    if data is not None:
+        return read_site(data, opened.config), site or data.resolve().name
+    if opened.config.data.phantoms is None:
+        raise ConfigError("--data: give the site's folder or data list that the run was given")
+    if site is None and opened.card.site == "":
+        raise ConfigError("--site: whose phantoms? Give a site's name, such as site-1")
+    return SiteConfig(), site or opened.card.site
+
+
+def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
+    private = opened.config.privacy
+    unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
+    claim = opened.card.privacy or "none: the model was trained without privacy"
+    if format is Format.JSON:
+        told = {"model": str(opened.folder), "claim": claim, "unit": unit, "delta": delta}
+        print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
+        return
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least"):
+        table.add_column(heading, justify="left" if heading == "attack" else "right")
+    for one in found:
+        table.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
+    typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
+    page().print(table)
+    typer.echo(f"epsilon of one {unit} at delta {delta:g}, with confidence {found[0].confidence:g}; an AUC of 0.5 is chance")
+    typer.echo(f"promised: {shown(claim, 600)}")

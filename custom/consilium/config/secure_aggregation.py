@@ -1,0 +1,69 @@
+"""Secure aggregation: the `secure_aggregation:` sections of job.yaml and site.yaml, and what a job with it cannot have."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from consilium.schema import Positive, Section, Sha256
+
+if TYPE_CHECKING:
+    from consilium.config.job import JobConfig
+
+MOST_WEIGHT = 65_536
+"""The most that a site's update may weigh, unless federation.max_weight says it."""
+FEWEST = 3
+"""Of two sites each knows the other's update from the sum."""
+
+
+class SecureAggregationConfig(Section):
+    """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only.
+
+    Of n sites asked, `threshold` must stay to the end of a phase; by default floor(2 n / 3) + 1. It needs
+    2 threshold > n + colluders and threshold >= colluders + 2, so with the default at least three sites.
+    """
+
+    threshold: Annotated[int, Field(ge=2, le=10_000)] | None = None
+    colluders: Annotated[int, Field(ge=0, le=10_000, description="sites that may work together with the server")] = 1
+    bound: (
+        Annotated[Positive, Field(description="no site sends a larger number; by default what sums of all sites have room for")]
+        | None
+    ) = None
+
+
+class SitePartnersConfig(Section):
+    """What a site asks of secure aggregation before it takes part.
+
+    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys, compared out of band (`consilium
+    doctor` prints a kit's); no other is accepted. Needed where `privacy.budgets` are. To remove one revokes it.
+    """
+
+    partners: dict[Annotated[str, Field(min_length=1, max_length=128)], Sha256] = Field(default_factory=dict)
+    min_colluders: Annotated[int, Field(ge=0, le=10_000, description="jobs that count on fewer are refused")] = 0
+    min_sites: Annotated[int, Field(ge=FEWEST, le=10_000, description="fewer sites together are refused")] = FEWEST
+
+
+def check_masked(job: "JobConfig") -> None:
+    """Raise ValueError, naming field, value and remedy, for what secure aggregation hides or cannot sum."""
+    strategy = job.strategy
+    if strategy.needs == "sites" or strategy.pools_data:
+        what = "needs single sites' updates, which nobody sees"
+        raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
+    if job.server is not None and job.server.robust:
+        raise ValueError(f"secure_aggregation: server.mean {job.server.mean!r} needs single sites' updates; use weighted")
+    if job.diagnostics.deviation or job.diagnostics.looks_inside:
+        raise ValueError("secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them")
+    if job.privacy is not None and job.federation.weighting == "samples":
+        raise ValueError(
+            "federation.weighting: 'samples': with privacy and secure_aggregation every site weighs 1; use uniform"
+        )
+    if job.privacy is None and job.federation.fraction_train < 1:
+        what = "sums over other sites in other rounds would show single ones"
+        raise ValueError(f"federation.fraction_train: {job.federation.fraction_train}: without privacy {what}; use 1")
+    if job.federation.max_weight is not None and job.federation.max_weight > MOST_WEIGHT:
+        what = f"over the {MOST_WEIGHT} that secure_aggregation has room for"
+        raise ValueError(f"federation.max_weight: {job.federation.max_weight}: {what}; lower it")
+
+
+def most_weight(job: "JobConfig") -> int:
+    """Return what a site's update weighs at most, as all know."""
+    return 1 if job.weighting == "uniform" else job.federation.max_weight or MOST_WEIGHT

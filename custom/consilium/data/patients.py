@@ -1,0 +1,38 @@
+"""Whose samples are whose: the patients of a split, by what a data list says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from consilium.data.datalist import DataList
+from consilium.errors import DataError
+
+
+def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
+    """Return the places of every patient's samples in the training split, in the list's order.
+
+    Raises DataError where an entry names no patient: it would belong to somebody whom nothing hides.
+    """
+    samples = data.splits["training"]
+    if nameless := [item.name for item in samples if not item_patient(item)]:
+        what = f"{len(nameless)} of {len(samples)} training samples name no patient, such as {nameless[0]}"
+        remedy = 'write "patient" into every entry of the list, or use privacy.unit site'
+        raise DataError(f"{data.path}: privacy.unit: 'patient': {what}; {remedy}")
+    return _groups(samples)
+
+
+def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
+    """Return how many patients a split names, and the most samples that one of them has."""
+    groups = _groups([item for item in samples if item_patient(item)])
+    return len(groups), max(map(len, groups), default=0)
+
+
+def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    found: dict[str, list[int]] = {}
+    for place, item in enumerate(samples):
+        found.setdefault(item_patient(item), []).append(place)
+    return tuple(map(tuple, found.values()))
+
+
+def item_patient(item: Any) -> str:
+    """Return who a sample is of, "" where nobody knows; a list of texts does not say."""
+    return str(getattr(item, "patient", ""))

@@ -1,0 +1,265 @@
+"""The site's side of secure aggregation in one run: hello, prepare, mask, confirm, reveal, or cancel; each of them once.
+
+The server is believed in nothing: every question is checked against what this site knows itself. What a step is for, and in
+which order steps come, is the protocol's (see __init__); why a refusal protects the site stands at each.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import most_weight
+from consilium.errors import Reason
+from consilium.messages import Payload, Tensors
+from consilium.privacy.secagg import arithmetic, sealing, shamir
+from consilium.privacy.secagg.arithmetic import Layout, Words
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.questions import check_cancelled, check_confirmed, check_prepared, check_survivors, read_cohort
+from consilium.privacy.secagg.record import SiteRecord
+from consilium.privacy.secagg.roster import check_roster, entry, public_key
+from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.terms import (
+    Message,
+    Place,
+    Terms,
+    mask_context,
+    names_sent,
+    prepare_context,
+    read_place,
+    refused,
+    same_numbers,
+    terms_of,
+    what_was_sent,
+)
+
+
+class Party:
+    """One site in one run. `run` names it; `record` is its memory."""
+
+    def __init__(self, identity: Identity, config: JobConfig, run: str, record: SiteRecord) -> None:
+        self.identity, self.config, self.run, self.record, self.asks = identity, config, run, record, identity.asks
+        self.name = identity.name
+
+    # questions ---------------------------------------------------------------------------------------------------------
+
+    def answer(self, question: Message) -> Message:
+        """Return the answer to any question but training's. Raises RefusedError, and then nothing may be sent."""
+        steps = {"prepare": self._prepare, "confirm": self._confirm, "reveal": self._reveal, "cancel": self._cancel}
+        with self.record.opened() as values:
+            step = question.get("step")
+            if step == "hello":
+                return self._hello(values)
+            if step not in steps:
+                raise refused(f"there is no step {str(step)[:40]!r}")
+            return steps[step](values, question)
+
+    def _hello(self, values: dict[str, Any]) -> Message:
+        if "entry" not in values:
+            private = sealing.new_key()
+            found = entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
+            values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
+            self.record.save()
+        return dict(values["entry"])
+
+    def _prepare(self, values: dict[str, Any], question: Message) -> Message:
+        place = read_place(question)
+        last = _last(values)
+        if last == place:
+            return self.record.once(values["attempt"], "prepare", question, dict)
+        if last is not None and place < last:
+            raise refused(f"attempt {place} is stale, this site is at {last}")
+        keys = self._roster(values, question)
+        cohort = read_cohort(question, self.name, keys, whole=self.config.privacy is None)
+        terms = self._terms(len(cohort))
+        context = self._context(place, question, cohort, terms)
+        self._check_attempts(values, place, question, cohort, terms, keys)
+        attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
+        values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
+        return self.record.once(attempt, "prepare", question, lambda: self._shares(values, attempt, context, terms))
+
+    def _roster(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
+        if "entry" not in values:
+            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
+            raise refused(f"{what}")
+        about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
+        return check_roster(question.get("roster"), *about)
+
+    def _terms(self, asked: int) -> Terms:
+        if asked < self.asks.min_sites:
+            what = f"{asked} sites are asked, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
+            raise refused(f"{what}", Reason.POLICY)
+        return terms_of(self.config, asked)
+
+    def _context(self, place: Place, question: Message, cohort: Iterable[str], terms: Terms) -> bytes:
+        return prepare_context(self.config, self.run, place, question["roster"], cohort, terms)
+
+    def _check_attempts(
+        self,
+        values: Mapping[str, Any],
+        place: Place,
+        question: Message,
+        cohort: list[str],
+        terms: Terms,
+        keys: Mapping[str, rsa.RSAPublicKey],
+    ) -> None:
+        """Raise RefusedError unless the last attempt at this phase can no longer be opened: two sums would show who differs."""
+        last = _last(values)
+        same = last is not None and (last.round, last.phase) == (place.round, place.phase)
+        if last is not None and same and self._context(last, question, cohort, terms).hex() != values["attempt"]["context"]:
+            raise refused("a new attempt asks other sites, or on other terms, than the last")
+        if place.attempt:
+            before = self._context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
+            check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
+
+    def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
+        """Draw this attempt's two secrets, share them, and return what all get of them."""
+        private, seed, cohort = sealing.new_key(), os.urandom(32), attempt["cohort"]
+        pairs = [shamir.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
+        plain = {name: b"".join(shares[i].to_bytes(shamir.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
+        attempt |= {"mask_key": private.hex(), "seed": seed.hex(), "own": plain[self.name].hex()}
+        sealed = {
+            name: sealing.seal(self._pair(values, context, name), plain[name], context, self.name, name)
+            for name in cohort
+            if name != self.name
+        }
+        public, committed = sealing.public_of(private), hashlib.sha256(seed).hexdigest()
+        signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
+        return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
+
+    def _pair(self, values: Mapping[str, Any], context: bytes, other: str) -> bytes:
+        """Return the key under which this site and another seal shares for each other in this attempt."""
+        public = values["roster"][other]["key"]
+        return sealing.pair_key(bytes.fromhex(values["key"]), public, "seal", context, (self.name, other))
+
+    # training ----------------------------------------------------------------------------------------------------------
+
+    def open(self, payload: Payload, order: Layout) -> Terms:
+        """Check what came with a training task, before anything is trained; return the terms its sum will be on.
+
+        `order`: the layout of the update that answers it. Raises RefusedError, and then nothing may be trained or sent.
+        """
+        question = payload.masking
+        with self.record.opened() as values:
+            attempt = self._attempt(values, question)
+            if (place := read_place(question)) and (place.round, place.phase) != (payload.round, payload.phase):
+                raise refused("masks of another phase")
+            terms, names = terms_of(self.config, len(attempt["cohort"])), names_sent(payload, values["names"])
+            prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
+            keys = {name: one["key"] for name, one in prepared.items()}
+            context = mask_context(bytes.fromhex(attempt["context"]), keys, order, what_was_sent(payload, names))
+            for name in keys:
+                if name != self.name:
+                    self._opened(values, attempt, question["shares"], name)
+            values["names"] = names
+            told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
+            asked = {**question, "sent": what_was_sent(payload, names), "order": [[n, list(s)] for n, s in order]}
+            self.record.once(attempt, "train", asked, lambda: told)
+            return terms
+
+    def _attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
+        """Return what this site knows of the attempt a question is about; it must be the last one, and not cancelled."""
+        if (place := read_place(question)) != _last(values):
+            raise refused(f"attempt {place} is none that this site is in")
+        attempt: dict[str, Any] = values["attempt"]
+        if "cancel" in attempt and question.get("step") != "cancel":
+            raise refused(f"attempt {place} is cancelled here")
+        return attempt
+
+    @staticmethod
+    def _public_keys(values: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, rsa.RSAPublicKey]:
+        return {name: public_key(values["roster"][name]["certificate"]) for name in attempt["cohort"]}
+
+    def _opened(self, values: Mapping[str, Any], attempt: Mapping[str, Any], sealed: Mapping[str, str], name: str) -> bytes:
+        """Return the two shares that another site sealed for this one."""
+        context = bytes.fromhex(attempt["context"])
+        plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
+        if len(plain) != 2 * shamir.WIDTH:
+            raise refused(f"the shares of {name!r} are none")
+        return plain
+
+    def mask(self, place: Place, integers: Tensors, weight: int) -> Words:
+        """Return this site's masked vector (d + 1,) of an update on the grid; the same again for the same update.
+
+        Raises RefusedError for another update than before, which the same mask would show, and for one over the bound.
+        """
+        with self.record.opened() as values:
+            attempt = self._attempt(values, place.to_dict())
+            told = _answered(attempt, "train")
+            most = self._largest(values)
+            words = arithmetic.flat(integers, weight, most)
+            numbers = {**integers, "": torch.tensor([weight])}
+            self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
+            words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
+            for name, public in told["parties"].items():
+                if name != self.name:
+                    stream = self._stream(attempt, told, name, public, len(words))
+                    words = words + stream if name > self.name else words - stream
+            return words
+
+    def _stream(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
+        private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
+        return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
+
+    def _largest(self, values: Mapping[str, Any]) -> int:
+        section = self.config.secure_aggregation
+        assert section is not None  # terms_of has looked
+        return arithmetic.limit(section.bound, len(values["roster"]), most_weight(self.config))
+
+    # after training ----------------------------------------------------------------------------------------------------
+
+    def _confirm(self, values: dict[str, Any], question: Message) -> Message:
+        attempt = self._attempt(values, question)
+        _answered(attempt, "masked")
+        told, terms = _answered(attempt, "train"), terms_of(self.config, len(attempt["cohort"]))
+        survivors = check_survivors(question, self.name, told["parties"], terms)
+
+        def make() -> Message:
+            attempt["survivors"] = survivors
+            return {"signature": sign(self.identity.key, "confirm", bytes.fromhex(told["masks"]), canonical(survivors))}
+
+        return self.record.once(attempt, "confirm", question, make)
+
+    def _reveal(self, values: dict[str, Any], question: Message) -> Message:
+        """Return shares of the seeds of those whose updates are in the sum, of the mask keys of those whose are not."""
+        attempt = self._attempt(values, question)
+        _answered(attempt, "confirm")
+        told, survivors = _answered(attempt, "train"), attempt["survivors"]
+        terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
+        check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
+
+        def make() -> Message:
+            shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}
+            return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical(shares))}
+
+        return self.record.once(attempt, "reveal", question, make)
+
+    def _share(
+        self, values: Mapping[str, Any], attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, survived: bool
+    ) -> str:
+        """Return one of a site's two shares, never both: together they would open its update alone."""
+        own = name == self.name
+        plain = bytes.fromhex(attempt["own"]) if own else self._opened(values, attempt, told["shares"], name)
+        return (plain[: shamir.WIDTH] if survived else plain[shamir.WIDTH :]).hex()
+
+    def _cancel(self, values: dict[str, Any], question: Message) -> Message:
+        attempt = self._attempt(values, question)
+        if "reveal" in attempt:
+            raise refused("revealed already, so it cannot be cancelled")
+        context = bytes.fromhex(attempt["context"])
+        return self.record.once(attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)})
+
+
+def _last(values: Mapping[str, Any]) -> Place | None:
+    return Place(*values["place"]) if values.get("place") else None
+
+
+def _answered(attempt: Mapping[str, Any], step: str) -> Message:
+    """Return the answer that this site has given to a step. Raises RefusedError before it."""
+    if step not in attempt:
+        raise refused(f"this comes after {step}, which this site was not asked")
+    return dict(attempt[step]["answer"])

@@ -1,0 +1,94 @@
+"""What a site checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from consilium.privacy.secagg.signing import canonical, signed
+from consilium.privacy.secagg.terms import Message, Terms, refused
+
+Keys = Mapping[str, rsa.RSAPublicKey]
+
+
+def _sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
+    """Return a list of names, each once, in order, all known."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refused(f"{what} is no list of sites")
+    if value != sorted(set(value)) or not set(value) <= set(among):
+        raise refused(f"{what} names a site twice, out of order, or one that is not there")
+    return value
+
+
+def read_cohort(question: Message, name: str, roster: Iterable[str], whole: bool) -> list[str]:
+    """Return the sites that are asked. `whole`: all of the roster must be, since without noise other sums show who differs."""
+    known = set(roster)
+    cohort = _sorted_names(question.get("cohort"), known, "the cohort")
+    if name not in cohort or (whole and set(cohort) != known):
+        raise refused("this site is not in the cohort, or without privacy the cohort is not the whole roster")
+    return cohort
+
+
+def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, keys: Keys, terms: Terms) -> dict[str, Message]:
+    """Return what every party has prepared, signed by it for this very attempt; this site's as it was."""
+    prepared, shares = question.get("prepared"), question.get("shares")
+    if not isinstance(prepared, dict) or not isinstance(shares, dict) or name not in prepared:
+        raise refused("a training task without this site's prepared keys")
+    parties = _sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
+    if len(parties) < terms.least:
+        raise refused(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
+    for party in parties:
+        _check_one_prepared(prepared[party], party, bytes.fromhex(attempt["context"]), keys[party])
+    answer = attempt["prepare"]["answer"]
+    if any(prepared[name][field] != answer[field] for field in ("key", "seed")):
+        raise refused("this site's mask key is not the one that it prepared")
+    if len({one["key"] for one in prepared.values()}) < len(prepared):
+        raise refused("two sites have one mask key")
+    if shares.keys() != prepared.keys() - {name} or not all(isinstance(one, str) for one in shares.values()):
+        raise refused("the shares for this site are not one of every other party")
+    return prepared
+
+
+def _check_one_prepared(found: Any, party: str, context: bytes, key: rsa.RSAPublicKey) -> None:
+    fields = ("key", "seed", "signature")
+    if not isinstance(found, dict) or found.keys() != set(fields) or not all(isinstance(found[f], str) for f in fields):
+        raise refused(f"the prepared keys of {party!r} are none")
+    told = context, party.encode(), found["key"].encode(), found["seed"].encode()
+    if not signed(key, found["signature"], "prepare", *told):
+        raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
+
+
+def check_survivors(question: Message, name: str, parties: Iterable[str], terms: Terms) -> list[str]:
+    """Return U, whose updates are in the sum: of the parties, this site among them, and enough."""
+    survivors = _sorted_names(question.get("survivors"), parties, "the list of survivors")
+    if name not in survivors:
+        raise refused("this site's update is not in the sum that it is to confirm")
+    if len(survivors) < terms.least:
+        raise refused(f"{len(survivors)} sites are in the sum, under the {terms.least} that it needs")
+    return survivors
+
+
+def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
+    """Raise RefusedError unless enough of the survivors have signed the very sum that this site has."""
+    found = question.get("confirmed")
+    valid = _valid(found, survivors, keys, "confirm", context, canonical(survivors))
+    if valid < terms.threshold:
+        raise refused(f"{valid} sites have confirmed this sum, under the threshold of {terms.threshold}")
+
+
+def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
+    """Raise RefusedError unless so many sites have cancelled the last attempt that nobody can open it any more."""
+    valid, wanted = _valid(found, cohort, keys, "cancel", context), cancellations(terms)
+    if valid < wanted:
+        raise refused(f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened")
+
+
+def cancellations(terms: Terms) -> int:
+    """Return how many signed cancellations a new attempt needs: the others, with all colluders, are under the threshold."""
+    return terms.asked - terms.threshold + terms.colluders + 1
+
+
+def _valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        return 0
+    return sum(name in found and signed(keys[name], found[name], kind, *fields) for name in names)

@@ -1,0 +1,105 @@
+"""What all sites of a phase agree on before anything is masked: who, how many must stay, and the contexts that bind it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from consilium.config.job import JobConfig
+from consilium.errors import Reason, RefusedError
+from consilium.messages import Payload, Tensors
+from consilium.privacy.secagg.arithmetic import Layout
+from consilium.privacy.secagg.signing import canonical, hashed
+from consilium.storage import digest
+
+Message = dict[str, Any]
+"""Plain JSON values; keys, signatures and ciphertexts are hex digits."""
+
+
+def refused(what: str, reason: Reason = Reason.TASK) -> RefusedError:
+    """Return the error of a question that is not answered."""
+    return RefusedError(f"secure aggregation: {what}; nothing was sent", reason)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of `asked` sites, `threshold` can unmask, and `least` must be in a sum; `colluders` may be the server's."""
+
+    asked: int
+    threshold: int
+    least: int
+    colluders: int
+
+    @property
+    def honest(self) -> int:
+        """How many sites in every sum are neither the server's nor each other's: what a share of noise may count on."""
+        return self.least - self.colluders
+
+
+def terms_of(config: JobConfig, asked: int) -> Terms:
+    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect nobody."""
+    section = config.secure_aggregation
+    if section is None:
+        raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
+    threshold = section.threshold or 2 * asked // 3 + 1
+    found = Terms(asked, threshold, max(threshold, config.federation.min_sites), section.colluders)
+    among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
+    if 2 * threshold <= asked + found.colluders:
+        raise RefusedError(f"{among}: two sums could both be opened; raise secure_aggregation.threshold", Reason.TASK)
+    if threshold - found.colluders < 2:
+        raise RefusedError(f"{among}: a sum could show one site; ask more sites, or count on fewer colluders", Reason.TASK)
+    if found.least > asked:
+        raise RefusedError(f"{among}: needs {found.least} sites (threshold, federation.min_sites); wait for more", Reason.TASK)
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """An attempt at the phase of a round."""
+
+    round: int
+    phase: int
+    attempt: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return its name in files and messages."""
+        return f"{self.round}-{self.phase}-{self.attempt}"
+
+
+def read_place(message: Mapping[str, Any]) -> Place:
+    """Return the place that a message names. Raises RefusedError where it names none."""
+    values = [value for key in ("round", "phase", "attempt") if type(value := message.get(key)) is int and 0 <= value < 2**31]
+    if len(values) < 3:
+        raise refused("a message of no round, phase and attempt")
+    return Place(*values)
+
+
+def prepare_context(
+    config: JobConfig, run: str, place: Place, roster: Mapping[str, Message], cohort: Iterable[str], terms: Terms
+) -> bytes:
+    """Return the hash of all that a phase's shares are for."""
+    about = {"job": config.digest, "run": run, "place": place.to_dict(), "roster": dict(roster), "cohort": sorted(cohort)}
+    return hashed("prepare-context", canonical(about | {"terms": asdict(terms)}))
+
+
+def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: Mapping[str, Any]) -> bytes:
+    """Return the hash of all that a phase's masks are for: P with its mask keys, the layout, and what the server sent."""
+    return hashed("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
+
+
+def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
+    """Return the hash of every tensor as a site was sent it last, by name; `before`: of former phases."""
+    return {**before, **{name: digest({name: tensor}) for name, tensor in payload.tensors.items()}}
+
+
+def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
+    """Return all that training starts from, in hashes and numbers."""
+    return {"tensors": dict(names), "scalars": {name: value.hex() for name, value in payload.scalars.items()}}
+
+
+def same_numbers(tensors: Tensors) -> str:
+    """Return the hash by which a site tells its own numbers from others."""
+    return digest(tensors)

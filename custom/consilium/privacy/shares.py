@@ -1,0 +1,107 @@
+"""Shares of noise: every site adds a part, and only the sum of all carries the whole (`trust: distributed`).
+
+All is in whole units of the grid on which sums are made. A site's clipped update is rounded to it, and its share is an exact
+discrete Gaussian of variance s^2 (discrete.py). Of the sites in a sum, K are honest for certain: the fewest that a sum may have
+without the colluders. Their shares together are no discrete Gaussian, but close to one:
+
+    eta(v) = 2 sum_{m >= 1} exp(-2 pi^2 v m^2)        lambda(v) = ln((1 + eta) / (1 - eta))
+    tau = lambda(4) + sum_{k = 1}^{K - 1} lambda(s^2 k / (k + 1))      per number
+
+and the sum is within tau (log ratio, either way) of what can be made of a continuous Gaussian of variance K s^2 - 4. So s is
+the least whole number with K s^2 - 4 >= (sigma S)^2. The cost is that of the continuous Gaussian with sigma, and for T releases
+of d numbers (epsilon + 2 T d tau, e^(T d tau) delta). From s^2 = 10 on tau is under 3e-34, so accounting.SLACK stands for it.
+
+Source: P. Kairouz, Z. Liu, T. Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
+Aggregation", ICML 2021 (sums of discrete Gaussians, with a bound of ours on their distance; sharper than its total variation).
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from consilium.errors import ConfigError, RefusedError
+from consilium.messages import Tensors
+from consilium.privacy.discrete import Bits, discrete_gaussian
+from consilium.privacy.secagg.arithmetic import UNIT, quantize
+
+LEAST_VARIANCE = 10
+"""Shares under this variance, in units of the grid, are refused: their sum is too far from a Gaussian."""
+MARGIN = 1e-12
+"""By how much a clip is kept under, for what floating point rounds."""
+
+
+def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
+    """Return how many shares of noise a sum holds that nobody else knows: it is of max(t, min_sites) sites at least.
+
+    Raises ConfigError where fewer than two are left: then the server and the colluders would know all but one.
+    """
+    found = max(threshold, min_sites) - colluders
+    if found < 2:
+        sites = f"a sum of {max(threshold, min_sites)} sites"
+        what = f"secure_aggregation.colluders: {colluders}: {sites} would hold {found} shares of noise that nobody else knows"
+        raise ConfigError(f"{what}; raise threshold or federation.min_sites")
+    return found
+
+
+def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, unit: float = UNIT) -> int:
+    """Return s, in units of the grid, such that `shares` shares keep at least noise_multiplier * sensitivity between them.
+
+    0 without noise. Raises ConfigError under LEAST_VARIANCE.
+    """
+    if noise_multiplier == 0:
+        return 0
+    whole = (Fraction(noise_multiplier) * Fraction(sensitivity) / Fraction(unit)) ** 2 + 4
+    found = math.isqrt(math.ceil(whole / shares) - 1) + 1
+    if found**2 < LEAST_VARIANCE:
+        what = f"noise of {noise_multiplier:g} times {sensitivity:g} is under the grid's {unit:g} in each of {shares} shares"
+        raise ConfigError(f"privacy.clip: {what}; raise clip")
+    return found
+
+
+def slack(deviation: int, shares: int, numbers: int) -> float:
+    """Return 2 d tau: what one release of so many numbers costs in epsilon beside the continuous Gaussian."""
+    variance = deviation**2
+    tau = _distance(4.0) + math.fsum(_distance(variance * k / (k + 1)) for k in range(1, shares))
+    return 2 * numbers * tau
+
+
+def _distance(variance: float) -> float:
+    """Return lambda: how far a discrete Gaussian's weights may lie from the continuous one's, as a log ratio."""
+    eta = 2 * math.fsum(math.exp(-2 * math.pi**2 * variance * m * m) for m in range(1, 20))
+    return 2 * math.atanh(eta)
+
+
+def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Tensors:
+    """Return an update clipped jointly to `clip` and rounded to whole units (int64), its norm at most clip / unit exactly.
+
+    Rounding may lengthen it by sqrt(d) unit / 2, so it is clipped to that much less. Raises RefusedError for values that are
+    not finite, and for a clip that the grid cannot hold.
+    """
+    numbers = sum(tensor.numel() for tensor in update.values())
+    room = (clip - math.sqrt(numbers) * unit / 2) * (1 - MARGIN)
+    if room <= 0:
+        raise RefusedError(
+            f"privacy.clip: {clip:g} is under the grid's step for {numbers:,} numbers; nothing was sent; raise it"
+        )
+    norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in update.values()))
+    if not math.isfinite(norm):
+        raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
+    factor = min(1.0, room / norm) if norm else 1.0
+    found = quantize({name: tensor.double() * factor for name, tensor in update.items()}, unit)
+    if sum(value * value for t in found.values() for value in t.flatten().tolist()) > (Fraction(clip) / Fraction(unit)) ** 2:
+        raise RefusedError("update is over the clip after rounding; nothing was sent; raise privacy.clip")
+    return found
+
+
+def add_share(integers: Tensors, deviation: int, bits: Bits = os.urandom) -> Tensors:
+    """Return integers with an exact discrete Gaussian of this deviation on every one (0: none)."""
+    if deviation == 0:
+        return dict(integers)
+    shapes = {name: tensor.shape for name, tensor in integers.items()}
+    drawn = torch.from_numpy(discrete_gaussian(sum(shape.numel() for shape in shapes.values()), deviation, bits))
+    parts = drawn.split([shape.numel() for shape in shapes.values()])
+    return {name: integers[name] + part.reshape(shapes[name]) for name, part in zip(integers, parts, strict=True)}

@@ -1,0 +1,83 @@
+"""One step of DP-SGD over all sites' data: what a site adds to the sum of clipped gradients.
+
+Every site draws its own units (records or patients) with the same rate, by coins of the system's generator. Each unit's
+gradient is clipped and put on the grid on its own, so a unit moves the sum by its clip and the rounding of one gradient,
+whatever else was drawn and in whichever order. The guard adds the share of noise. An empty batch is a sum of zeros. So is a
+unit whose loss or gradient is not finite: an error instead would tell, without noise, that it was drawn.
+
+Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, its sum taken over hospitals.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from consilium.config.job import TrainingConfig
+from consilium.messages import Tensors
+from consilium.privacy.discrete import Bits
+from consilium.privacy.dpsgd import DpSgd, gradients_by_unit
+from consilium.privacy.secagg.arithmetic import quantize
+from consilium.privacy.shares import MARGIN
+from consilium.tasks.base import Task
+from consilium.training.device import autocast, cuda_devices
+from consilium.training.loop import read, scalar
+
+
+def clipped_sum(
+    model: nn.Module,
+    task: Task,
+    params: Mapping[str, Tensor],
+    trained: set[str],
+    config: TrainingConfig,
+    seed: int,
+    dp: DpSgd,
+) -> Tensors:
+    """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
+
+    `params`: the model's adapter tensors by name; they stay as they are. `seed` fixes augmentation only. Raises ConsiliumError
+    for a task whose loss is no number.
+    """
+    for name, parameter in params.items():
+        parameter.requires_grad_(name in trained)
+    active = {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
+    sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in active.items()}
+    bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
+    config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
+    parts = list(dp.chosen(drawn(dp.count(task.num_samples), dp.sample_rate, bits), config.batch_size, bits))
+    gradients = gradients_by_unit(model, active, dp)
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(params)):
+            torch.manual_seed(seed)
+            for count, batch in read(model, task, parts, seed):
+                with gradients.collect(count):
+                    with autocast(next(model.parameters()).device, config.precision):
+                        loss = scalar(task.loss(model, batch))
+                    if loss.requires_grad:
+                        loss.backward()
+                _subtract(sums, gradients.take(), dp.clip)
+    finally:
+        gradients.close()
+        model.eval()
+    return sums
+
+
+def drawn(count: int, rate: float, bits: Bits) -> list[int]:
+    """Return which of `count` units take part: each with probability `rate` (to 2^-64), independently."""
+    coins = np.frombuffer(bits(8 * count), dtype="<u8")
+    found: list[int] = np.flatnonzero(coins < np.uint64(int(rate * 2.0**64))).tolist()
+    return found
+
+
+def _subtract(sums: Tensors, gradients: Mapping[str, Tensor], clip: float) -> None:
+    """Take every unit's gradient, (N, *shape) by name, clipped and rounded, from the sums; one that is not finite is none."""
+    whole = {name: tensor.double() for name, tensor in gradients.items()}
+    norms = torch.stack([tensor.flatten(1).square().sum(1) for tensor in whole.values()]).sum(0).sqrt()
+    factors = (clip / norms).clamp(max=1.0).nan_to_num(1.0) * (1 - MARGIN) * norms.isfinite()
+    for name, tensor in whole.items():
+        scaled = tensor.nan_to_num(0.0, 0.0, 0.0) * factors.reshape(-1, *[1] * (tensor.ndim - 1))
+        sums[name] -= quantize({name: scaled})[name].sum(0).cpu()

@@ -1,0 +1,243 @@
+"""Membership inference against a kept model: can its losses tell who was trained on, and what does that say of epsilon?
+
+Members are samples that the run trained on, the others what the data list has beside: the rest of the training split where
+the job took a part (`data.most_training`), validation and test. As many of each. With patients as the unit, all samples of a
+patient are one unit. Three scores, each higher for members:
+
+    loss          minus the model's loss (Yeom et al.)
+    calibrated    the pretrained model's loss minus the model's: a hard sample is hard for both (Watson et al.)
+    likelihood    where shadow models are given: the log ratio of two Gaussians, of the model's log-confidence with and without
+                  the unit in training (LiRA, Carlini et al.)
+
+The attacker guesses "member" of the highest, "not" of the lowest, and abstains between. How many it guesses is chosen on one
+half of the units, and counted on the other. Each right guess is at most as likely as exp(epsilon) / (1 + exp(epsilon)), so
+the lower end of Clopper and Pearson's interval of right guesses bounds epsilon from below, all guesses of one run counting
+(Steinke et al., Theorem 5.2: among m units, delta adds 2 m delta to the error at most). This takes it that coins decided who
+is a member.
+
+Sources: S. Yeom, I. Giacomelli, M. Fredrikson, S. Jha, "Privacy Risk in Machine Learning", CSF 2018; L. Watson, C. Guo,
+G. Cormode, A. Sablayrolles, "On the Importance of Difficulty Calibration in Membership Inference Attacks", ICLR 2022;
+N. Carlini, S. Chien, M. Nasr, S. Song, A. Terzis, F. Tramer, "Membership Inference Attacks From First Principles", IEEE S&P
+2022; T. Steinke, M. Nasr, M. Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.config.site import CacheConfig, SiteConfig
+from consilium.data.datalist import SPLITS, DataList
+from consilium.data.patients import item_patient
+from consilium.errors import DataError
+from consilium.federation.build import build_task
+from consilium.federation.samples import site_data
+from consilium.tasks.base import Task
+from consilium.training.device import autocast
+from consilium.use.model import TrainedModel
+
+DELTA = 1e-5
+"""Of a bound on a model that was trained without privacy."""
+FEWEST = 20
+"""Units under this tell nothing."""
+Values = NDArray[np.float64]
+Key = tuple[str, str]
+"""A sample's file and name."""
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """What an attack came to. `auc`: 0.5 is chance; of `guesses` about the counting half, `correct` were right.
+
+    `epsilon`: a lower bound at `confidence`, 0 where nothing can be shown.
+    """
+
+    attack: str
+    units: int
+    auc: float
+    guesses: int
+    correct: int
+    epsilon: float
+    confidence: float
+
+
+def attack(
+    opened: TrainedModel,
+    site: SiteConfig,
+    name: str,
+    shadows: Sequence[TrainedModel],
+    folder: Path,
+    confidence: float = 0.95,
+    watch: Callable[[], None] = lambda: None,
+) -> list[Guessed]:
+    """Return what each attack on a model comes to, on the data of `site` that was called `name` in its run.
+
+    `shadows`: models that were trained on other parts of the same list. `folder` takes phantoms. Raises DataError.
+    """
+    own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
+    private = opened.config.privacy
+    delta = private.delta if private else DELTA
+    whole = site_data(_all_of(opened.config), name, own, folder)
+    drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
+    task = build_task(_all_of(opened.config), drawn.data, own)
+    loss, before = losses(opened, task, drawn.units, watch)
+    scores = {"loss": -loss, "calibrated": before - loss}
+    if shadows:
+        confident = np.array([confidence_of(losses(one, task, drawn.units, watch)[0]) for one in shadows])
+        included = np.array([drawn.included(_trained_on(one, own, name, folder)) for one in shadows])
+        scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, included)
+    read = np.isfinite(loss) & np.isfinite(before)
+    return [judged(kind, values[read], drawn.members[read], delta, confidence) for kind, values in scores.items()]
+
+
+def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
+    config = opened.config.model_copy(update={"privacy": None})
+    return {key_of(item) for item in site_data(config, name, site, folder).splits["training"]}
+
+
+def _all_of(config: JobConfig) -> JobConfig:
+    """Return a job that takes all of a list's samples, each as it is: without privacy, which has its own say of lists."""
+    task = config.task.model_copy(update={"augment": False}) if hasattr(config.task, "augment") else config.task
+    data = config.data.model_copy(update={"most_training": None})
+    return config.model_copy(update={"task": task, "data": data, "privacy": None, "secure_aggregation": None})
+
+
+def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confidence: float) -> float:
+    """Return the epsilon that so many right guesses about so many `units` show at least; 0 where they show none."""
+    error = 1 - confidence - 2 * units * delta
+    if error <= 0 or not correct:
+        return 0.0
+    from scipy.stats import beta
+
+    share = float(beta.ppf(error, correct, guesses - correct + 1))  # Clopper and Pearson, one side
+    return max(0.0, math.log(share / (1 - share))) if share > 0 else 0.0
+
+
+def judged(attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0) -> Guessed:
+    """Return what guesses by `scores` show; how many are made is chosen on a random half of the units."""
+    order = np.random.default_rng(seed).permutation(len(scores))
+    chosen, counted = order[::2], order[1::2]
+    shares = (0.05, 0.1, 0.2, 0.35, 0.5)
+    bounds = [epsilon_bound(*_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares]
+    correct, guesses = _right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
+    found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
+    return Guessed(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
+
+
+def _right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
+    """Return how many guesses are right, and how many there are: a `share` of the units at each end."""
+    order, count = np.argsort(scores, kind="stable"), max(1, int(share * len(scores)))
+    return int(members[order[-count:]].sum() + (~members[order[:count]]).sum()), 2 * count
+
+
+def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
+    """Return how often a member has the higher score, ties counting half."""
+    from scipy.stats import rankdata
+
+    inside, outside = int(members.sum()), int((~members).sum())
+    ranks = rankdata(scores)[members].sum()
+    return float((ranks - inside * (inside + 1) / 2) / (inside * outside))
+
+
+def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_]) -> Values:
+    """Return LiRA's score of every unit, (N,): `target` log-confidences (N,), those of `shadows` (M, N), who trained on whom.
+
+    One variance for all units, which few shadow models ask for. A unit that was in all of them, or in none, takes the mean
+    distance of the others. Raises DataError where no unit was in one and not in another.
+    """
+    both = included.any(0) & ~included.all(0)
+    if not both.any():
+        raise DataError(
+            "--shadow: no sample was in the training split of one shadow run and not in another's; give other seeds"
+        )
+    with np.errstate(invalid="ignore"):
+        inside, outside = (np.where(mask, shadows, 0).sum(0) / mask.sum(0) for mask in (included, ~included))
+    distance = float((inside - outside)[both].mean())
+    inside, outside = (np.where(mask.any(0), one, far) for mask, one, far in (
+        (included, inside, outside + distance), (~included, outside, inside - distance),
+    ))  # fmt: skip
+    rest = np.where(included, shadows - inside, shadows - outside)
+    spread = max(float(rest.std()), 1e-6)
+    return ((target - outside) ** 2 - (target - inside) ** 2) / (2 * spread**2)
+
+
+def confidence_of(losses: Values) -> Values:
+    """Return log(p / (1 - p)) of p = exp(-loss), which is closer to a Gaussian than the loss."""
+    shown = np.clip(np.exp(-losses), 1e-12, 1 - 1e-12)
+    return np.log(shown) - np.log1p(-shown)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is attacked: `data`, whose training split holds the samples of all `units` (by place), and which are `members`."""
+
+    data: DataList
+    units: list[list[int]]
+    members: NDArray[np.bool_]
+
+    def included(self, others: Collection[Key]) -> NDArray[np.bool_]:
+        """Tell of every unit whether all of it is among other samples, as of a shadow model's training."""
+        keys = [key_of(item) for item in self.data.splits["training"]]
+        return np.array([all(keys[place] in others for place in unit) for unit in self.units])
+
+
+def draw(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
+    """Return as many members as others of a list, drawn at random. Raises DataError for too few, or a patient in both."""
+    samples = [item for split in SPLITS for item in whole.splits[split]]
+    inside, outside = ([i for i in samples if (key_of(i) in trained) is wanted] for wanted in (True, False))
+    groups = _units(inside, by_patient), _units(outside, by_patient)
+    if by_patient and (twice := groups[0].keys() & groups[1].keys()):
+        what = f"{len(twice)} patients are in training and in another split"
+        raise DataError(f"{whole.path}: {what}, so no attack can be judged; split the list by patients")
+    count = min(map(len, groups))
+    if 2 * count < FEWEST:
+        raise DataError(f"{whole.path}: {count} units to compare on each side; an attack needs {FEWEST // 2}; give more data")
+    source = np.random.default_rng(seed)
+    picked = [list(one.values())[i] for one in groups for i in sorted(source.permutation(len(one))[:count])]
+    ends = np.cumsum([len(unit) for unit in picked]).tolist()
+    places = [list(range(end - len(unit), end)) for end, unit in zip(ends, picked, strict=True)]
+    attacked = tuple(item for unit in picked for item in unit)
+    return Drawn(
+        replace(whole, splits=dict.fromkeys(SPLITS, ()) | {"training": attacked}), places, np.arange(2 * count) < count
+    )
+
+
+def _units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
+    found: dict[object, list[Any]] = {}
+    for place, item in enumerate(samples):
+        found.setdefault((item_patient(item) or place) if by_patient else place, []).append(item)
+    return found
+
+
+def key_of(item: Any) -> Key:
+    """Return what tells a sample from all others of its list."""
+    return str(getattr(item, "image", "")), item.name
+
+
+@torch.no_grad()
+def losses(
+    opened: TrainedModel, task: Task, units: Sequence[Sequence[int]], watch: Callable[[], None]
+) -> tuple[Values, Values]:
+    """Return every unit's mean loss under the model and under its pretrained base, (N,) each; NaN where none can be read."""
+    with autocast(next(opened.model.parameters()).device, opened.config.training.precision):
+        found = []
+        for unit in units:
+            watch()
+            own = _mean(opened, task, unit)
+            with layers.disabled(opened.model):
+                found.append((own, _mean(opened, task, unit)))
+    table = np.array(found)
+    return table[:, 0], table[:, 1]
+
+
+def _mean(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
+    """Return the mean loss of a unit's samples, one at a time: none has a part in another's."""
+    parts = [float(task.loss(opened.model, batch)) for index in unit if (batch := task.batch([index], 0))]
+    return sum(parts) / len(parts) if parts else math.nan

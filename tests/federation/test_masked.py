@@ -1,0 +1,404 @@
+"""Masked rounds in one process: equal to plain ones to the last bit, whoever drops out, wherever the server is killed."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consilium import __version__
+from consilium.config.job import JobConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError, ConsiliumError, RefusedError
+from consilium.federation.build import Job, build_guard
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import Member, _ask, _welcome, run_phase, simulate
+from consilium.federation.masked import MaskedRounds, aggregate_for
+from consilium.messages import Hello, Kind, Payload
+from consilium.privacy.release import upload_shapes
+from consilium.privacy.secagg.attempt import MASKED
+from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
+from consilium.schema import validate
+from consilium.seeding import seed_for
+from consilium.storage import load_state
+from consilium.strategies.registry import STRATEGIES
+from tests.conftest import assembled, small_config, training_only
+
+NAMES = ["site-1", "site-2", "site-3", "site-4"]
+SUMS = sorted(n for n in STRATEGIES if STRATEGIES[n].needs == "sums" and not STRATEGIES[n].pools_data)
+
+
+class Killed(Exception):
+    """A process ends here."""
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("identities")
+    simulated_identities(folder, NAMES)
+    return folder
+
+
+def job_of(strategy: str | dict = "fedit", secure: dict | None = None, **sections: Any) -> Job:
+    raw = training_only(small_config(strategy)).model_dump() | sections
+    raw["federation"]["min_sites"] = 3
+    return assembled(JobConfig.model_validate(raw | ({} if secure is None else {"secure_aggregation": secure})))
+
+
+@dataclass
+class Numbers:
+    """A site that trains nothing: its updates are random numbers of its name, round and phase."""
+
+    name: str
+    job: Job
+    joined: bool = False
+    events: Any = None
+    answered: list[str] = field(default_factory=list)
+
+    def hello(self, run: str) -> Hello:
+        return Hello(self.name, 0, self.joined, __version__)
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        self.joined = True
+        generator = torch.Generator().manual_seed(seed_for(7, self.name, payload.round, payload.phase))
+        shapes = upload_shapes(self.job.strategy, payload)
+        update = {n: torch.randn(shape, generator=generator) / 50 for n, shape in sorted(shapes.items())}
+        return Payload(payload.round, payload.phase, update, metrics={"train/loss": 0.5, "train/steps": 3.0})
+
+
+@dataclass(frozen=True)
+class Lossy(Member):
+    """A site whose answers to some steps never come: (round, step), of training "train"."""
+
+    lost: frozenset[tuple[int, str]] = frozenset()
+    round: list[int] = field(default_factory=lambda: [0])
+
+    def _lose(self, round: int, step: str) -> None:
+        if (round, step) in self.lost:
+            raise ConsiliumError(f"{self.site.name} is lost at {step}")
+
+    def masks(self, run: str, question: dict) -> dict:
+        self._lose(question.get("round", 0), question["step"])
+        return super().masks(run, question)
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        self._lose(payload.round, "train")
+        return super().train(run, payload)
+
+
+Lost = dict[str, set[tuple[int, str]]]
+
+
+class Federation:
+    """Four sites of 10, 20, 30 and 40 samples behind their guards, and a server."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        identities: Path,
+        lost: Lost | None = None,
+        site: SiteConfig | None = None,
+        joined: bool = False,
+    ) -> None:
+        self.job, self.folder, self.identities = job, folder, identities
+        policy = HospitalPrivacyPolicy(dataset="ward", noise_seed=3)
+        self.site, self.lost = site or SiteConfig(privacy=policy, share_metrics=True), lost or {}
+        self.events: list[Any] = []
+        self.joined = joined
+        self.members = {name: self.member(name, 10 * i) for i, name in enumerate(NAMES, 1)}
+
+    def member(self, name: str, samples: int) -> Lossy:
+        home = self.folder / "sites" / name
+        guard = build_guard(self.job, name, self.site, home, home, self.events.append, simulated=True)
+        guard.num_samples = samples
+        guard.identity = simulated_identity(self.identities, name, self.site.secure_aggregation)
+        site: Any = Numbers(name, self.job, self.joined)
+        return Lossy(site, guard, frozenset(self.lost.get(name, ())))
+
+    def server(self, resume: bool = False) -> tuple[Coordinator, MaskedRounds | None]:
+        made = Coordinator(self.job, self.folder, self.events.append, resume, aggregate_for(self.job))
+        _welcome(made, self.members)
+        secure = self.job.config.secure_aggregation
+        return made, MaskedRounds(made, read_root(self.identities / "rootCA.pem"), "server") if secure else None
+
+    def run(self, resume: bool = False) -> Coordinator:
+        coordinator, rounds = self.server(resume)
+        try:
+            while not coordinator.done:
+                run_phase(coordinator, self.members, None, rounds)
+        finally:
+            coordinator.close()
+        return coordinator
+
+
+def same_state(left: Coordinator, right: Coordinator) -> bool:
+    mine, theirs = left.state, right.state
+    pairs = [(mine.shared, theirs.shared), (mine.optimizer, theirs.optimizer)]
+    return all(a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a) for a, b in pairs)
+
+
+Plain = Callable[..., Coordinator]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, identities: Path) -> Plain:
+    """Return what runs FedIT without masks, once for all tests; `gone`: without site-1 in round 0."""
+
+    @cache
+    def run(gone: bool = False) -> Coordinator:
+        lost: Lost = {"site-1": {(0, "train")}} if gone else {}
+        return Federation(job_of(), tmp_path_factory.mktemp("plain"), identities, lost).run()
+
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["deer", "fediat", pytest.param("frlora", marks=pytest.mark.slow)])
+def test_masked_equals_plain_to_the_last_bit(strategy: str, tmp_path: Path, identities: Path) -> None:
+    """Those that differ most in what they send: phases, a start of what stays, residuals."""
+    bare = Federation(job_of(strategy), tmp_path / "plain", identities).run()
+    assert same_state(Federation(job_of(strategy, {}), tmp_path / "masked", identities).run(), bare)
+    assert not all(torch.equal(t, bare.job.initial[n]) for n, t in bare.state.shared.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SUMS)
+def test_masked_training_equals_plain_training(strategy: str, tmp_path: Path) -> None:
+    ends = []
+    for secure in (None, {}):
+        job, folder = job_of(strategy, secure), tmp_path / str(secure)
+        simulate(job, {name: SiteConfig() for name in NAMES[:3]}, folder, lambda event: None)
+        ends.append(load_state(folder / "server" / "state.safetensors")[0])
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    assert not (folder / "identities").exists()
+    assert json.loads((folder / "sites/site-1").glob("*/masks/masks.json").__next__().read_text()) == {"ended": True}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"federation": {"weighting": "uniform", "min_sites": 3}},
+        {"federation": {"max_weight": 25, "min_sites": 3}},
+        {"server": {"optimizer": "adam"}},
+        {"privacy": {"unit": "site", "noise_multiplier": 0.1, "clip": 1.0}},
+    ],
+)
+def test_whatever_the_weights_the_step_and_the_noise(sections: dict, tmp_path: Path, identities: Path) -> None:
+    bare = Federation(job_of(**sections), tmp_path / "plain", identities).run()
+    assert same_state(Federation(job_of(secure={}, **sections), tmp_path / "masked", identities).run(), bare)
+
+
+@pytest.mark.parametrize("step", ["prepare", "train", "confirm", "reveal"])
+def test_a_site_that_is_lost_before_a_message_counts_if_its_update_came(
+    step: str, tmp_path: Path, identities: Path, plain: Plain
+) -> None:
+    """In round 0 site-1 is lost there, and is back in round 1. Plain: it answers, or does not."""
+    masked = Federation(job_of(secure={}), tmp_path / "masked", identities, {"site-1": {(0, step)}}).run()
+    assert same_state(masked, plain(gone=step in ("prepare", "train")))
+    assert not list((tmp_path / "masked/server/masks").glob("*-*-*"))
+
+
+def test_too_few_at_the_end_stop_the_run_until_they_return(tmp_path: Path, identities: Path, plain: Plain) -> None:
+    lost: Lost = {"site-1": {(1, "confirm")}, "site-2": {(1, "confirm")}}
+    with pytest.raises(ConsiliumError, match="too few sites are left to open this phase's sum, and too few to cancel it"):
+        Federation(job_of(secure={}), tmp_path / "masked", identities, lost).run()
+    again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
+    assert same_state(again.run(resume=True), plain())
+
+
+def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path, identities: Path, plain: Plain) -> None:
+    """With a threshold of 4 two cancellations do. site-1 has no answer to the first confirmation only."""
+    federation = Federation(job_of(secure={"threshold": 4}), tmp_path / "masked", identities)
+    coordinator, rounds = federation.server()
+    refusals = iter([True])
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        steps = {m.get("step") for m in messages.values() if isinstance(m, dict)}
+        if "confirm" in steps and next(refusals, False):
+            messages = {n: m for n, m in messages.items() if n != "site-1"}
+        _ask(coordinator, federation.members, kind, messages, take, enough)
+
+    assert rounds is not None
+    while not coordinator.done:
+        rounds.phase(ask, lambda: None)
+    assert same_state(coordinator, plain())
+
+
+STEPS = ["hello", "prepare", "train", "confirm", "reveal"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_server_killed_amid_any_step_goes_on_to_the_same_end(
+    step: str, tmp_path: Path, identities: Path, plain: Plain
+) -> None:
+    """The second answer of round 1 (of all, for hello) is lost with the server; sites are new processes too."""
+    federation = Federation(job_of(secure={}), tmp_path / "masked", identities)
+    coordinator, rounds = federation.server()
+    answers: list[str] = []
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        def killed(name: str, answer: Any) -> None:
+            message = messages[name]
+            is_step = (message["step"] if isinstance(message, dict) else "train") == step
+            answers.extend([step] * (is_step and coordinator.state.round == (step != "hello")))
+            if len(answers) == 2:
+                raise Killed
+            take(name, answer)
+
+        _ask(coordinator, federation.members, kind, messages, killed, enough)
+
+    assert rounds is not None
+    if step != "hello":
+        rounds.phase(ask, lambda: None)
+    with pytest.raises(Killed):
+        rounds.phase(ask, lambda: None)
+    coordinator.close()
+    again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=step != "hello")
+    assert same_state(again.run(resume=True), plain())
+
+
+def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path / "masked", identities)
+    coordinator, rounds = federation.server()
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        if any(isinstance(m, dict) and m["step"] == "confirm" for m in messages.values()):
+            raise Killed
+        _ask(coordinator, federation.members, kind, messages, take, enough)
+
+    assert rounds is not None
+    with pytest.raises(Killed):
+        rounds.phase(ask, lambda: None)
+    coordinator.close()
+    again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
+    del again.members["site-2"]
+    resumed, rounds = again.server(resume=True)
+    assert rounds is not None
+    rounds.phase(partial(_ask, resumed, again.members), lambda: None)
+    bare = Federation(job_of(), tmp_path / "plain", identities)
+    first, _ = bare.server()
+    run_phase(first, bare.members)
+    assert same_state(resumed, first)
+    assert "site-2" not in resumed.sites
+
+
+def test_the_server_sees_masks_and_in_private_jobs_no_number_of_a_site(tmp_path: Path, identities: Path) -> None:
+    privacy = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}
+    federation = Federation(job_of(secure={}, privacy=privacy), tmp_path, identities)
+    coordinator, rounds = federation.server()
+    assert {site.num_samples for site in coordinator.sites.values()} == {1}
+    seen: list[Payload] = []
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        def look(name: str, answer: Any) -> None:
+            seen.extend([answer] * isinstance(answer, Payload))
+            take(name, answer)
+
+        _ask(coordinator, federation.members, kind, messages, look, enough)
+
+    assert rounds is not None
+    rounds.phase(ask, lambda: None)
+    assert len(seen) == 4
+    for payload in seen:
+        assert payload.tensors.keys() == {MASKED}
+        assert (payload.metrics, payload.scalars) == ({}, {})
+
+
+def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path, identities)
+    coordinator = federation.run()
+    member = federation.members["site-1"]
+    with pytest.raises(RefusedError, match="is none that this site is in"):
+        member.masks(coordinator.run, {"step": "confirm", "round": 0, "phase": 0, "attempt": 0, "survivors": NAMES})
+    lines = [json.loads(x) for x in next((tmp_path / "sites/site-1").glob("*/audit.jsonl")).read_text().splitlines()]
+    updates = [line for line in lines if line["kind"] == "update"]
+    assert [line["masked"] for line in updates] == [{"asked": 4, "threshold": 3, "least": 3, "colluders": 1}] * 2
+    assert [line["step"] for line in lines if line["kind"] == "masks"] == ["hello", *["prepare", "confirm", "reveal"] * 2]
+    assert lines[-1]["kind"] == "refusal"
+    assert "is none that this site is in" in lines[-1]["what"]
+
+
+def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path, identities)
+    coordinator, rounds = federation.server()
+    run_phase(coordinator, federation.members, None, rounds)
+    home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
+    (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
+    home.rename(tmp_path / "lost")
+    with pytest.raises(RefusedError, match="its record of masks is lost; it cannot take part in it again"):
+        federation.members["site-1"].masks(coordinator.run, {"step": "hello"})
+    (home.parent / "state.safetensors").unlink()
+    assert federation.members["site-1"].masks(coordinator.run, {"step": "hello"})  # a new key, which is not in the roster
+    run_phase(coordinator, federation.members, None, rounds)
+    refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
+    assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "asks", "why"),
+    [
+        ({}, {"min_colluders": 2}, r"secure_aggregation.colluders 1 is under min_colluders of site.yaml \(2\)"),
+        ({}, {"min_sites": 5}, "4 sites, under secure_aggregation.min_sites 5 of site.yaml"),
+    ],
+)
+def test_a_hospital_asks_for_more_than_the_job(policy: dict, asks: dict, why: str, tmp_path: Path, identities: Path) -> None:
+    site = SiteConfig(secure_aggregation=SitePartnersConfig.model_validate(asks))
+    federation = Federation(job_of(secure={}), tmp_path, identities, site=site)
+    with pytest.raises(ConsiliumError):
+        federation.run()
+    assert any(re.search(why, str(event.get("reason"))) for event in federation.events)
+
+
+def test_a_budget_needs_partners_and_a_job_needs_a_kits_key(tmp_path: Path, identities: Path) -> None:
+    privacy = {"unit": "site", "noise_multiplier": 5.0, "clip": 1.0}
+    policy = HospitalPrivacyPolicy.model_validate({"dataset": "w", "budgets": {"site": {"epsilon": 100}}})
+    federation = Federation(job_of(secure={}, privacy=privacy), tmp_path, identities, site=SiteConfig(privacy=policy))
+    guard = federation.members["site-1"].guard
+    assert guard.identity is not None
+    for identity, why in (
+        (None, "secure_aggregation needs a kit's key"),
+        (replace(guard.identity, simulated=False), "has a budget and names no"),
+    ):
+        guard.identity = identity
+        with pytest.raises(RefusedError, match=why):
+            guard.authorize(Kind.HELLO, "r")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections", "why"),
+    [
+        ("scaffold", {}, "strategy 'scaffold' needs single sites' updates"),
+        ("fedhera", {}, "strategy 'fedhera' needs single sites' updates"),
+        ("centralized", {}, "strategy 'centralized' needs single sites' updates"),
+        ("fedit", {"server": {"mean": "median"}}, "server.mean 'median' needs single sites' updates; use weighted"),
+        ("fedit", {"diagnostics": {"deviation": True}}, "look at single sites; remove them"),
+        ("fedit", {"federation": {"fraction_train": 0.5}}, r"federation.fraction_train: 0.5: without privacy"),
+        ("fedit", {"federation": {"max_weight": 100_000}}, "over the 65536 that secure_aggregation has room for"),
+        (
+            "fedit",
+            {"privacy": {"unit": "record", "epsilon": 3}, "federation": {"weighting": "samples"}},
+            "every site weighs 1; use uniform",
+        ),
+    ],
+)
+def test_what_sums_hide_or_cannot_hold_is_refused_with_the_job(strategy: str, sections: dict, why: str) -> None:
+    raw = small_config(strategy).model_dump() | {"secure_aggregation": {}} | sections
+    with pytest.raises(ConfigError, match=why):
+        validate(JobConfig, raw, Path("job.yaml"))
+
+
+def test_two_sites_are_too_few_and_the_error_says_so(tmp_path: Path, identities: Path) -> None:
+    raw = job_of(secure={}).config.model_dump()
+    raw["federation"]["min_sites"] = 2
+    federation = Federation(assembled(JobConfig.model_validate(raw)), tmp_path, identities)
+    federation.members = {name: federation.members[name] for name in NAMES[:2]}
+    with pytest.raises(ConsiliumError, match="among 2 sites with threshold 2 and 1 colluders: a sum could show one site"):
+        federation.run()

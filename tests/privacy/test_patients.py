@@ -1,0 +1,241 @@
+"""Privacy by patients: who is whose, steps that draw patients, what is told, and what the ledger counts."""
+
+import json
+import math
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from consilium.config.job import JobConfig
+from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
+from consilium.config.site import SiteConfig
+from consilium.data.datalist import DataList, Item
+from consilium.data.patients import by_patient, most_of_one
+from consilium.errors import ConfigError, DataError, RefusedError
+from consilium.federation.build import build_guard
+from consilium.federation.doctor import examine_datasets
+from consilium.federation.samples import of_patients, units_of
+from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon
+from consilium.privacy.composition import Entry, epsilon_for
+from consilium.privacy.dpsgd import DpSgd, PatientGradients, PrivateSteps
+from consilium.privacy.ledger import Ledger
+from consilium.privacy.plan import make_plan
+from tests.conftest import assembled, small_cells, small_config, training_only
+
+PATIENT = {"unit": "patient", "epsilon": 8, "per_patient": 2}
+
+
+def listed(*patients: str) -> DataList:
+    items = tuple(Item(Path(f"{i}.png"), 0, patient=patient) for i, patient in enumerate(patients))
+    return DataList(Path("list.json"), {"training": items, "validation": (), "test": ()})
+
+
+def config(privacy: dict = PATIENT, **training: object) -> JobConfig:
+    raw = training_only(small_cells("fedit", **training)).model_dump()
+    return JobConfig.model_validate(raw | {"privacy": privacy})
+
+
+# who is whose ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
+    assert by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
+    assert most_of_one(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
+    assert units_of(config(), listed("b", "a", "b")) == 2
+    assert units_of(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
+
+
+def test_a_sample_of_nobody_is_refused_and_named() -> None:
+    with pytest.raises(DataError, match=r"2 of 3 training samples name no patient, such as 1\.png; write \"patient\""):
+        by_patient(listed("a", "", ""))
+
+
+def test_records_of_one_patient_are_worth_a_warning() -> None:
+    record = config({"unit": "record", "epsilon": 8})
+    assert "2 patients with up to 3 training samples each: for such a patient the bound is 3 times epsilon" in str(
+        of_patients(record, listed("a", "b", "a", "a"))
+    )
+    assert of_patients(record, listed("a", "b", "")) is None
+    assert of_patients(config(), listed("a", "a")) is None
+    assert of_patients(record.model_copy(update={"privacy": None}), listed("a", "a")) is None
+
+
+# steps ----------------------------------------------------------------------------------------------------------------
+
+
+def stepped(rows: torch.Tensor, patients: tuple[tuple[int, ...], ...], drawn: list[int], per_patient: int) -> torch.Tensor:
+    """Return the weight after a step of SGD (1.0) from 0 on the loss -w x, without noise, clip 1, 4 patients expected."""
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    dp = DpSgd(0.0, 1.0, 0.5, seed=0, patients=patients, per_patient=per_patient)
+    with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 8, dp) as private:
+        for part in private.parts(drawn, batch_size=1):
+            with private.gradients.collect(len(part)):
+                (-layer(rows[part])).mean().backward()
+        private.step({})
+    return layer.weight.detach().flatten()
+
+
+def test_a_patients_gradient_is_the_mean_of_its_samples_clipped_as_one() -> None:
+    """By hand: (6, 0) and (0, 8) have the mean (3, 4) of norm 5, clipped (0.6, 0.8); (0, 0.5) stays. Four are expected."""
+    rows = torch.tensor([[6.0, 0.0], [0.0, 0.5], [0.0, 8.0]])
+    found = stepped(rows, ((0, 2), (1,)), [0, 1], per_patient=2)
+    assert torch.allclose(found, torch.tensor([0.6, 0.8 + 0.5]) / 4, atol=1e-5)
+
+
+def test_a_hundred_samples_of_one_patient_move_a_step_no_more_than_one() -> None:
+    rows = torch.full((100, 2), 50.0)
+    moved = stepped(rows, (tuple(range(100)),), [0], per_patient=100)
+    assert float(moved.norm()) == pytest.approx(1.0 / 4, rel=1e-4)
+    assert torch.allclose(moved, stepped(rows, ((0,),), [0], per_patient=1), atol=1e-6)
+
+
+def test_of_a_patient_with_too_many_samples_a_choice_is_drawn_anew_each_time() -> None:
+    dp = DpSgd(0.0, 1.0, 0.5, patients=(tuple(range(10)), (10,)), per_patient=3)
+    source = iter(range(100))
+    chosen = [list(dp.chosen([0, 1], 4, lambda size: next(source).to_bytes(size))) for _ in range(30)]
+    assert all(len(first) == 3 and len(set(first)) == 3 and set(first) <= set(range(10)) for first, _ in chosen)
+    assert all(second == [10] for _, second in chosen)
+    assert {sample for first, _ in chosen for sample in first} == set(range(10))
+
+
+def test_layers_that_couple_samples_are_refused_by_their_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match=r"privacy\.unit: 'patient': '1' \(BatchNorm1d\) ties the records"):
+        PatientGradients(model, {"weight": model[0].weight})
+
+
+def test_any_layer_will_do_where_no_gradients_per_sample_are_needed() -> None:
+    raw = small_config("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 8}}
+    raw["adapter"] |= {"decoder": "share", "targets": "encoder-qkv"}
+    with pytest.raises(ConfigError, match="covers linear layers only, the decoder has others"):
+        assembled(JobConfig.model_validate(raw))
+    assembled(JobConfig.model_validate(raw | {"privacy": PATIENT}))
+
+
+# plan, guard ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_draws_patients_and_counts_their_steps() -> None:
+    job = config(rounds=3, local_steps=5)
+    found = make_plan(job, job.strategy, 20)  # batch 2 of 20 patients
+    assert found is not None
+    assert (found.event.sample_rate, found.event.count, found.releases) == (0.1, 5, 3)
+    assert found.epsilon() == pytest.approx(8, rel=0.01)
+    claim = found.claim()
+    assert "patient level, zero-out, trust local" in claim
+    assert "all that one hospital's list has of a patient" in claim
+    assert "how many patients a site has is public" in claim
+    with pytest.raises(ConfigError, match=r"training\.batch_size: 2: not under this site's 2 patients"):
+        make_plan(job, job.strategy, 2)
+
+
+Site = Callable[..., SiteConfig]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    def make(*patients: str, **policy: object) -> SiteConfig:
+        from PIL import Image
+
+        Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+        entries = [{"image": "a.png", "label": 0} | ({"patient": one} if one else {}) for one in patients]
+        (tmp_path / "list.json").write_text(json.dumps({"training": entries, "validation": [], "test": entries[:1]}))
+        policy_ = HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy})
+        return SiteConfig(datalist=tmp_path / "list.json", privacy=policy_)
+
+    return make
+
+
+def test_a_site_tells_how_many_patients_it_has_never_how_many_samples(site: Site, tmp_path: Path) -> None:
+    guard = build_guard(assembled(config()), "s", site(*"aaabbbcccdd"), tmp_path, tmp_path, lambda event: None)
+    assert guard.shown_samples == 4
+    assert guard.plan is not None
+    assert guard.plan.event.sample_rate == 0.5
+
+
+def test_a_list_without_patients_is_refused_before_any_training(site: Site, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="name no patient"):
+        build_guard(assembled(config()), "s", site("a", "", "b"), tmp_path, tmp_path, lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("patients", "budgets", "problem"),
+    [
+        (("a", "", "b"), {"patient": {"epsilon": 3}}, "PROBLEM  patients: 1 of 3 training entries name no patient"),
+        (("a", "a", "b"), {"record": {"epsilon": 3}}, "warning  patients: 2 named, with up to 2 training entries each"),
+        (("a", "a", "b"), {"record": {"epsilon": 3}, "patient": {"epsilon": 3}}, None),
+        (("a", "b", "c"), {"record": {"epsilon": 3}}, None),
+    ],
+)
+def test_the_doctor_compares_budgets_with_what_the_list_knows(
+    patients: tuple[str, ...], budgets: dict, problem: str | None, site: Site
+) -> None:
+    found = [one.line() for one in examine_datasets(site(*patients, budgets=budgets)) if one.check == "patients"]
+    assert len(found) == (problem is not None)
+    assert problem is None or found[0].startswith(problem)
+
+
+# ledger ---------------------------------------------------------------------------------------------------------------
+
+ROW = Entry("ward-7", "patient", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
+
+
+def test_a_patient_level_row_costs_a_patient_what_it_was_planned_for_and_ends_a_claim_for_the_site() -> None:
+    rows = [ROW, replace(ROW, round=1)]
+    assert epsilon_for("patient", rows, 1e-5) == pytest.approx(gaussian_epsilon(math.sqrt(2) / 20, 1e-5))
+    assert epsilon_for("site", rows, 1e-5) == math.inf
+
+
+def test_a_site_level_row_costs_a_patient_what_it_costs_a_record() -> None:
+    rows = [replace(ROW, unit="site")]
+    assert epsilon_for("patient", rows, 1e-5) == epsilon_for("record", rows, 1e-5)
+    assert epsilon_for("patient", rows, 1e-5) == pytest.approx(gaussian_epsilon(2 / 20, 1e-5))
+
+
+def test_a_record_level_row_bounds_nothing_for_a_patient() -> None:
+    assert epsilon_for("patient", [replace(ROW, unit="record")], 1e-5) == math.inf
+
+
+def test_a_patient_level_row_costs_a_record_two_patients_at_most_by_group_privacy() -> None:
+    """Zero out the patient and bring it back: (e1, d/2) and (e2, d/2 exp(-e1)). Or a Gaussian at half the noise, exactly."""
+    sampled = replace(ROW, noise_multiplier=1.0, sample_rate=0.01, count=1000)
+    first = epsilon_of([GaussianEvent(1.0, 0.01, 1000)], 5e-6)
+    second = epsilon_of([GaussianEvent(1.0, 0.01, 1000)], 5e-6 * math.exp(-first))
+    assert epsilon_for("record", [sampled], 1e-5) == pytest.approx(first + second)
+    assert first + second < gaussian_epsilon(2 * math.sqrt(1000), 1e-5)
+    assert epsilon_for("record", [ROW], 1e-5) == pytest.approx(gaussian_epsilon(2 / 20, 1e-5))
+
+
+def test_budgets_for_patients_are_kept(tmp_path: Path) -> None:
+    ledger, budgets = Ledger(tmp_path / "l"), {"patient": BudgetConfig(epsilon=0.4, delta=1e-5)}
+    ledger.spend(ROW, budgets)
+    with pytest.raises(RefusedError, match=r"one patient of data set 'ward-7' has spent epsilon 0\.\d+ of 0.4"):
+        ledger.check([replace(ROW, round=n) for n in range(1, 9)], budgets)
+    with pytest.raises(RefusedError, match=r"one patient .* would be inf.*the job is record level"):
+        ledger.spend(replace(ROW, unit="record", run="other"), budgets)
+
+
+OLD = """CREATE TABLE releases (time REAL NOT NULL, "dataset" NOT NULL, "unit" NOT NULL, "adjacency" NOT NULL, "trust" NOT NULL,
+"job" NOT NULL, "run" NOT NULL, "round" NOT NULL, "phase" NOT NULL, "noise_multiplier" NOT NULL, "sample_rate" NOT NULL,
+"count" NOT NULL, "clip" NOT NULL, "private" NOT NULL, "digest" NOT NULL, seal NOT NULL)"""
+OLD_ROW = (1.5, "ward-7", "record", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 0.01, 50, 0.3, 1, "")
+OLD_SEAL = "f4332139c817b5997b4fa2b26b6e90226a60c077d8fd40d916f394b2dcef1dda"
+"""As the version before patients wrote it."""
+
+
+def test_rows_of_the_version_before_patients_are_read_and_new_ones_follow_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute(OLD)
+        db.execute(f"INSERT INTO releases VALUES ({', '.join('?' * 16)})", (*OLD_ROW, OLD_SEAL))
+    ledger = Ledger(path)
+    assert [(row.unit, row.count) for row in ledger.entries()] == [("record", 50)]
+    assert epsilon_for("record", ledger.entries(), 1e-5) == pytest.approx(epsilon_of([GaussianEvent(20.0, 0.01, 50)], 1e-5))
+    ledger.spend(replace(ROW, run="run-2"), {})
+    assert [row.unit for row in ledger.entries()] == ["record", "patient"]

@@ -1,0 +1,208 @@
+"""Attacks on models: bounds against closed forms and another library, and what they find where something leaks."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest, norm
+from torch import nn
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.data.datalist import DataList, Item
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import DataError
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.privacy.shares import add_share, on_grid, share_deviation
+from consilium.use.attack import attack, confidence_of, draw, epsilon_bound, judged, key_of, likelihood_ratio
+from consilium.use.model import open_model
+from tests.conftest import run, small_cells
+
+
+def test_a_bound_is_the_lower_end_of_clopper_and_pearsons_interval() -> None:
+    """All right: the share is 0.05^(1/100). Some: against scipy's exact interval, whose two sides have 5 % each."""
+    share = 0.05**0.01
+    assert epsilon_bound(100, 100, 100, 0.0, 0.95) == pytest.approx(math.log(share / (1 - share)))
+    share = binomtest(80, 100).proportion_ci(0.90, "exact").low
+    assert epsilon_bound(80, 100, 100, 0.0, 0.95) == pytest.approx(math.log(share / (1 - share)))
+
+
+@pytest.mark.parametrize(("correct", "guesses", "delta"), [(50, 100, 0.0), (0, 10, 0.0), (100, 100, 3e-4)])
+def test_where_nothing_is_shown_the_bound_is_zero(correct: int, guesses: int, delta: float) -> None:
+    """Half right; none right; a delta whose failures could make all guesses right: 2 * 100 * 3e-4 is over 0.05."""
+    assert epsilon_bound(correct, guesses, 100, delta, 0.95) == 0.0
+
+
+def test_of_a_mechanism_with_a_known_epsilon_no_more_than_that_is_shown_but_for_the_confidence() -> None:
+    """Randomized response of epsilon 1 answers right with e / (1 + e); 95 % of the bounds must stay under 1."""
+    source, over = np.random.default_rng(0), 0
+    for trial in range(200):
+        members = source.random(400) < 0.5
+        right = source.random(400) < math.e / (1 + math.e)
+        scores = np.where(right == members, 1.0, -1.0) + 1e-6 * source.random(400)
+        over += judged("", scores, members, 0.0, 0.95, trial).epsilon > 1.0
+    assert over <= 20  # 10 expected at most, with three deviations
+
+
+def test_scores_that_tell_members_apart_show_much_and_those_that_do_not_show_nothing() -> None:
+    members, source = np.arange(400) < 200, np.random.default_rng(1)
+    found = judged("loss", members + 0.1 * source.random(400), members, 1e-6, 0.95)
+    assert (found.auc, found.correct) == (1.0, found.guesses)
+    assert found.epsilon > 3.5
+    blind = judged("loss", source.random(400), members, 1e-6, 0.95)
+    assert abs(blind.auc - 0.5) < 0.1
+    assert blind.epsilon < 0.5
+
+
+def test_the_likelihood_ratio_is_that_of_two_gaussians() -> None:
+    """By scipy's densities: in 2 and out 0 on the mean, pooled deviation 1."""
+    shadows = np.array([[1.0, 3.0], [3.0, 1.0], [-1.0, -1.0], [1.0, 1.0]])
+    included = np.array([[True, True], [True, True], [False, False], [False, False]])
+    target = np.array([1.7, -0.4])
+    expected = norm.logpdf(target, 2, 1) - norm.logpdf(target, 0, 1)
+    assert likelihood_ratio(target, shadows, included) == pytest.approx(expected)
+    with pytest.raises(DataError, match="no sample was in the training split of one shadow run and not in another's"):
+        likelihood_ratio(target, shadows, included | True)
+
+
+def test_a_unit_that_no_shadow_model_left_out_takes_the_distance_of_the_others() -> None:
+    """The first unit has 2 and 0; the second was in all, with the mean 5, so without it would be 3. Deviations: pooled."""
+    shadows = np.array([[1.0, 4.0], [3.0, 6.0], [-1.0, 4.0], [1.0, 6.0]])
+    included = np.array([[True, True], [True, True], [False, True], [False, True]])
+    found = likelihood_ratio(np.array([1.0, 5.0]), shadows, included)
+    assert found == pytest.approx([0.0, norm.logpdf(5, 5, 1) - norm.logpdf(5, 3, 1)])
+
+
+def test_a_confidence_is_the_log_odds_of_the_right_answer() -> None:
+    assert confidence_of(np.array([math.log(2), math.log(4)])) == pytest.approx([0.0, -math.log(3)])
+
+
+def listed(training: int, test: int, patients: int = 0) -> DataList:
+    items = [Item(Path(f"{i}.png"), 0, patient=f"p{i % patients}" if patients else "") for i in range(training + test)]
+    return DataList(Path("l"), {"training": tuple(items[:training]), "validation": (), "test": tuple(items[training:])})
+
+
+def test_as_many_members_as_others_are_drawn() -> None:
+    whole = listed(30, 14)
+    trained = {key_of(item) for item in whole.splits["training"]}
+    drawn = draw(whole, trained, by_patient=False)
+    samples = drawn.data.splits["training"]
+    assert drawn.members.tolist() == [True] * 14 + [False] * 14
+    assert [key_of(samples[unit[0]]) in trained for unit in drawn.units] == drawn.members.tolist()
+    assert (drawn.included(trained) == drawn.members).all()
+    with pytest.raises(DataError, match="5 units to compare on each side"):
+        draw(listed(30, 5), trained, by_patient=False)
+
+
+def test_what_a_job_left_out_of_its_training_is_no_member() -> None:
+    whole = listed(40, 0)
+    trained = {key_of(item) for item in whole.splits["training"][:15]}
+    assert draw(whole, trained, by_patient=False).members.sum() == 15
+
+
+def test_patients_are_units_and_must_be_on_one_side() -> None:
+    whole = listed(20, 20, patients=20)
+    with pytest.raises(DataError, match="20 patients are in training and in another split"):
+        draw(whole, {key_of(item) for item in whole.splits["training"]}, by_patient=True)
+    by_patient = {key_of(item) for item in listed(20, 20, patients=20).splits["training"][:10]}
+    both = by_patient | {key_of(item) for item in whole.splits["test"][:10]}
+    drawn = draw(whole, both, by_patient=True)
+    assert [len(unit) for unit in drawn.units] == [2] * 20
+
+
+# canaries -------------------------------------------------------------------------------------------------------------
+
+TRIALS = 250
+
+
+def canary(noise: float, present: bool, seed: int) -> float:
+    """Return where ten steps on 20 patients move a weight to which a patient of 40 equal samples, if present, belongs."""
+    rows = torch.cat([0.02 * torch.randn(20, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([[90.0, 0.0]] * 40)])
+    patients = (*((i,) for i in range(20)), tuple(range(20, 60)) if present else ())
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    dp = DpSgd(noise, 1.0, 0.5, seed, patients, 40)
+    with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 21, dp) as private:
+        for _ in range(10):
+            for part in filter(None, private.parts(private.draw(), 1)):
+                with private.gradients.collect(len(part)):
+                    (-layer(rows[part])).mean().backward()
+            private.step({})
+    return float(layer.weight[0, 0].detach())
+
+
+@pytest.mark.slow
+def test_a_canary_of_a_patient_shows_less_than_the_claim_with_noise_and_far_more_without() -> None:
+    sigma = noise_multiplier(1.0, 1e-6, 10, 0.5, "prv")
+    members = np.random.default_rng(3).random(TRIALS) < 0.5
+    with_noise = np.array([canary(sigma, bool(one), seed) for seed, one in enumerate(members)])
+    assert judged("", with_noise, members, 1e-6, 0.95).epsilon < epsilon_of([GaussianEvent(sigma, 0.5, 10)], 1e-6) <= 1.0
+    without = np.array([canary(0.0, bool(one), seed) for seed, one in enumerate(members)])
+    assert judged("", without, members, 1e-6, 0.95).epsilon > 2.5
+
+
+def summed(noise: float, present: bool, bits: "np.random.Generator") -> float:
+    """Return one number of the sum of three sites, without the share that a colluder knows."""
+    shares = share_deviation(noise, 1.0, 2)
+    clean = on_grid({"w": torch.tensor([50.0, 0.0]) if present else torch.zeros(2)}, 1.0)
+    other = on_grid({"w": torch.zeros(2)}, 1.0)
+    return float((add_share(clean, shares, bits.bytes)["w"] + add_share(other, shares, bits.bytes)["w"])[0])
+
+
+@pytest.mark.slow
+def test_a_canary_of_a_site_under_shares_of_noise_shows_less_than_the_claim_and_far_more_without() -> None:
+    sigma, bits = noise_multiplier(1.0, 1e-6, 1), np.random.default_rng(4)
+    members = bits.random(500) < 0.5
+    with_noise = np.array([summed(sigma, bool(one), bits) for one in members])
+    assert judged("", with_noise, members, 1e-6, 0.95).epsilon < 1.0
+    half = np.array([summed(sigma / 20, bool(one), bits) for one in members])
+    assert judged("", half, members, 1e-6, 0.95).epsilon > 3.0
+
+
+def listed_site(folder: Path) -> SiteConfig:
+    spec = small_cells().data.phantoms
+    assert spec is not None
+    options = spec.model_dump() | {"training": 60, "validation": 0, "test": 4}
+    return SiteConfig(datalist=make_phantoms(folder, site="site-1", seed=0, size=64, **options))
+
+
+@pytest.mark.slow
+def test_shadow_runs_on_other_parts_of_the_list_make_a_third_attack(tmp_path: Path) -> None:
+    site, opened = listed_site(tmp_path / "data"), []
+    for seed in range(4):
+        raw = small_cells("fedit", rounds=1, local_steps=1, seed=seed).model_dump()
+        raw["data"] = {"most_training": 30}
+        raw["federation"]["min_sites"] = 1
+        simulate(assemble_job(JobConfig.model_validate(raw)), {"site-1": site}, tmp_path / f"{seed}", lambda event: None)
+        opened.append(open_model(tmp_path / f"{seed}", "site-1"))
+    found = attack(opened[0], site, "site-1", opened[1:], tmp_path / "place")
+    assert [one.attack for one in found] == ["loss", "calibrated", "likelihood"]
+    assert all(one.units == 60 and one.epsilon < 2 for one in found)
+
+
+# whole models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_that_knows_its_training_data_by_heart_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = small_cells("fedit", rounds=1, local_steps=80, lr=1e-2, batch_size=8, optimizer="adam").model_dump()
+    raw["data"] |= {"most_training": 24}
+    raw["data"]["phantoms"] |= {"training": 60, "validation": 0, "test": 4, "annotation": 0.5}
+    raw["task"]["augment"] = False
+    raw["federation"]["min_sites"] = 1
+    simulate(assemble_job(JobConfig.model_validate(raw)), {"site-1": SiteConfig()}, tmp_path / "run", lambda event: None)
+    code = run(monkeypatch, "privacy", "attack", tmp_path / "run", "--site", "site-1", "--format", "json")
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["claim"] == "none: the model was trained without privacy"
+    (loss, calibrated) = found["attacks"]
+    assert loss["units"] == 48
+    assert max(loss["auc"], calibrated["auc"]) > 0.7
