@@ -7,6 +7,7 @@ For each: by how much its outputs differ from `transformers`' own once it is loa
 adapter on the unchanged base, and after merging. Outputs are pooled features, logits of masks, or logits of tokens.
 """
 
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -46,8 +47,8 @@ class Case:
     model: Any
     ours: Answer
     plain: Answer
-    blocks: tuple[str, ...]
-    """Parts of names of layers that a set may adapt."""
+    blocks: str
+    """What names of layers that a set may adapt have in them, as a pattern."""
 
 
 def _built(name: str, made: Made, task: dict[str, Any], **more: Any) -> Any:
@@ -77,7 +78,7 @@ def _classifier(made: Made, images: Tensor) -> Case:
         patches = F.unfold(pixels, 8, stride=8).transpose(1, 2).unflatten(2, (3, 64)).transpose(2, 3).flatten(2)
         shapes, mask = torch.tensor([[4, 4]] * len(images)), torch.ones(len(images), 16)
         model_inputs = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-    return Case(model, ours, plain, (".layers.", ".layer."))
+    return Case(model, ours, plain, r"(^|\.)layers?\.\d")
 
 
 def _promptable(made: Made, images: Tensor) -> Case:
@@ -91,7 +92,7 @@ def _promptable(made: Made, images: Tensor) -> Case:
 
     if hasattr(made.model.mask_decoder, "dynamic_multimask_via_stability"):
         made.model.mask_decoder.dynamic_multimask_via_stability = False  # as ours: the same mask of every picture
-    return Case(model, lambda one: one(images, boxes), plain, (".layers.", ".blocks."))
+    return Case(model, lambda one: one(images, boxes), plain, r"\.(layers|blocks)\.\d")
 
 
 def _speaking(made: Made, images: Tensor) -> Case:
@@ -105,7 +106,7 @@ def _speaking(made: Made, images: Tensor) -> Case:
     def ours(one: Any) -> Tensor:
         return one(**given, use_cache=False).logits
 
-    return Case(model, ours, ours, ("language_model.layers.",))
+    return Case(model, ours, ours, r"language_model\.layers\.\d")
 
 
 GROUPS: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Made, Tensor], Case]]] = {
@@ -123,7 +124,7 @@ def row(name: str, kind: str, sizes: dict[str, Any], case_of: Callable[[Made, Te
     with torch.no_grad():
         wanted, found = case.plain(made.model), case.ours(case.model)
     adapted = linear_layers(case.model, base.target("all-linear"))
-    there = [n for n, m in case.model.named_modules() if isinstance(m, nn.Linear) and any(part in n for part in case.blocks)]
+    there = [n for n, m in case.model.named_modules() if isinstance(m, nn.Linear) and re.search(case.blocks, n)]
     lora.inject(case.model, RANK, ALPHA, base.target("all-linear"))
     losses = _train(case, wanted)
     case.model.eval()

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMaskGeneration, PreTrainedModel
 
 SIDE = 32
@@ -106,8 +108,20 @@ def make(folder: Path, kind: str, sizes: dict[str, Any]) -> Made:
     auto = AutoModelForMaskGeneration if kind in PROMPTABLE else AutoModelForImageTextToText if kind in SPEAKING else AutoModel
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-    with torch.no_grad():  # biases and layer scales that are zero or one hide mistakes
+    with torch.no_grad():  # small weights, and biases of zero, hide mistakes
         for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
+            parameter.add_(0.15 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
     return Made(folder, json.loads((folder / "config.json").read_text()), model)
+
+
+def write_records(folder: Path, **changes: Any) -> Path:
+    """Write two training records with pictures, and one each to validate and to test."""
+    folder.mkdir(parents=True)
+    rows = np.random.default_rng(0).integers(0, 256, (4, SIDE, SIDE, 3), dtype=np.uint8)
+    for number, row in enumerate(rows):
+        Image.fromarray(row).save(folder / f"{number}.png")
+    records = [{"image": f"{n}.png", "instruction": "What is seen?", "output": f"answer {n}"} | changes for n in range(4)]
+    for split, part in (("training", records[:2]), ("validation", records[2:3]), ("test", records[3:])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    return folder

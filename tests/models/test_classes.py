@@ -125,8 +125,10 @@ def test_a_promptable_model_by_folder_is_what_transformers_has(
     names = linear_layers(model, MODELS["sam"].target("paper"))
     assert {name.partition(".")[0] for name in names} == {"vision_encoder", "mask_decoder"}
     lora.inject(model, RANK, 4.0, MODELS["sam"].target("paper"))
+    before = model(images, boxes).detach()
     _train(model, (images, boxes))
     wanted = model(images, boxes).detach()
+    assert (wanted - before).abs().max() > 0.01
     tuned = _through_peft("sam", made, model, tmp_path / "adapter", plain)
     with torch.no_grad():
         torch.testing.assert_close(masks(tuned), wanted, rtol=1e-4, atol=1e-5)

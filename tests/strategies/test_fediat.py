@@ -40,6 +40,8 @@ def test_m1_is_fedsa_and_m4_inverts_encoder_and_decoder() -> None:
     assert all(FedIAT(sharing="M1").role(n, 0, 0) is FedSALoRA().role(n, 0, 0) for n in names)
     m4 = [n for n in names if FedIAT().role(n, 0, 0) is Role.SHARED]
     assert m4 == [f"{ENC}.lora_B", f"{DEC}.lora_A"]
+    by_transformers = {f: FedIAT().role(f"vision_encoder.layers.0.attn.qkv.lora_{f}", 0, 0) for f in "AB"}
+    assert by_transformers == {"A": Role.LOCAL, "B": Role.SHARED}
 
 
 @pytest.mark.parametrize("name", ["prompt_encoder.x.lora_A", "my_mask_decoder.x.lora_B", "image_encoder.neck.weight"])

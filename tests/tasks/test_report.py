@@ -1,6 +1,5 @@
 """Reports on pictures: how a picture becomes tokens and pixels, learning, answers, and records that cannot be."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.models.vision_language.layout import qwen_patches
 from consilium.tasks.registry import TASKS
-from tests.models.classes import SIDE, SPEAKING, Made, kinds, make
+from tests.models.classes import SIDE, SPEAKING, Made, kinds, make, write_records
 
 PICTURE, BEGIN, END = 590, 591, 592
 SHOWN = {  # tokens of a picture of 32 pixels, by hand: patches of 4 merged 2 x 2, of 8; four of Gemma's own
@@ -28,18 +27,6 @@ SHOWN = {  # tokens of a picture of 32 pixels, by hand: patches of 4 merged 2 x 
     "gemma3": [BEGIN, *[PICTURE] * 4, END],
     "llava": [PICTURE] * 16,
 }
-
-
-def _records(folder: Path, **changes: Any) -> Path:
-    """Write two training records with pictures, and one to validate."""
-    folder.mkdir(parents=True)
-    rows = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE, 3), dtype=np.uint8)
-    for number, row in enumerate(rows):
-        Image.fromarray(row).save(folder / f"{number}.png")
-    records = [{"image": f"{n}.png", "instruction": "What is seen?", "output": f"answer {n}"} | changes for n in range(3)]
-    for split, part in (("training", records[:2]), ("validation", records[2:])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
-    return folder
 
 
 def _task(kind: str, made: Made, data: Path, tokenizer: Any = None, most: int = 128, **settings: Any) -> tuple[Any, Any]:
@@ -74,7 +61,7 @@ def test_qwen_s_patches_are_those_of_its_own_processor() -> None:
 @pytest.mark.parametrize("kind", kinds(SPEAKING, "qwen2_5_vl", "paligemma"))
 def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(kind: str, tmp_path: Path) -> None:
     made = make(tmp_path / "base", kind, SPEAKING[kind])
-    task, config = _task(kind, made, _records(tmp_path / "data"), evaluate="generation")
+    task, config = _task(kind, made, write_records(tmp_path / "data"), evaluate="generation")
     base = MODELS["vision_language"]
     model: Any = base.build(config, None, made.folder, True, use_checkpointing=False)
     batch = task.batch([0, 1], 0)
@@ -109,20 +96,20 @@ def test_a_model_by_folder_learns_writes_and_is_what_transformers_and_peft_have(
 
 def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'training\.jsonl:1: needs an "image"'):
-        read_texts(_records(tmp_path / "a", image=None), pictures=True)
+        read_texts(write_records(tmp_path / "a", image=None), pictures=True)
     with pytest.raises(DataError, match=r"absent\.png"):
-        _task("qwen2_5_vl", qwen, _records(tmp_path / "b", image="absent.png"))
+        _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", image="absent.png"))
     with pytest.raises(ConfigError, match=r"model\.max_length: 24: a picture alone takes 18 tokens; use at least 34"):
-        _task("qwen2_5_vl", qwen, _records(tmp_path / "c"), most=24)
+        _task("qwen2_5_vl", qwen, write_records(tmp_path / "c"), most=24)
     for number, changes in enumerate(({"instruction": "\ufffc twice"}, {"output": "\ufffc"})):
         with pytest.raises(DataError, match="stand for a picture"):
-            _task("qwen2_5_vl", qwen, _records(tmp_path / f"d{number}", **changes))
+            _task("qwen2_5_vl", qwen, write_records(tmp_path / f"d{number}", **changes))
 
 
 def test_a_chat_has_its_picture_in_the_user_s_turn(qwen: Made, tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny", None)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
-    task, _ = _task("qwen2_5_vl", qwen, _records(tmp_path / "a"), tokenizer, prompt="chat")
+    task, _ = _task("qwen2_5_vl", qwen, write_records(tmp_path / "a"), tokenizer, prompt="chat")
     ids: Tensor = task.batch([0], 0)["input_ids"][0]
     start = ids.tolist().index(BEGIN)
     assert tokenizer.decode(ids[:start]).endswith("<user>")

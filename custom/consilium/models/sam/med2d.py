@@ -8,6 +8,8 @@ so that a block is x + MLP(norm x) + Adapter(norm x), with names as in the publi
 OpenGVLab/SAM-Med2D (Apache-2.0), written anew here; the published weights themselves were not at hand to compare.
 """
 
+from typing import Any
+
 import torch
 from segment_anything.modeling import Sam
 from torch import Tensor, nn
@@ -76,7 +78,7 @@ def add_adapters(sam: Sam) -> None:
         _hook(block)
 
 
-def _hook(block: nn.Module) -> None:
+def _hook(block: Any) -> None:
     def beside(mlp: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output + block.Adapter(given[0])
 
