@@ -5,10 +5,15 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 
 from consilium.config.privacy import BudgetConfig
@@ -204,7 +209,7 @@ def test_two_files_of_one_name_too_many_and_no_archive_are_refused(made: Path, r
         verify(write(tmp_path / "empty.zip", {}), root)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "null", '{"format": 1}', '{"format": 1, "files": {"a": 1}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "null", "[" * 100_000, '{"format": 1}', '{"format": 1, "files": {"a": 1}}'])
 def test_a_manifest_of_whatever_content_ends_in_a_clear_line(text: str, made: Path, root: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         verify(write(tmp_path / "odd.zip", content(made) | {MANIFEST: text.encode()}), root)
@@ -239,3 +244,24 @@ def test_a_run_that_is_not_there_is_told(
     assert run(monkeypatch, "evidence", "fundus-2", "--kit", clinic) == 2
     assert "no such run at this site; there: fundus-1" in capsys.readouterr().err
     assert run(monkeypatch, "evidence", "../fundus-1", "--kit", clinic) == 2
+
+
+def test_keys_and_packings_that_are_none_of_ours_are_refused(made: Path, root: str, tmp_path: Path) -> None:
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "clinic")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1).not_valid_before(now)
+    odd = builder.not_valid_after(now + timedelta(1)).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    for where in ("kit.crt", "rootCA.pem"):
+        with pytest.raises(ConfigError, match="its key is none that FLARE makes"):
+            verify(write(tmp_path / "odd.zip", content(made) | {where: odd}), root)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            verify(write(tmp_path / "odd.zip", content(made) | {where: b"none"}), root)
+    with zipfile.ZipFile(tmp_path / "lzma.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr(MANIFEST, b"{}")
+    with pytest.raises(ConfigError, match="packed in another way"):
+        verify(tmp_path / "lzma.zip", root)
+    torn = bytearray(made.read_bytes())
+    torn[60:200] = bytes(140)
+    (tmp_path / "torn.zip").write_bytes(torn)
+    with pytest.raises(ConfigError, match="is no readable archive"):
+        verify(tmp_path / "torn.zip", root)

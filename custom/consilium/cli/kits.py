@@ -57,7 +57,8 @@ def revoke(
     until = write(name, kit)
     told = (
         f"{name}: certificates made until {until} are refused from now on, and jobs that run go on without it. A kit made "
-        f"later is valid: `consilium renew SITES_YML -o kits --only {name}`"
+        f"later is valid: `consilium renew SITES_YML -o kits --only {name}`. The server cannot know whether there is such a "
+        "name: compare it with sites.yml"
     )
     _print({"name": name, "until": until}, told, format)
 

@@ -223,9 +223,9 @@ class RoundController(Controller):
         gone = {name for name in messages if self.get_client_disconnect_time(name)}
         for name in sorted(gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
-        for name in sorted(revoked := context.revoked(fl_ctx, self._began) & messages.keys() - gone):
+        for name in sorted(context.revoked(fl_ctx, self._began) & messages.keys() - gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
-        present = {name: message for name, message in messages.items() if name not in gone | revoked}
+        present = {name: message for name, message in messages.items() if name not in gone}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
         self.wait_for(coordinator, tasks, enough, abort_signal, grace)
         for name in sorted(tasks.keys() - answered):
@@ -265,7 +265,8 @@ class RoundController(Controller):
                 )
 
         timeout = int(coordinator.job.config.federation.round_timeout)
-        tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in messages.items()}
+        wanted = {n: m for n, m in messages.items() if n not in context.revoked(fl_ctx, self._began)}
+        tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in wanted.items()}
         for name, task in tasks.items():
             self.send(task, fl_ctx, targets=[name])
         return tasks

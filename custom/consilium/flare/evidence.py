@@ -12,6 +12,7 @@ import re
 import sqlite3
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import UTC, datetime
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import (
@@ -80,7 +82,7 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             path.write_bytes(files[name])
             try:
                 read = audit.read(path)
-            except (ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # whatever a site signs ends in a line
                 found["record"] = f"{name} cannot be read ({error})"
                 continue
             found["messages"] += len(read["messages"])
@@ -168,10 +170,12 @@ def _read(path: Path) -> dict[str, bytes]:
             names = [one.filename for one in listed]
             if len(names) > MOST_FILES or sum(one.file_size for one in listed) > MOST_BYTES:
                 raise ConfigError(f"{path}: over {MOST_FILES} files or {MOST_BYTES:,} bytes; it is none of ours")
+            if [one for one in listed if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]:
+                raise ConfigError(f"{path}: a file is packed in another way; it is none of ours")
             if wrong := [name for name in names if not _NAME.fullmatch(name) or names.count(name) > 1]:
                 raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or one with a path; it is none of ours")
             return {name: archive.read(name) for name in names}
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is no readable archive ({error}); give what `consilium evidence` wrote") from None
 
 
@@ -180,7 +184,7 @@ def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
         raise ConfigError(f"{path}: has no {missing[0]}; give what `consilium evidence` wrote")
     try:
         manifest = validate(Manifest, json.loads(files[MANIFEST]), Path(MANIFEST))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {MANIFEST} cannot be read ({error})") from None
     if manifest.format != FORMAT or not all(_SUM.fullmatch(one) for one in manifest.files.values()):
         raise ConfigError(f"{path}: {MANIFEST}: format {manifest.format}, expected {FORMAT}; use the version that wrote it")
@@ -189,8 +193,11 @@ def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
 
 def _certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
     try:
-        return load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
-    except ValueError as error:
+        own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
+        if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):
+            raise ValueError("its key is none that FLARE makes")
+        return own, root
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path}: a certificate in it cannot be read ({error})") from None
 
 
