@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from consilium.adapters import layers
 from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.federation.build import Job, assemble_job, build_model
+from consilium.federation.build import Job, assemble_job, build_model, laid_out
 from tests.conftest import small_cells, small_config, small_text
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
@@ -31,6 +32,14 @@ def test_the_server_lays_out_what_a_site_injects(model: str, adapter: dict[str, 
     made = job(model, adapter | {"targets": targets})
     live = layers.tensors(build_model(made.config, SiteConfig()))
     assert [(n, t.shape) for n, t in made.initial.items()] == [(n, t.shape) for n, t in live.items()]
+
+
+@pytest.mark.parametrize("model", MAKERS)
+def test_what_is_laid_out_has_no_memory_and_draws_nothing(model: str) -> None:
+    config, before = MAKERS[model]("fedit"), torch.random.get_rng_state()
+    made = laid_out(config)
+    assert {tensor.device.type for tensor in (*made.parameters(), *made.buffers())} == {"meta"}
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 ENCODER = LORA | {"targets": "encoder-qkv"}
