@@ -1,8 +1,12 @@
-"""A base kept as NF4 or int8: numbers by the papers' definitions, adapters in float32 that learn, and clear refusals."""
+"""A base kept as NF4 or int8: numbers by the papers' definitions, adapters in float32 that learn, and clear refusals.
+
+bitsandbytes is no part of the test extra: PEFT loads it in every process where it is installed. .ci/run installs it at its end.
+"""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task
+from consilium.federation.packed import pack
 from consilium.federation.samples import site_data
 from consilium.models.stored import store
 from consilium.training.loop import train
@@ -34,6 +39,12 @@ def kept_as(config: JobConfig, dtype: str) -> JobConfig:
     return JobConfig.model_validate(raw)
 
 
+@pytest.fixture
+def bitsandbytes() -> None:
+    """Need the extra `quant`."""
+    pytest.importorskip("bitsandbytes")
+
+
 def layer(dtype: str, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
     torch.manual_seed(0)
     own = nn.Linear(64, 32, bias=bias)
@@ -41,7 +52,7 @@ def layer(dtype: str, bias: bool = True) -> tuple[nn.Module, torch.Tensor, torch
     return store(nn.Sequential(own), dtype, []).to("cpu"), weight, own.bias
 
 
-def test_nf4_is_the_papers() -> None:
+def test_nf4_is_the_papers(bitsandbytes: None) -> None:
     """By hand: of each block of 64 the share of its largest value, to the nearest of the sixteen."""
     model, weight, bias = layer("nf4")
     scale = weight.abs().amax(1, keepdim=True)  # a row is a block
@@ -50,7 +61,7 @@ def test_nf4_is_the_papers() -> None:
     assert torch.allclose(model(x), F.linear(x, nearest, bias), atol=1e-5)
 
 
-def test_int8_is_within_the_papers_rounding() -> None:
+def test_int8_is_within_the_papers_rounding(bitsandbytes: None) -> None:
     """Weights and inputs are rounded to 1/127 of a row's largest: each product is off by the sum of both halves at most."""
     model, weight, bias = layer("int8")
     x = torch.randn(5, 64)
@@ -62,7 +73,7 @@ def test_int8_is_within_the_papers_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
-def test_bias_and_type_stay_and_autocast_decides(dtype: str) -> None:
+def test_bias_and_type_stay_and_autocast_decides(dtype: str, bitsandbytes: None) -> None:
     model, _, bias = layer(dtype)
     assert bias is not None
     before = bias.detach().clone()
@@ -75,7 +86,7 @@ def test_bias_and_type_stay_and_autocast_decides(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path, bitsandbytes: None) -> None:
     config = kept_as(MAKERS[kind]("fedit", local_steps=2), dtype)
     model = build_model(config, SiteConfig())
     task = build_task(config, site_data(config, "site-1", SiteConfig(), tmp_path))
@@ -91,7 +102,7 @@ def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path
     assert all(torch.equal(tensor, now[name]) for name, tensor in packed.items())
 
 
-def test_hooks_and_names_stay() -> None:
+def test_hooks_and_names_stay(bitsandbytes: None) -> None:
     seen: list[int] = []
     own = nn.Linear(8, 8)
     own.register_forward_hook(lambda module, args, output: seen.append(1))
@@ -131,3 +142,14 @@ def test_a_folder_that_is_quantized_already_is_refused_before_any_step() -> None
     raw["model"] |= {"variant": "folder", "checkpoint": "somewhere", "config": shape | {"quantization_config": quantized}}
     with pytest.raises(ConfigError, match=r"model\.config\.quantization_config: .*model\.dtype: nf4"):
         assemble_job(JobConfig.model_validate(raw))
+
+
+def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> None:
+    """Beside bitsandbytes' own storage, counted tensor by tensor."""
+    for dtype in ("nf4", "int8"):
+        own, counted = nn.Linear(64, 96), nn.Linear(64, 96)
+        store(nn.Sequential(own), dtype, []).to("cpu")
+        pack(nn.Sequential(counted), dtype, [])
+        own(torch.zeros(1, 64))
+        scales: Any = own.weight.quant_state.absmax if dtype == "nf4" else own.state.SCB
+        assert own.weight.nbytes + scales.nbytes == counted.weight.nbytes

@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from consilium import __version__
+from consilium.cli.bench import bench
 from consilium.cli.compare import compare
 from consilium.cli.data import app as data_app
 from consilium.cli.deploy import app as deploy_app
@@ -61,6 +62,7 @@ app.command()(evaluate)
 app.command()(export_model)
 app.command()(report)
 app.command()(fit)
+app.command()(bench)
 
 
 def _version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """Models: built from configuration; no federated word inside."""
 
 import importlib.util
+import logging
 import sys
 from types import ModuleType
 
@@ -22,3 +23,4 @@ def _allow_segment_anything_without_torchvision() -> None:
 
 
 _allow_segment_anything_without_torchvision()
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT loads it, and it complains of a kernel that we never use

@@ -1,0 +1,62 @@
+"""`consilium bench`: how fast a job trains on this machine, beside the same model in bare PyTorch and PEFT."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
+from consilium.config.site import SiteConfig, read_site_folder
+from consilium.errors import ConfigError
+
+WORDS = {
+    "job": "this job, as in a round",
+    "ready": "its loop, batches lying ready",
+    "bare": "bare PyTorch + PEFT loop",
+    "original": "with the original attention",
+}
+
+
+def bench(
+    job: JobArgument,
+    override: SetOption = None,
+    data: Annotated[Path | None, typer.Option(help="a site's folder; without it the job's generated data")] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="what ${SITE} stands for")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="optimizer steps of a turn")] = 5,
+    turns: Annotated[int, typer.Option(min=1, max=1_000, help="turns; ratios are their medians")] = 5,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Measure steps of a job here: time beside a bare loop, data wait, samples or tokens a second, memory, FLOP/s."""
+    from consilium.federation.bench import bench as measure
+
+    config, _ = load(job, override or [])
+    site = read_site_folder(data) if data else SiteConfig()
+    if site is None:
+        raise ConfigError(f"--data: {data}: holds no site.yaml and no data list; give a site's folder")
+    own = SiteConfig.model_validate(site.model_dump() | {"device": device, "checkpoints": checkpoints or site.checkpoints})
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(config, own, Path(folder), steps, turns).to_dict()
+    typer.echo(json.dumps(found, indent=1) if format is Format.JSON else _table(found, steps, turns))
+
+
+def _table(found: dict[str, Any], steps: int, turns: int) -> str:
+    """Return the figures in lines of 80 characters at most."""
+    lines = [
+        f"{found['device']}: {turns} turns of {steps} steps"[:80],
+        f"{'':32}{'s a step':>10}{'x bare':>10}{'peak GiB':>10}",
+    ]
+    for name, way in found["ways"].items():
+        seconds = sorted(way["seconds"])[len(way["seconds"]) // 2]
+        ratio = found["ratios"].get(f"{name}/bare", 1.0)
+        peak = f"{way['peak_bytes'] / 2**30:.2f}" if way["peak_bytes"] else "-"
+        lines.append(f"{WORDS[name]:32}{seconds:>10.4f}{ratio:>10.3f}{peak:>10}")
+    share = found["share_of_peak"]
+    known = f", {share:.0%} of the device's peak" if share is not None else ""
+    lines += [
+        f"waits for data: {found['data_wait']:.1%} of a step",
+        f"{found['per_second']:,.1f} {found['unit']} a second, {found['tflops']:.4g} TFLOP/s{known}",
+    ]
+    return "\n".join(lines)

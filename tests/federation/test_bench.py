@@ -1,0 +1,67 @@
+"""The bench: ways take turns, ratios are medians over them, and what a bare loop trains is what the job trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
+from consilium.federation import bench as benches
+from consilium.federation.bench import Bench, Way, bench
+from consilium.federation.build import assemble_job, build_task
+from consilium.federation.samples import site_data
+from tests.conftest import run, small_cells, small_text
+
+
+def test_ratios_are_medians_of_turns() -> None:
+    """By hand: 2/1, 3/2, 8/2 have the median 2; 4 samples in a median step of 3 s; 6 TFLOP of 8 in 3 s."""
+    ways = (Way("job", print, [2.0, 3.0, 8.0]), Way("ready", print, [2.0, 3.0, 4.0]), Way("bare", print, [1.0, 2.0, 2.0]))
+    found = Bench("a device", ways, "samples", 4.0, int(6e12), 8.0).to_dict()
+    assert found["ratios"] == {"job/bare": 2.0, "ready/bare": 2.0}
+    assert found["per_second"] == pytest.approx(4 / 3)
+    assert (found["tflops"], found["share_of_peak"]) == (pytest.approx(2.0), pytest.approx(0.25))
+    assert found["data_wait"] == 0.0
+
+
+def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:
+    """Its adapter ends where ours does, on equal batches: to what fused Adam's roundings make of lr 3e-3 in two steps."""
+    config, site = small_cells("fedit", optimizer="adamw", weight_decay=0.1, accumulate=2), SiteConfig(device="cpu")
+    task, job = build_task(config, site_data(config, "site-1", site, tmp_path)), assemble_job(config)
+    batches = benches._batches(task, config, 2)
+    (model, ours), ready = benches._loaded(job, site), benches.Ready(task, batches, task.num_samples)
+    start = {name: tensor.detach().clone() for name, tensor in ours.items()}
+    benches._ours(model, ready, ours, config, 2)
+    other, bare = benches._loaded(job, site)
+    way = benches._bare(config, (other, bare), benches.Ready(task, batches, task.num_samples))
+    way.run(2)
+    assert all(torch.allclose(tensor, bare[name], atol=1e-5) for name, tensor in ours.items())
+    assert max(float((tensor.detach() - start[name]).abs().max()) for name, tensor in ours.items()) > 1e-3
+
+
+def test_every_way_takes_as_many_steps(tmp_path: Path) -> None:
+    found = bench(small_cells("fedit"), SiteConfig(device="cpu"), tmp_path, 1, 2)
+    assert [(way.name, len(way.seconds)) for way in found.ways] == [("job", 2), ("ready", 2), ("bare", 2)]
+    assert (found.unit, found.units) == ("samples", 2)
+
+
+def test_the_command_prints_80_columns_or_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = small_text("fedit")
+    job = tmp_path / "job.yaml"
+    job.write_text(json.dumps(config.model_dump(mode="json")))
+    words = ("bench", job, "--steps", 1, "--turns", 1, "--device", "cpu")
+    assert run(monkeypatch, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("tokens a second" in line for line in lines)
+    assert run(monkeypatch, *words, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["ratios"].keys() == {"job/bare", "ready/bare"}
+
+
+def test_private_steps_have_no_bare_loop(tmp_path: Path) -> None:
+    raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}}
+    with pytest.raises(ConfigError, match=r"privacy\.unit: 'record': no bare loop"):
+        bench(type(small_cells()).model_validate(raw), SiteConfig(), tmp_path, 1, 1)
