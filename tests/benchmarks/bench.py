@@ -112,7 +112,7 @@ def wire_bytes() -> None:
     for name in ("quickstart", "fundus_fediat", "fundus_fedit"):
         job = assemble_job(load_job(JOBS / name))
         payload = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("a", 1, joined=True))
-        sent = len(fobs.dumps(wire.encode(payload, "run", update=True)))
+        sent = len(fobs.dumps(wire.encode(payload, "run", update=True, packed=True)))
         print(f"bytes on the wire / parameters' own, {name}: {sent / payload_bytes(payload.tensors):.3f} ({sent:,} bytes)")
 
 

@@ -222,7 +222,7 @@ def wire_bytes(folder: Path) -> dict[str, int]:
     ours = Payload(0, 0, {names[n]: t for n, t in values.items()}, metrics=metrics)
     plain = FLModelUtils.to_shareable(FLModel(params=values, metrics=metrics))
     return {
-        "flare": len(fobs.dumps(wire.encode(ours, "", update=True))),
+        "flare": len(fobs.dumps(wire.encode(ours, "", update=True, packed=True))),
         "plain_flare": len(fobs.dumps(plain)),
         "raw": sum(t.numel() * t.element_size() for t in values.values()),
     }

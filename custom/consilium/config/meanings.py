@@ -165,6 +165,7 @@ MEANINGS: dict[str, str] = {
     "SiteConfig.state": "the folder for private state, ledger and records; back it up",
     "SiteConfig.test_only": "the site never trains; the run's last global model is scored on its test split",
     "SiteConfig.device": "auto, cpu, cuda, cuda:1 or mps",
+    "SiteConfig.devices": "GPUs by number that share every batch of training, such as [0, 1]; instead of `device`",
     "SiteConfig.threads": "of the processor, for training",
     "SiteConfig.secure_aggregation": "what this hospital asks of jobs with masks",
     "SiteConfig.privacy": "what this hospital lets jobs do",

@@ -89,10 +89,12 @@ def meet(place: Path, rank: int, size: int) -> "ProcessGroup":
     """Return the group of a site's ranks once all are there; nothing of it leaves this machine."""
     from torch.distributed import FileStore, ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo: Any = ProcessGroupGloo  # whose stubs lack its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = PATIENCE
-    return ProcessGroupGloo(FileStore(str(place / "store"), size), rank, size, options)
+    made: ProcessGroup = gloo(FileStore(str(place / "store"), size), rank, size, options)
+    return made
 
 
 def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
