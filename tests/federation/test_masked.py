@@ -19,6 +19,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, build_guard
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.cost import compare
 from consilium.federation.engine import Member, _ask, _welcome, run_phase, simulate
 from consilium.federation.masked import MaskedRounds, aggregate_for
 from consilium.messages import Hello, Kind, Payload
@@ -402,3 +403,9 @@ def test_two_sites_are_too_few_and_the_error_says_so(tmp_path: Path, identities:
     federation.members = {name: federation.members[name] for name in NAMES[:2]}
     with pytest.raises(ConsiliumError, match="among 2 sites with threshold 2 and 1 colluders: a sum could show one site"):
         federation.run()
+
+
+def test_what_a_masked_update_costs_is_eight_bytes_a_number_and_one_for_the_weight() -> None:
+    job = job_of(secure={})
+    assert compare(job)[0].bytes_up == 8 * (sum(t.numel() for t in job.initial.values()) + 1)
+    assert compare(job_of())[0].bytes_up == 4 * sum(t.numel() for t in job.initial.values())
