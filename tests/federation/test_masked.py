@@ -409,3 +409,19 @@ def test_what_a_masked_update_costs_is_eight_bytes_a_number_and_one_for_the_weig
     job = job_of(secure={})
     assert compare(job)[0].bytes_up == 8 * (sum(t.numel() for t in job.initial.values()) + 1)
     assert compare(job_of())[0].bytes_up == 4 * sum(t.numel() for t in job.initial.values())
+
+
+def test_a_weight_or_noise_that_sums_have_no_room_for_is_refused_with_the_remedy(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path / "weight", identities)
+    federation.members["site-1"].guard.num_samples = 65_537
+    federation.run()
+    reasons = [e["reason"] for e in federation.events if e["event"] == "refused"]
+    assert reasons[0].startswith(
+        "secure aggregation: a weight of 65537 where sums have room for 1 to 65536; set federation.max"
+    )
+    privacy = {"unit": "site", "noise_multiplier": 2.0, "clip": 1.0}  # 1 + 40 * 2
+    guard = Federation(job_of(secure={"bound": 80.9}, privacy=privacy), tmp_path / "low", identities).members["site-1"].guard
+    with pytest.raises(RefusedError, match=r"secure_aggregation.bound 80.9 is under the 81 that clip and noise may come to"):
+        guard.authorize(Kind.HELLO, "r")
+    enough = Federation(job_of(secure={"bound": 81}, privacy=privacy), tmp_path / "enough", identities)
+    enough.members["site-1"].guard.authorize(Kind.HELLO, "r")
