@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 from typer.testing import CliRunner
 
@@ -45,6 +46,33 @@ def test_a_plan_per_accountant_with_other_deltas_and_the_noise_it_means() -> Non
     assert found["exact"]["epsilon"]["1e-05"] == pytest.approx(8.04, abs=0.01)
     assert found["exact"]["noise_to_signal"]["central"] == pytest.approx(5.98 * (36 * 768 * 8) ** 0.5 / 12, rel=1e-3)
     assert found["exact"]["noise_to_signal"]["local"] > found["exact"]["noise_to_signal"]["central"]
+
+
+@pytest.mark.parametrize(
+    ("words", "distributed"),
+    [
+        ("--epsilon 6 --rounds 100 --sites 12 --parameters 221184", 1037 * (12 / 8) ** 0.5 / 12**0.5),
+        ("--epsilon 8 --rounds 20 --sites 12 --parameters 128", 3.1),
+        ("--epsilon 8 --rounds 20 --sites 50 --parameters 128", 0.75),
+        ("--epsilon 6 --rounds 100 --sites 12 --parameters 221184 --threshold 12 --colluders 0", 299),
+    ],
+)
+def test_shares_of_noise_are_between_the_sites_own_and_a_trusted_servers(words: str, distributed: float) -> None:
+    """1037 by local noise, 299 by a server's; of 12 sites 9 are in a sum at least, and one of these may collude."""
+    found = json.loads(call("privacy", "plan", *words.split(), "--accountant", "exact", "--format", "json"))
+    ratios = found["plans"]["exact"]["noise_to_signal"]
+    assert ratios["distributed"] == pytest.approx(distributed, rel=0.01)
+    assert ratios["central"] <= ratios["distributed"] <= ratios["local"]
+
+
+def test_a_plan_of_steps_over_all_sites_counts_samples() -> None:
+    """Against Opacus: 200 steps at rate 0.01 with this noise cost epsilon 8."""
+    words = "privacy plan --epsilon 8 --rounds 200 --sites 12 --sample-rate 0.01 --accountant rdp --format json"
+    found = json.loads(call(*words.split()))["plans"]["rdp"]
+    theirs = RDPAccountant()
+    theirs.history = [(found["noise_multiplier"], 0.01, 200)]
+    assert theirs.get_epsilon(1e-5) == pytest.approx(8, rel=0.01)
+    assert "distributed" not in found["noise_to_signal"]
 
 
 def test_a_plan_by_the_paper_s_calibration_shows_its_noise_and_what_that_keeps() -> None:

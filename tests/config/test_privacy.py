@@ -41,7 +41,7 @@ def test_a_wrong_section_is_named(section: dict, problem: str) -> None:
     ("field", "value", "problem"),
     [
         ("federation.weighting", "samples", "federation.weighting: 'samples' with privacy.unit site would leak data sizes"),
-        ("privacy.trust", "distributed", "privacy.trust: 'distributed': expected 'local' or 'central': a share of the noise"),
+        ("privacy.trust", "distributed", "privacy.trust: 'distributed': a share of the noise protects nobody"),
     ],
 )
 def test_what_does_not_go_together_is_named(field: str, value: str, problem: str) -> None:

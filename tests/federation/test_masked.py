@@ -19,6 +19,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, build_guard
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.cost import compare
 from consilium.federation.engine import Member, _ask, _welcome, run_phase, simulate
 from consilium.federation.masked import MaskedRounds, aggregate_for
 from consilium.messages import Hello, Kind, Payload
@@ -402,3 +403,25 @@ def test_two_sites_are_too_few_and_the_error_says_so(tmp_path: Path, identities:
     federation.members = {name: federation.members[name] for name in NAMES[:2]}
     with pytest.raises(ConsiliumError, match="among 2 sites with threshold 2 and 1 colluders: a sum could show one site"):
         federation.run()
+
+
+def test_what_a_masked_update_costs_is_eight_bytes_a_number_and_one_for_the_weight() -> None:
+    job = job_of(secure={})
+    assert compare(job)[0].bytes_up == 8 * (sum(t.numel() for t in job.initial.values()) + 1)
+    assert compare(job_of())[0].bytes_up == 4 * sum(t.numel() for t in job.initial.values())
+
+
+def test_a_weight_or_noise_that_sums_have_no_room_for_is_refused_with_the_remedy(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path / "weight", identities)
+    federation.members["site-1"].guard.num_samples = 65_537
+    federation.run()
+    reasons = [e["reason"] for e in federation.events if e["event"] == "refused"]
+    assert reasons[0].startswith(
+        "secure aggregation: a weight of 65537 where sums have room for 1 to 65536; set federation.max"
+    )
+    privacy = {"unit": "site", "noise_multiplier": 2.0, "clip": 1.0}  # 1 + 40 * 2
+    guard = Federation(job_of(secure={"bound": 80.9}, privacy=privacy), tmp_path / "low", identities).members["site-1"].guard
+    with pytest.raises(RefusedError, match=r"secure_aggregation.bound 80.9 is under the 81 that clip and noise may come to"):
+        guard.authorize(Kind.HELLO, "r")
+    enough = Federation(job_of(secure={"bound": 81}, privacy=privacy), tmp_path / "enough", identities)
+    enough.members["site-1"].guard.authorize(Kind.HELLO, "r")

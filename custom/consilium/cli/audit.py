@@ -83,16 +83,21 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
 
 def _row(message: dict[str, Any]) -> str:
     tensors = message.get("tensors", {}).values()
-    norm = sum(t["norm"] ** 2 for t in tensors) ** 0.5
+    norm = "" if "masked" in message else f"{sum(t['norm'] ** 2 for t in tensors) ** 0.5:.4g}"
     epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
     beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
-    said = message.get("reason") or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    said = (
+        message.get("reason")
+        or message.get("what")
+        or message.get("step")
+        or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    )
     if masked := message.get("masked"):
         what = f"masked; read by nobody alone; threshold {masked['threshold']} of {masked['asked']}"
         said = f"{what}; {said}" if said else what
     place = f"{message['round'] + 1}.{message['phase'] + 1}" if message.get("round", -1) >= 0 else ""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
-    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), f"{norm:.4g}", epsilon, said)
+    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), norm, epsilon, said)
     return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
 
 

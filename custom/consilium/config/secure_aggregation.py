@@ -18,8 +18,8 @@ FEWEST = 3
 class SecureAggregationConfig(Section):
     """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only.
 
-    Of n sites asked, `threshold` must stay to the end of a phase; by default floor(2 n / 3) + 1. It needs
-    2 threshold > n + colluders and threshold >= colluders + 2, so with the default at least three sites.
+    `threshold`: how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. Needed are
+    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites.
     """
 
     threshold: Annotated[int, Field(ge=2, le=10_000)] | None = None

@@ -96,7 +96,10 @@ def compare(job: Job) -> list[Cost]:
     plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
     others = [(one, job.initial if one.parts else plain) for one in every if one.label != own.label]
     fitting = [(one, tensors) for one, tensors in others if _fits(one, tensors)]
-    return [cost_of(one, tensors, one.label) for one, tensors in [(own, job.initial), *fitting]]
+    mine = cost_of(own, job.initial, own.label)
+    if job.config.secure_aggregation is not None:  # 64-bit integers, and a weight in every phase
+        mine = replace(mine, bytes_up=8 * (mine.up + own.phases(0)))
+    return [mine, *(cost_of(one, tensors, one.label) for one, tensors in fitting)]
 
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:

@@ -22,7 +22,7 @@ from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCh
 from consilium.flare.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.registry import Plugins
 
-TASKS = [HELLO, STATISTICS, MASKS, TRAIN, EVALUATE, MODEL]
+TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
 
 
 class ConsiliumRecipe(Recipe):
@@ -43,10 +43,11 @@ class ConsiliumRecipe(Recipe):
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
         fed_job.to_server(StrategyAggregator(), id="aggregator")
         fed_job.to_server(RoundController())
-        fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
-        fed_job.to_clients(SiteExecutor(), tasks=TASKS)
-        fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=TASKS)
-        fed_job.to_clients(GuardResultFilter(), filter_type=FilterType.TASK_RESULT, tasks=TASKS)
+        tasks = [*TASKS, *[MASKS] * (config.secure_aggregation is not None)]
+        fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
+        fed_job.to_clients(SiteExecutor(), tasks=tasks)
+        fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=tasks)
+        fed_job.to_clients(GuardResultFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
         for add in (fed_job.add_file_to_server, fed_job.add_file_to_clients):
             add(str(path), app_folder_type="config")
         super().__init__(fed_job)

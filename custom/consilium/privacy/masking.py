@@ -25,6 +25,8 @@ from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
 """Where a run's private folder keeps what secure aggregation must not forget."""
+DEVIATIONS = 40
+"""Standard deviations of noise that a bound has room for: none is ever over it."""
 STATE = ("state.safetensors", "released.safetensors")
 """What a site has kept of a run that it has trained in."""
 
@@ -67,7 +69,7 @@ class Masking:
         except RefusedError as refusal:
             self._note("refusal", again=True, step=step, what=str(refusal))
             raise
-        at = {key: question[key] for key in ("round", "phase", "attempt") if key in question}
+        at = {key: question[key] for key in ("round", "phase", "attempt")} if step != "hello" else {}
         self._note("masks", step=step, **at, **({"survivors": question["survivors"]} if step == "confirm" else {}))
         return said
 
@@ -92,6 +94,10 @@ class Masking:
         if section.colluders < self.identity.asks.min_colluders:
             what = f"secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml"
             raise RefusedError(f"{self.name}: {what} ({self.identity.asks.min_colluders}); nothing was sent", Reason.POLICY)
+        need = self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
+        if section.bound is not None and section.bound < need:
+            what = f"secure_aggregation.bound {section.bound:g} is under the {need:.4g} that clip and noise may come to"
+            raise RefusedError(f"{self.name}: {what}; nothing was sent; raise it or leave it out", Reason.JOB)
         if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
             what = "site.yaml has a budget and names no secure_aggregation.partners; compare fingerprints and name them"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", Reason.POLICY)

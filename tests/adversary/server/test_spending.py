@@ -5,12 +5,12 @@ import math
 import pytest
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
-from consilium.errors import Reason
+from consilium.errors import Reason, RefusedError
 from consilium.federation.build import assemble_job
 from consilium.flare import wire
 from consilium.privacy.composition import epsilon_for
 from consilium.privacy.plan import make_plan
+from consilium.privacy.secagg.terms import terms_of
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.conftest import small_config
 
@@ -63,14 +63,19 @@ def test_more_data_in_the_middle_of_a_run_is_no_old_release(client: MakeClient) 
     assert wire.reason_of(site.ask("train", site.task())) is Reason.LEDGER
 
 
-def test_a_share_of_the_noise_is_refused(client: MakeClient) -> None:
+def test_a_share_of_the_noise_is_refused_without_masks_and_among_fewer_sites_than_it_was_sized_for() -> None:
     """Shares sized by the job's min_sites of 1000 gave epsilon 355 under a budget of 3.1."""
     raw = small_config("fedit").model_dump() | {"privacy": SITE_LEVEL | {"trust": "distributed"}}
     raw["federation"]["min_sites"] = 1000
-    with pytest.raises(ValueError, match="until there is secure aggregation"):
+    with pytest.raises(ValueError, match="without secure_aggregation it does; add the section"):
         JobConfig.model_validate(raw)
-    with pytest.raises(ValueError, match="trust"):
-        HospitalPrivacyPolicy.model_validate({"trust": ["distributed"]})
+    config = JobConfig.model_validate(raw | {"secure_aggregation": {"colluders": 1}})
+    plan = make_plan(config, config.strategy)
+    assert plan is not None
+    assert plan.shares == 999
+    with pytest.raises(RefusedError, match=r"needs 1000 sites \(threshold, federation\.min_sites\); wait for more"):
+        terms_of(config, 3)
+    assert terms_of(config, 1200).honest == 999
 
 
 @pytest.mark.parametrize("privacy", [None, SITE_LEVEL | {"trust": "central"}])

@@ -190,8 +190,7 @@ class Party:
         with self.record.opened() as values:
             attempt = self._attempt(values, place.to_dict())
             told = _answered(attempt, "train")
-            most = self._largest(values)
-            words = arithmetic.flat(integers, weight, most)
+            words = arithmetic.flat(integers, weight, self._largest(values, weight))
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
@@ -205,10 +204,13 @@ class Party:
         private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
         return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
 
-    def _largest(self, values: Mapping[str, Any]) -> int:
-        section = self.config.secure_aggregation
+    def _largest(self, values: Mapping[str, Any], weight: int) -> int:
+        """Return the largest number that this site may send. Raises RefusedError for a weight that sums have no room for."""
+        section, most = self.config.secure_aggregation, most_weight(self.config)
         assert section is not None  # terms_of has looked
-        return arithmetic.limit(section.bound, len(values["roster"]), most_weight(self.config))
+        if not 0 < weight <= most:
+            raise refused(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)
+        return arithmetic.limit(section.bound, len(values["roster"]), most)
 
     # after training ----------------------------------------------------------------------------------------------------
 

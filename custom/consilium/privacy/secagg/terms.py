@@ -97,7 +97,7 @@ def names_sent(payload: Payload, before: Mapping[str, str]) -> dict[str, str]:
 
 def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
     """Return all that training starts from, in hashes and numbers."""
-    return {"tensors": dict(names), "scalars": {name: value.hex() for name, value in payload.scalars.items()}}
+    return {"tensors": dict(names), "scalars": {name: float(value).hex() for name, value in payload.scalars.items()}}
 
 
 def same_numbers(tensors: Tensors) -> str:
