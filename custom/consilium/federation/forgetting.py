@@ -36,8 +36,8 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     """
     messages = [line for path in folder.rglob(FILE) for line in read(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
-    if busy := next((job for job in jobs if _runs(job)), None):
-        raise ConfigError(f"{folder.name}: job {busy} is at it; wait for its end, or `consilium abort` it")
+    if going := next((one for one in jobs if _runs(one)), None):
+        raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
     files = [*_files(folder), *(path for one in flares for path in one.rglob("*") if path.is_symlink() or path.is_file())]
     size = sum(path.lstat().st_size for path in files)

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +149,11 @@ def experiment(fl_ctx: FLContext, job: Job) -> str:
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
 
 
-def revoked(fl_ctx: FLContext, start: float) -> set[str]:
-    """Return the sites whose credentials were revoked at this server after `start`; see revocation.py. Raises ConfigError."""
-    return set() if simulated() else since(Path(_workspace(fl_ctx).get_site_config_dir()), start)
+def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
+    """Return what tells the sites whose credentials were revoked at this server from now on; see revocation.py."""
+    if simulated():
+        return set
+    return partial(since, Path(_workspace(fl_ctx).get_site_config_dir()), time.time())
 
 
 def submitter(fl_ctx: FLContext) -> str:

@@ -55,13 +55,13 @@ class RoundController(Controller):
         self.masked: MaskedTasks | None = None
         self._invited: dict[str, Task] = {}
         self._heard: set[str] = set()
-        self._began = time.time()
+        self._revoked: Callable[[], set[str]] = set
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
         wire.register()
         try:
-            job = context.load(fl_ctx)
+            job, self._revoked = context.load(fl_ctx), context.revocations(fl_ctx)
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)
             if not isinstance(aggregator, StrategyAggregator):
                 raise ConsiliumError(f"config_fed_server.json: no StrategyAggregator with id {self.aggregator_id!r}; add it")
@@ -223,7 +223,7 @@ class RoundController(Controller):
         gone = {name for name in messages if self.get_client_disconnect_time(name)}
         for name in sorted(gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
-        for name in sorted(context.revoked(fl_ctx, self._began) & messages.keys() - gone):
+        for name in sorted(self._revoked() & messages.keys() - gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
         present = {name: message for name, message in messages.items() if name not in gone}
         tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
@@ -251,7 +251,7 @@ class RoundController(Controller):
             answered.add(name)
             self._heard.add(name)
             try:
-                reason = REFUSED if name in context.revoked(fl_ctx, self._began) else answers.why_none(result, fl_ctx)
+                reason = REFUSED if name in self._revoked() else answers.why_none(result, fl_ctx)
                 if reason is None:
                     on_result(name, result)
             except RefusedError as error:
@@ -265,7 +265,7 @@ class RoundController(Controller):
                 )
 
         timeout = int(coordinator.job.config.federation.round_timeout)
-        wanted = {n: m for n, m in messages.items() if n not in context.revoked(fl_ctx, self._began)}
+        wanted = {n: m for n, m in messages.items() if n not in self._revoked()}
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in wanted.items()}
         for name, task in tasks.items():
             self.send(task, fl_ctx, targets=[name])
