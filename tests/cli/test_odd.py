@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from consilium.cli.main import app, main
+from consilium.federation.bench import Bench, Way
 from tests.conftest import small_config
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "x", "9" * 40, "")
@@ -89,6 +90,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     monkeypatch.setattr("consilium.federation.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
+    ways = tuple(Way(name, print, [1.0]) for name in ("job", "ready", "bare"))
+    monkeypatch.setattr("consilium.federation.bench.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
     monkeypatch.setattr("consilium.flare.simulator.run_simulator", lambda job, names, folder, *rest: no_results(folder))
     return tmp_path
 

@@ -83,7 +83,7 @@ def test_classes_as_names_number_themselves() -> None:
         ({"model": {"name": "causal_lm", "variant": "folder"}}, r"model\.checkpoint: None: expected the path of a"),
         (
             {"model": {"name": "causal_lm", "variant": "tiny", "config": {}}},
-            r"model\.config: \{\}: expected none: the tiny model",
+            r"model\.config: \{\}: expected none: variant 'tiny' has",
         ),
         ({"task": {"name": "language", "labels": ["a", "a"]}}, r"task\.labels: .*every label once; 'a' is there twice"),
     ],

@@ -308,7 +308,7 @@ for turn in range(3):
             kept.put(f"{n:032x}", {"image": expected})
         elif not np.array_equal(found["image"], expected):
             wrong += 1
-print(wrong, len(list(kept.folder.glob("*.sample"))), kept._salt.hex())
+print(wrong, len(list(kept.folder.glob("*.sample"))), kept.salt.hex())
 """
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.predict import DeviceOption, site_of
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.errors import ConfigError
 
@@ -24,7 +25,7 @@ def bench(
     override: SetOption = None,
     data: Annotated[Path | None, typer.Option(help="a site's folder; without it the job's generated data")] = None,
     checkpoints: Annotated[Path | None, typer.Option(help="what ${SITE} stands for")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    device: DeviceOption = "auto",
     steps: Annotated[int, typer.Option(min=1, max=10_000, help="optimizer steps of a turn")] = 5,
     turns: Annotated[int, typer.Option(min=1, max=1_000, help="turns; ratios are their medians")] = 5,
     format: FormatOption = Format.TXT,
@@ -36,7 +37,8 @@ def bench(
     site = read_site_folder(data) if data else SiteConfig()
     if site is None:
         raise ConfigError(f"--data: {data}: holds no site.yaml and no data list; give a site's folder")
-    own = SiteConfig.model_validate(site.model_dump() | {"device": device, "checkpoints": checkpoints or site.checkpoints})
+    said = site_of(device, checkpoints or site.checkpoints)
+    own = site.model_copy(update={"device": said.device, "checkpoints": said.checkpoints})
     with tempfile.TemporaryDirectory() as folder:
         found = measure(config, own, Path(folder), steps, turns).to_dict()
     typer.echo(json.dumps(found, indent=1) if format is Format.JSON else _table(found, steps, turns))

@@ -1,6 +1,7 @@
 """A submitter names any function or class that this package has or imports, in every form that FLARE's configuration knows."""
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def every_name() -> list[str]:
     found = {consilium.__name__}
     for module in pkgutil.walk_packages(consilium.__path__, f"{consilium.__name__}."):
         found.add(module.name)
+        if module.name == "consilium.models.quantized" and importlib.util.find_spec("bitsandbytes") is None:
+            continue
         for name, value in vars(importlib.import_module(module.name)).items():
             found.add(f"{module.name}.{name}")
             if isinstance(value, type) and value.__module__ == module.name:
