@@ -17,7 +17,7 @@ from nvflare.fuel.utils import fobs
 from consilium.adapters import layers
 from consilium.config.job import load_job
 from consilium.federation.build import assemble_job
-from consilium.flare import wire
+from consilium.flare import packing, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.storage import save_state
 
@@ -46,8 +46,10 @@ class Corrupter(Filter):
     """A site whose results are damaged after its own check, in another way every round."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        if fl_ctx.get_identity_name() == "site-4" and "DXO" in shareable and (data := from_shareable(shareable).data):
-            name, round = next(iter(data)), shareable.get_header("current_round")
+        if fl_ctx.get_identity_name() == "site-4" and "DXO" in shareable and from_shareable(shareable).data:
+            dxo, round = from_shareable(shareable), shareable.get_header("current_round")
+            data, rest = packing.unpack(dxo.data, dxo.meta[wire.KEY])
+            name = next(iter(data))
             damage = (
                 lambda: data[name].fill_(float("nan")),
                 lambda: data.update(extra=torch.zeros(1)),
@@ -56,6 +58,8 @@ class Corrupter(Filter):
                 lambda: shareable.set_header("current_round", round - 1),
             )
             damage[round]()
+            dxo.data, dxo.meta[wire.KEY] = packing.pack(data, rest)
+            dxo.update_shareable(shareable)
         return shareable
 
 

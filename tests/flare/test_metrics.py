@@ -1,6 +1,7 @@
 """What monitoring is told of a kit, by hand-made files of a run, a ledger and a record; alert rules speak of nothing else."""
 
 import json
+import os
 import re
 import shutil
 import time
@@ -108,7 +109,9 @@ def test_labels_may_hold_any_text() -> None:
 def test_a_file_for_the_collector_is_whole_readable_and_named_so(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = os.umask(0o022)
     assert run(monkeypatch, "metrics", site, "-o", tmp_path / "c.prom") == 0
+    os.umask(before)
     assert (tmp_path / "c.prom").stat().st_mode & 0o044
     assert (tmp_path / "c.prom").read_text().endswith("\n")
     assert run(monkeypatch, "metrics", site, "-o", tmp_path / "c.txt") == 2

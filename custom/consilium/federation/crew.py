@@ -80,7 +80,13 @@ class Crew:
     """
 
     def __init__(
-        self, job: Job, sites: Mapping[str, SiteConfig], folder: Path, count: int, observer: Observer, former: Path | None
+        self,
+        job: Job,
+        sites: Mapping[str, SiteConfig],
+        folder: Path,
+        count: int,
+        observer: Observer,
+        former: Path | None = None,
     ) -> None:
         self.observer, self.answers = observer, dict[str | int, Any]()
         names = list(sites)

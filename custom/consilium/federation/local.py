@@ -49,7 +49,8 @@ class LocalTraining:
     noise_seed: int | None
     should_stop: Callable[[], None]
     events: SiteEvents
-    data: DataList | None
+    data: DataList | None = None
+    """What samples of one patient are known by."""
     ranks: Ranks | None = None
     """The site's other devices."""
 
