@@ -121,7 +121,7 @@ def test_a_damaged_site_and_one_with_broken_data_are_left_out_and_the_job_goes_o
     assert {json.loads(line)["kind"] for path in record for line in path.read_text().splitlines()} == {"refusal"}
 
 
-@pytest.mark.slow
+@pytest.mark.long  # two minutes: a process for every task
 def test_every_kind_of_damage_is_left_out_and_state_survives_a_process_per_task(tmp_path: Path) -> None:
     config = small_config("fediat", rounds=5, local_steps=1)
     edit = edited(client=partial(add_filter, "Corrupter"))
