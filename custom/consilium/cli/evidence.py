@@ -81,9 +81,10 @@ def _make(experiment: str, kit: Path | None, output: Path | None) -> dict[str, A
 def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError if there is no such run."""
     from consilium.config.site import load_site
+    from consilium.flare.kits import kit_role
 
     settings = kit / "local" / "site.yaml"
-    if not settings.is_file():
+    if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
     site = load_site(settings)
     state = site.state or kit / STATE

@@ -18,6 +18,9 @@ def check_apart(job: "JobConfig") -> None:
     if job.dpsgd is None:
         return
     unit, noise_multiplier = job.dpsgd.unit, job.dpsgd.noise_multiplier
+    if job.data.most_training is not None:
+        what = f"chooses by how many there are, so one {unit} more changes which others are there"
+        raise ValueError(f"data.most_training: {job.data.most_training} {what} (privacy.unit {unit}); leave it out")
     if job.training.accumulate > 1:
         raise ValueError(f"training.accumulate: cannot be over 1 with privacy.unit {unit}; raise batch_size instead")
     if job.training.compile:

@@ -193,6 +193,9 @@ class JobConfig(Section):
         if self.cross_site.personalized and self.privacy is not None:
             what = "a personalized model holds what no noise covers, so none travels in a job with privacy"
             raise ValueError(f"cross_site.personalized: true: {what}; use false")
+        if self.cross_site.personalized and self.secure_aggregation is not None:
+            what = "a personalized model less what all sites were sent is an update without its mask"
+            raise ValueError(f"cross_site.personalized: true: {what}; use false")
         return self
 
     @model_validator(mode="after")

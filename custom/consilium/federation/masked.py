@@ -140,7 +140,8 @@ class MaskedRounds:
         def put(step: Callable[..., Message], take: Callable[..., None], names: list[str], enough: int, what: str) -> None:
             ask(Kind.MASKS, {n: step() for n in names}, take, lambda: len(attempt.answers.of(what)) >= enough)
 
-        put(attempt.prepare_question, attempt.take_prepared, missing("prepare", present), least, "prepare")
+        first = {name: attempt.prepare_question(self.collector.past(name)) for name in missing("prepare", present)}
+        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
         summed = self._fixed(attempt)
         self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
         if not (survivors := attempt.close_masked(summed.parties)):
@@ -215,5 +216,6 @@ class MaskedRounds:
                 raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
         assert isinstance(c.aggregate, MaskedAggregate)
         c.aggregate.fill(*opened_mean(c.job, c.state, *unflat(words, summed.order)))
+        self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
         c.conclude()
         self.collector.forget(summed.attempt)

@@ -92,7 +92,7 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             (Path(place) / LEDGER).write_bytes(files[LEDGER])
             try:
                 found["rows"] = len(Ledger(Path(place) / LEDGER).rows())
-            except ConsiliumError as error:
+            except Exception as error:
                 found["ledger"] = str(error).replace(place, "")
         return found
 
@@ -162,6 +162,12 @@ def root_fingerprint(kit: Path) -> str:
     return (fingerprints(root) - {root.fingerprint(hashes.SHA256()).hex()}).pop()
 
 
+def _bounded(archive: zipfile.ZipFile, one: zipfile.ZipInfo) -> bytes:
+    """Return a file of as many bytes as the archive says, however many are packed in it."""
+    with archive.open(one) as file:
+        return file.read(one.file_size)
+
+
 def _read(path: Path) -> dict[str, bytes]:
     """Return all files of an archive: none twice, none with a path, not too many or too large."""
     try:
@@ -174,7 +180,7 @@ def _read(path: Path) -> dict[str, bytes]:
                 raise ConfigError(f"{path}: a file is packed in another way; it is none of ours")
             if wrong := [name for name in names if not _NAME.fullmatch(name) or names.count(name) > 1]:
                 raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or one with a path; it is none of ours")
-            return {name: archive.read(name) for name in names}
+            return {one.filename: _bounded(archive, one) for one in listed}
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is no readable archive ({error}); give what `consilium evidence` wrote") from None
 

@@ -13,7 +13,7 @@ from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry
 from consilium.errors import ConfigError
 from consilium.flare.allow import CLASSES, KEY, allow_classes
 from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings
-from consilium.flare.revocation import add_check
+from consilium.flare.revocation import COMPONENT, add_check
 from consilium.storage import write_atomic
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/README.md lists all fields.\n"
@@ -112,6 +112,8 @@ def _site_resources(entry: SiteEntry) -> dict[str, Any]:
 
 def _server_resources(entry: ServerEntry) -> dict[str, Any]:
     resources = _template("resources_server.json") | {KEY: list(CLASSES["server"])}
+    if entry.bundles:  # the package may be in jobs only, so the server's own process cannot count on it
+        resources["components"] = [one for one in resources["components"] if one != COMPONENT]
     _component(resources, "job_manager")["args"]["uri_root"] = str(entry.state / "jobs")
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     return resources

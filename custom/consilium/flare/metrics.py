@@ -68,7 +68,7 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
     seen: dict[str, float] = {}
     for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
         path = folder / "metrics.jsonl"
-        if path.is_file() and time.time() - path.stat().st_mtime < RECENT:
+        if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
             yield from _run(folder, without_repeats(read_lines(path)), seen)
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})

@@ -20,6 +20,8 @@ SMALL = 2**16
 """Bytes of a tensor from which on it is none of the buffer's."""
 LONGEST = 2**24
 """Bytes of what is said beside the tensors, at most: a few kilobytes unpack to gigabytes otherwise."""
+MOST, MOST_AXES = 2**16, 8
+"""Tensors of a message, and axes of one."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -55,6 +57,8 @@ def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensor
 def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, Any]]:
     """Return what `pack` was given. Raises ValueError, TypeError or KeyError for anything that it has not made."""
     names, rest = json.loads(_unzipped(said))
+    if not isinstance(names, list) or len(names) > MOST:
+        raise ValueError("no names, or too many")
     buffer, tensors, place = sent.get(BUFFER, torch.empty(0, dtype=torch.uint8)), Tensors(), 0
     for name, *kind in names:
         if not isinstance(name, str) or name in tensors or name == BUFFER:
@@ -71,8 +75,10 @@ def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, 
 
 def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
     """Return the first tensor of what is left of a buffer, as one of its own."""
-    if rest.dtype != torch.uint8 or rest.ndim != 1 or any(type(size) is not int or size < 0 for size in shape):
+    if rest.dtype != torch.uint8 or rest.ndim != 1 or not isinstance(shape, list) or len(shape) > MOST_AXES:
         raise ValueError("no buffer, or no shape")
+    if any(type(size) is not int or not 0 <= size <= SMALL for size in shape):  # a product of long numbers takes minutes
+        raise ValueError("no shape of a small tensor")
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if not size <= min(len(rest), SMALL):
         raise ValueError("a tensor beyond the buffer")

@@ -92,6 +92,8 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)
     shutil.copytree(new / "startup", ready)
+    for path in (ready, *ready.rglob("*")):  # however open the copy that came is
+        path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
     shutil.rmtree(old, ignore_errors=True)
     os.replace(startup, old)
     os.replace(ready, startup)

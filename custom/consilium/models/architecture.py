@@ -44,6 +44,8 @@ class FolderConfig(ModelConfig):
             return None
         kept = {name: value[name] for name in sorted(value) if name not in _LABELS}
         _check(kept, "")
+        if key := next((key for key, found in _numbers(kept) if key.endswith(_CODE) and "/" in str(found)), None):
+            raise ValueError(f"{key} names code of another place, which nothing here downloads; use sdpa or eager")
         if key := next((key for key, found in _numbers(kept) if found and key.rpartition(".")[2] in _FETCHES), None):
             raise ValueError(f"{key} names weights of another place, which nothing here downloads; use another model")
         return kept
@@ -132,6 +134,8 @@ _LABELS = ("id2label", "label2id")
 """Names of classes that a publisher's head had: there may be thousands, and the head is not used."""
 _FETCHES = ("backbone", "use_pretrained_backbone", "timm_model_name")
 """Keys by which `transformers` would fetch a part of a model from a hub."""
+_CODE = ("attn_implementation", "experts_implementation")
+"""Keys by which `transformers` would fetch code from a hub, where a package for that is installed."""
 _SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
 _COUNTS = re.compile(r"layer|block|expert|head|stage|num_hidden")
 _DROPS = re.compile(r"drop")

@@ -1,14 +1,20 @@
 """Models that are only laid out: names and shapes, next to nothing in memory (torch's meta device)."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from consilium.errors import ConfigError
+
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
+MOST = 200_000
+"""Modules of a model, at most."""
 
 
 class _NoNumbers(TorchFunctionMode):
@@ -32,5 +38,21 @@ class _NoNumbers(TorchFunctionMode):
 @contextmanager
 def layout() -> Iterator[None]:
     """Let models that are built inside the block be laid out only; move what is kept of them to the meta device."""
-    with torch.device("meta"), _NoNumbers():
+    with torch.device("meta"), _NoNumbers(), _counted():
         yield
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError."""
+    made = itertools.count()
+
+    def one(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) >= MOST:
+            raise ConfigError(f"model.config: over {MOST:,} modules; use a smaller model")
+
+    hook = register_module_module_registration_hook(one)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -97,7 +97,7 @@ class Guard(Masking):
         if kind is Kind.MODEL:
             lending.check_lends(self.name, self.config, self.share_personalized, self.policy.protects)
         if kind is Kind.EVALUATE and self.config.cross_site:
-            lending.check_once(self.folder / task.run, task.place, task.payload)
+            lending.check_once(self.folder, task.place, task.payload)  # a run is the server's word
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)

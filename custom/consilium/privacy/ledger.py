@@ -154,7 +154,9 @@ def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Seal
 def _entry(row: dict[str, Any], number: int, path: Path) -> Entry:
     """Return a row as an entry. Raises RefusedError for values of another kind, which nothing could be counted with."""
     numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-    if row["unit"] not in UNITS or not all(isinstance(value, int | float) for value in numbers):
+    texts = [value for name, value in row.items() if name in ("run", "job", "dataset", "unit") and value is not None]
+    right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
+    if row["unit"] not in UNITS or not right:
         raise RefusedError(
             f"{path}: row {number} of the privacy ledger is none of this version; nothing was sent", Reason.LEDGER
         )

@@ -27,20 +27,20 @@ def check_lends(name: str, config: JobConfig, shares: bool, protects: bool) -> N
     """
     if config.cross_site is None or not config.cross_site.personalized:
         raise RefusedError(f"{name}: the job asks for no personalized model; nothing was sent", Reason.TASK)
-    if config.privacy is not None or protects:
-        raise RefusedError(f"{name}: under privacy no personalized model leaves; nothing was sent", Reason.MODEL)
+    if config.privacy is not None or config.secure_aggregation is not None or protects:
+        raise RefusedError(f"{name}: under privacy or masks no personalized model leaves; nothing was sent", Reason.MODEL)
     if not shares:
         what = "its site.yaml does not say share_personalized: true, so its model stays here; nothing was sent"
         raise RefusedError(f"{name}: {what}", Reason.MODEL)
 
 
-def check_once(run: Path, place: tuple[int, int], sent: Payload) -> None:
+def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
     """Note which model is scored at a place. Raises RefusedError for another one there.
 
-    Otherwise a server could learn of the data, score by score, with models made for it.
+    `folder`: the submission's. Otherwise a server could learn of the data, score by score, with models made for it.
     """
     key, found = "{}-{}".format(*place), f"{digest(sent.tensors)} {sorted(sent.scalars.items())}"
-    path = run / FILE
+    path = folder / FILE
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if key in known and known[key]["model"] != found:
         raise RefusedError(f"round {place[0]} phase {place[1]} had another model before; nothing was sent", Reason.TASK)

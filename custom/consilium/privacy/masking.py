@@ -19,7 +19,7 @@ from consilium.privacy.secagg.arithmetic import layout, quantize
 from consilium.privacy.secagg.attempt import MASKED
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.party import Party
-from consilium.privacy.secagg.record import SiteRecord
+from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.terms import Message, Terms, read_place
 from consilium.strategies.strategy import Strategy
 
@@ -80,9 +80,17 @@ class Masking:
                 self._terms = self._party(task.run).open(task.payload, layout(upload_shapes(self.strategy, task.payload)))
                 if self.plan is not None:
                     self.plan.check_shares(self._terms.honest)
+                    self._check_room(self._party(task.run).room())
             except RefusedError as refusal:
                 self._note("refusal", again=True, step="train", what=str(refusal))
                 raise
+
+    def _check_room(self, room: float) -> None:
+        """Raise RefusedError where noise could come to more than sums have room for: whether it does would tell of the data."""
+        assert self.plan is not None  # without privacy a number over the bound is refused by itself
+        if room < (need := self.plan.clip + DEVIATIONS * self.plan.site_noise):
+            what = f"sums have room for {room:.4g} a number, under the {need:.4g} that clip and noise may come to"
+            raise RefusedError(f"{self.name}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
 
     def _check_masks(self) -> None:
         """Raise RefusedError where this site does not take part in the job's secure aggregation at all."""
@@ -106,7 +114,7 @@ class Masking:
         """Return this site in the protocol. Raises RefusedError where it has trained in this run and its record is lost."""
         assert self.identity is not None  # _check_masks has looked
         home = self.folder / run
-        if not (home / FOLDER).is_dir() and any((home / name).exists() for name in STATE):
+        if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
             what = "this site has trained in this run, and its record of masks is lost"
             raise RefusedError(f"{home / FOLDER}: {what}; it cannot take part in it again; nothing was sent", Reason.LEDGER)
         return Party(self.identity, self.config, run, SiteRecord(home / FOLDER))

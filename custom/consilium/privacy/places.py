@@ -30,13 +30,13 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, te
 def _asks(config: JobConfig, strategy: Strategy, kind: Kind, place: tuple[int, int], test_only: bool) -> bool:
     (round, phase), rounds = place, config.training.rounds
     known = config.trains and 0 <= round < rounds
-    scored = MODELS if config.cross_site else 0
+    scored = MODELS if config.cross_site and config.cross_site.personalized else 0
     return {
         Kind.HELLO: place == ASIDE,
         Kind.STATISTICS: place == ASIDE and config.statistics is not None and config.cross_site is None,
         Kind.MASKS: place == ASIDE and config.trains and config.secure_aggregation is not None and not test_only,
         Kind.MODEL: place == ASIDE and config.cross_site is not None,
         Kind.TRAIN: known and not test_only and 0 <= phase < strategy.phases(round),
-        Kind.EVALUATE: ((config.trains or scored > 0) and round == rounds and 0 <= phase <= scored)
+        Kind.EVALUATE: ((config.trains or config.cross_site is not None) and round == rounds and 0 <= phase <= scored)
         or (known and phase == HELD_OUT),
     }[kind]

@@ -26,6 +26,9 @@ from consilium.tasks.base import Task
 from consilium.training.device import autocast, cuda_devices
 from consilium.training.loop import read, scalar
 
+ALONE = 1
+"""Records at a time: float32 rounds a record's gradient by who is beside it, and a server chooses weights that make it much."""
+
 
 def clipped_sum(
     model: nn.Module,
@@ -38,7 +41,7 @@ def clipped_sum(
 ) -> Tensors:
     """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
 
-    `params`: the model's adapter tensors by name; they stay as they are. `seed` fixes augmentation only. Raises ConsiliumError
+    `params`: the model's adapter tensors by name; they stay as they are. `seed` fixes dropout only. Raises ConsiliumError
     for a task whose loss is no number.
     """
     for name, parameter in params.items():
@@ -47,7 +50,8 @@ def clipped_sum(
     sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in active.items()}
     bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
-    parts = list(dp.chosen(drawn(dp.count(task.num_samples), dp.sample_rate, bits), config.batch_size, bits))
+    parts = list(dp.chosen(drawn(dp.count(task.num_samples), dp.sample_rate, bits), ALONE, bits))
+    seed = int.from_bytes(bits(8), "little") >> 1  # augmentation goes by place in the list, which one unit more shifts
     gradients = gradients_by_unit(model, active, dp)
     model.train()
     try:

@@ -84,9 +84,10 @@ class Attempt:
 
     # prepare -----------------------------------------------------------------------------------------------------------
 
-    def prepare_question(self) -> Message:
-        """Return what all are asked first."""
-        return self._question("prepare", roster=self.roster, cohort=self.cohort, cancelled=self.cancelled)
+    def prepare_question(self, past: Message | None = None) -> Message:
+        """Return what all are asked first; `past`: a site's proof of an earlier phase, see past.py."""
+        asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
+        return self._question("prepare", past=past or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
         """Keep a site's prepared keys and sealed shares."""
@@ -101,6 +102,7 @@ class Attempt:
             or not all(map(_is_text, shares.values()))
         ):
             raise RefusedError("its shares are not one for every other site")
+        sealing.check_public(fields["key"])
         self.answers.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
@@ -183,6 +185,12 @@ class Attempt:
     def has(self, step: str) -> bool:
         """Tell whether so many have answered a step that the sum can be opened."""
         return len(self.answers.of(step)) >= self.terms.threshold
+
+    def proof(self, parties: list[str], survivors: list[str]) -> Message:
+        """Return what shows every site that was sent the same model that others were: signatures on the sum."""
+        keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
+        confirmed = self.reveal_question()["confirmed"]
+        return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
 
     # cancel ------------------------------------------------------------------------------------------------------------
 

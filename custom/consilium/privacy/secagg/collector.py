@@ -66,6 +66,24 @@ class Collector:
         cancelled = {name: one["signature"] for name, one in sorted(last.answers.of("cancel").items())}
         return self._begin(place, last.cohort, last.roster, cancelled)
 
+    def past(self, name: str) -> Message:
+        """Return the proof of the last phase that a site was sent a model in, {} without one."""
+        kept = self._past()
+        return dict(kept["proofs"].get(kept["of"].get(name), {}))
+
+    def _past(self) -> Message:
+        path = self.folder / "past.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"proofs": {}, "of": {}}
+
+    def prove(self, last: Attempt, proof: Message) -> None:
+        """Keep the proof of a phase, for all that were sent a model in any attempt at it."""
+        kept, phase = self._past(), f"{last.place.round}-{last.place.phase}"
+        for path in self.folder.glob(f"{phase}-*/parties.json"):
+            kept["of"] |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), phase)
+        proofs = kept["proofs"] | {phase: proof}
+        kept["proofs"] = {one: proofs[one] for one in set(kept["of"].values()) if one in proofs}
+        write_atomic(self.folder / "past.json", json.dumps(kept).encode())
+
     def forget(self, last: Attempt) -> None:
         """Remove a phase that has ended: what it summed is in the server's state."""
         for path in self.folder.glob(f"{last.place.round}-{last.place.phase}-*"):

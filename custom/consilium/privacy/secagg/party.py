@@ -19,6 +19,7 @@ from consilium.messages import Payload, Tensors
 from consilium.privacy.secagg import arithmetic, sealing, shamir
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.past import TRAINED, check_past, is_open, note_proved, note_trained
 from consilium.privacy.secagg.questions import check_cancelled, check_confirmed, check_prepared, check_survivors, read_cohort
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.roster import check_roster, entry, public_key
@@ -67,12 +68,14 @@ class Party:
         return dict(values["entry"])
 
     def _prepare(self, values: dict[str, Any], question: Message) -> Message:
-        place = read_place(question)
+        place, past = read_place(question), question.get("past")
+        question = {key: value for key, value in question.items() if key != "past"}
         last = _last(values)
         if last == place:
             return self.record.once(values["attempt"], "prepare", question, dict)
         if last is not None and place < last:
             raise refused(f"attempt {place} is stale, this site is at {last}")
+        self._check_past(values, place, past)
         keys = self._roster(values, question)
         cohort = read_cohort(question, self.name, keys, whole=self.config.privacy is None)
         terms = self._terms(len(cohort))
@@ -82,6 +85,16 @@ class Party:
         values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
         return self.record.once(attempt, "prepare", question, lambda: self._shares(values, attempt, context, terms))
 
+    def _check_past(self, values: dict[str, Any], place: Place, past: Any) -> None:
+        """Raise RefusedError where this site was sent a model in the last phase and nobody has proved that others were too."""
+        if not is_open(values, place):
+            return
+        cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
+        terms = terms_of(self.config, len(cohort))
+        keys = self._public_keys(values, values["attempt"])
+        rounds = values[TRAINED]["rounds"]
+        check_past(values, past, terms, keys, lambda one: self._context(one, before, cohort, terms, rounds))
+
     def _roster(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
         if "entry" not in values:
             what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
@@ -90,13 +103,16 @@ class Party:
         return check_roster(question.get("roster"), *about)
 
     def _terms(self, asked: int) -> Terms:
-        if asked < self.asks.min_sites:
-            what = f"{asked} sites are asked, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
-            raise refused(f"{what}", Reason.POLICY)
-        return terms_of(self.config, asked)
+        terms = terms_of(self.config, asked)
+        if terms.least < self.asks.min_sites:
+            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
+            raise refused(what, Reason.POLICY)
+        return terms
 
-    def _context(self, place: Place, question: Message, cohort: Iterable[str], terms: Terms) -> bytes:
-        return prepare_context(self.config, self.run, place, question["roster"], cohort, terms)
+    def _context(
+        self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
+    ) -> bytes:
+        return prepare_context(self.config, self.run, place, question["roster"], cohort, terms, rounds)
 
     def _check_attempts(
         self,
@@ -156,6 +172,7 @@ class Party:
                 if name != self.name:
                     self._opened(values, attempt, question["shares"], name)
             values["names"] = names
+            note_trained(values, place, order, what_was_sent(payload, names), self.config.training.rounds)
             told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
             asked = {**question, "sent": what_was_sent(payload, names), "order": [[n, list(s)] for n, s in order]}
             self.record.once(attempt, "train", asked, lambda: told)
@@ -204,6 +221,11 @@ class Party:
         private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
         return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
 
+    def room(self) -> float:
+        """Return the largest number that sums have room for."""
+        with self.record.opened() as values:
+            return self._largest(values, 1) * arithmetic.UNIT
+
     def _largest(self, values: Mapping[str, Any], weight: int) -> int:
         """Return the largest number that this site may send. Raises RefusedError for a weight that sums have no room for."""
         section, most = self.config.secure_aggregation, most_weight(self.config)
@@ -233,6 +255,7 @@ class Party:
         told, survivors = _answered(attempt, "train"), attempt["survivors"]
         terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
         check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
+        note_proved(values)
 
         def make() -> Message:
             shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}

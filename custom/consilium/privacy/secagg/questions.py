@@ -58,10 +58,10 @@ def _check_one_prepared(found: Any, party: str, context: bytes, key: rsa.RSAPubl
         raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
 
 
-def check_survivors(question: Message, name: str, parties: Iterable[str], terms: Terms) -> list[str]:
-    """Return U, whose updates are in the sum: of the parties, this site among them, and enough."""
+def check_survivors(question: Message, name: str | None, parties: Iterable[str], terms: Terms) -> list[str]:
+    """Return U, whose updates are in the sum: of the parties, the site `name` (if any) among them, and enough."""
     survivors = _sorted_names(question.get("survivors"), parties, "the list of survivors")
-    if name not in survivors:
+    if name is not None and name not in survivors:
         raise refused("this site's update is not in the sum that it is to confirm")
     if len(survivors) < terms.least:
         raise refused(f"{len(survivors)} sites are in the sum, under the {terms.least} that it needs")

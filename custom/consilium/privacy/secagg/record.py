@@ -40,8 +40,11 @@ class SiteRecord:
         if not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict) and found:
+                return found
+            raise ValueError("no record")
+        except (OSError, ValueError):
             what = "the record of secure aggregation cannot be read; this site cannot go on with this run"
             raise RefusedError(f"{path}: {what}; nothing was sent", Reason.LEDGER) from None
 

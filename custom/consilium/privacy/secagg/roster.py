@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.errors import Reason
 from consilium.privacy.secagg.certificates import Identity, check_certificate, fingerprint
+from consilium.privacy.secagg.sealing import check_public
 from consilium.privacy.secagg.signing import sign, signed
 from consilium.privacy.secagg.terms import Message, refused
 
@@ -55,6 +56,7 @@ def admit(root: x509.Certificate, server: str, found: Any, job: str, run: str, n
     """Raise RefusedError unless the server may take this entry up, which all sites will check again."""
     check_form(found, name)
     check_entry(found, check_certificate(root, server, name, found["certificate"]), job, run, name)
+    check_public(found["key"])
 
 
 def check_roster(

@@ -49,6 +49,11 @@ def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: t
     return HKDF(hashes.SHA256(), 32, None, info).derive(secret)
 
 
+def check_public(public: str) -> None:
+    """Raise RefusedError for a public key that is none, or one whose secrets all would know."""
+    pair_key(new_key(), public, "check", b"", ("", ""))
+
+
 def seal(key: bytes, plain: bytes, context: bytes, sender: str, receiver: str) -> str:
     """Return what only the receiver can open, and only in this context, hex digits."""
     nonce = os.urandom(NONCE)

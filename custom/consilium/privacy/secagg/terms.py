@@ -78,10 +78,28 @@ def read_place(message: Mapping[str, Any]) -> Place:
 
 
 def prepare_context(
-    config: JobConfig, run: str, place: Place, roster: Mapping[str, Message], cohort: Iterable[str], terms: Terms
+    config: JobConfig,
+    run: str,
+    place: Place,
+    roster: Mapping[str, Message],
+    cohort: Iterable[str],
+    terms: Terms,
+    rounds: int | None = None,
 ) -> bytes:
-    """Return the hash of all that a phase's shares are for."""
-    about = {"job": config.digest, "run": run, "place": place.to_dict(), "roster": dict(roster), "cohort": sorted(cohort)}
+    """Return the hash of all that a phase's shares are for.
+
+    The job's digest leaves out its rounds, so that a run can be prolonged; noise made for an epsilon depends on them.
+    `rounds`: what the job had when the place was the last, if that is not now.
+    """
+    about: Message = {
+        "job": config.digest,
+        "run": run,
+        "place": place.to_dict(),
+        "roster": dict(roster),
+        "cohort": sorted(cohort),
+    }
+    if config.privacy is not None:
+        about["rounds"] = config.training.rounds if rounds is None else rounds
     return hashed("prepare-context", canonical(about | {"terms": asdict(terms)}))
 
 

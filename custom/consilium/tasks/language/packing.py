@@ -78,12 +78,11 @@ def grouped(order: list[int], lengths: list[int], size: int) -> list[int]:
 
     The last batch stays last, as it may be smaller.
     """
-    part, found = 32 * size, list[int]()
+    part, found, first = 32 * size, list[int](), {index: at for at, index in enumerate(order)}
     for start in range(0, len(order), part):
         own = sorted(order[start : start + part], key=lambda one: lengths[one])
         batches = [own[at : at + size] for at in range(0, len(own), size)]
         whole = [batch for batch in batches if len(batch) == size]
-        first = {index: at for at, index in enumerate(order)}
         whole.sort(key=lambda batch: min(first[index] for index in batch))
         found += [index for batch in (*whole, *(batch for batch in batches if len(batch) < size)) for index in batch]
     return found
