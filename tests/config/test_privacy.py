@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from consilium.config.job import load_job
+from consilium.config.job import JobConfig, load_job
 from consilium.config.site import load_site
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
@@ -78,3 +78,13 @@ def test_a_sites_policy_is_read_and_its_ledger_lies_beside_it(tmp_path: Path) ->
     (tmp_path / "site.yaml").write_text(yaml.safe_dump({"privacy": {"budgets": {"sites": {"epsilon": 3}}}}))
     with pytest.raises(ConfigError, match=r"privacy\.budgets\.sites"):
         load_site(tmp_path / "site.yaml")
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+def test_a_choice_by_how_many_there_are_is_none_under_dp_sgd(unit: str) -> None:
+    """One record more would change which others are trained on."""
+    raw = small_config("fedit").model_dump() | {"privacy": {"unit": unit, "epsilon": 8, "clip": 1.0}}
+    JobConfig.model_validate(raw)
+    raw["data"] = raw["data"] | {"most_training": 10}
+    with pytest.raises(ValueError, match=r"data\.most_training: 10 chooses by how many there are"):
+        JobConfig.model_validate(raw)

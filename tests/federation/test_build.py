@@ -118,3 +118,9 @@ def test_a_strategy_that_scales_by_the_round_is_refused_where_the_adapter_cannot
 
 def test_a_classifiers_head_is_laid_out_last() -> None:
     assert list(job("clip", LORA).initial)[-2:] == ["head.weight", "head.bias"]
+
+
+def test_a_model_of_a_million_modules_is_refused_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consilium.models.layout.MOST", 50)
+    with pytest.raises(ConfigError, match=r"model\.config: over 50 modules"):
+        assemble_job(small_config("fedit"))

@@ -116,3 +116,16 @@ def test_without_a_time_nothing_expires(kit: Path, monkeypatch: pytest.MonkeyPat
     (kit / "local/site.yaml").write_text("{}\n")
     assert run(monkeypatch, "forget", "--expired", "--kit", kit) == 2
     assert "retention_days: not set" in capsys.readouterr().err
+
+
+def test_a_servers_runs_are_not_a_sites_to_forget(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (kit / "startup").mkdir(exist_ok=True)
+    for path in (kit / "startup").glob("client.crt"):
+        path.unlink()
+    (kit / "startup/server.crt").write_text("a server's")
+    before = files(kit)
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 2
+    assert "not a site's startup kit" in capsys.readouterr().err
+    assert files(kit) == before

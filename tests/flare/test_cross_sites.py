@@ -20,6 +20,7 @@ from consilium.federation.checks import check_lent
 from consilium.federation.engine import simulate
 from consilium.federation.runs import known_run, run_folder
 from consilium.messages import Kind, Payload, Stage
+from consilium.privacy import lending
 from consilium.use.evaluate import cross_sites
 from tests.conftest import small_config
 from tests.flare.running import Runner, edited, listen, state_of
@@ -212,3 +213,22 @@ def test_a_server_hands_on_nothing_but_an_adapter() -> None:
     for wrong in ({"scaling": 1.0}, numbers | {"age": 1.0}, numbers | {"share": math.nan}, numbers | {"share": "x"}):
         with pytest.raises(RefusedError):
             check_lent(job, replace(good, scalars=wrong))
+
+
+def test_no_model_leaves_a_job_with_masks_and_no_second_is_scored_whatever_the_run_is_called(tmp_path: Path) -> None:
+    """A lent model less what all were sent is an update; and a run's name is the server's word."""
+    raw = crossing().model_dump() | {"secure_aggregation": {"colluders": 1}}
+    with pytest.raises(ValueError, match="an update without its mask"):
+        JobConfig.model_validate(raw | {"cross_site": {"run": "first", "personalized": True}})
+    masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
+    asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
+    with pytest.raises(RefusedError, match="under privacy or masks no personalized model leaves"):
+        lending.check_lends("a", asks, shares=True, protects=False)
+    job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
+    guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
+    rounds = job.config.training.rounds
+    guard.authorize(Kind.EVALUATE, "aaaa", Payload(rounds, 0, {"w": torch.zeros(1)}))
+    with pytest.raises(RefusedError, match="had another model before"):
+        guard.authorize(Kind.EVALUATE, "aaab", Payload(rounds, 0, {"w": torch.ones(1)}))
+    with pytest.raises(RefusedError, match="the job has no task evaluate"):  # it asks for no personalized models
+        guard.authorize(Kind.EVALUATE, "aaaa", Payload(rounds, 1, {"w": torch.zeros(1)}))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -265,3 +266,17 @@ def test_keys_and_packings_that_are_none_of_ours_are_refused(made: Path, root: s
     (tmp_path / "torn.zip").write_bytes(torn)
     with pytest.raises(ConfigError, match="is no readable archive"):
         verify(tmp_path / "torn.zip", root)
+
+
+def test_no_more_is_unpacked_than_the_archive_says(made: Path, root: str, tmp_path: Path) -> None:
+    bomb = write(tmp_path / "bomb.zip", content(made) | {"job.yaml": b"\0" * 2**22})
+    data, size = bytearray(bomb.read_bytes()), (2**22).to_bytes(4, "little")
+    while (at := data.find(size)) >= 0:
+        data[at : at + 4] = (10).to_bytes(4, "little")
+    bomb.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="is no readable archive"):
+        verify(bomb, root)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**21

@@ -74,6 +74,10 @@ HOSTILE = {
     "not there": said([FOUR, ["b"]]),
     "the buffer itself": said([[packing.BUFFER]]),
     "no rest": said([FOUR], []),
+    "long numbers": zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
+    "many axes": said([["a", "float32", [1] * 9]]),
+    "a shape that is none": said([["a", "float32", "4"]]),
+    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(packing.MOST + 1)]),
 }
 
 
