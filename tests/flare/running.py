@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.app_common.decomposers import common_decomposers
 from nvflare.fuel.utils import fobs
 
 from consilium.config.job import JobConfig
@@ -43,6 +45,8 @@ def state_of(path: Path) -> dict[str, torch.Tensor]:
 
 def tensor_names(folder: Path) -> set[str]:
     """Return the names of all tensors in the messages that a listener kept."""
+    for one in (flare_decomposers, common_decomposers, wire):
+        one.register()
     messages = [fobs.loads(path.read_bytes()) for path in folder.iterdir()]
     return {name for one in messages if "DXO" in one for name in wire.decode(one)[0].tensors}
 
