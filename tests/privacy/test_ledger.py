@@ -181,3 +181,13 @@ def test_a_known_release_on_other_terms_is_refused(unit: str, change: dict, tmp_
 def test_the_weaker_adjacency_names_a_mixture() -> None:
     assert weakest(["replace", "replace"]) == "replace"
     assert weakest(["replace", "zero-out"]) == "zero-out"
+
+
+@pytest.mark.parametrize("change", ["job = x'00ff'", "dataset = x'00ff'", "clip = 'much'"])
+def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).spend(ONE, BUDGET)
+    with sqlite3.connect(path) as db:
+        db.execute(f"UPDATE releases SET {change}")
+    with pytest.raises(RefusedError, match=r"row 1 of the privacy ledger (is none of this version|was altered)"):
+        Ledger(path).rows()

@@ -1,0 +1,79 @@
+"""What each side refuses that no other test brings up: too small sums, keys that are not as prepared, unsigned answers."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.errors import RefusedError
+from consilium.privacy.masking import Masking
+from consilium.privacy.secagg import sealing
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.record import FILE, SiteRecord
+from consilium.privacy.secagg.signing import canonical, sign
+from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
+
+
+def test_a_site_counts_what_a_sum_may_be_of_not_who_is_asked(tmp_path: Path, identities: dict[str, Identity]) -> None:
+    """Of four sites asked, with a threshold of 3, one may stay away."""
+    asks = SitePartnersConfig(min_sites=4)
+    net = Net(tmp_path, {name: replace(one, asks=asks) for name, one in identities.items()})
+    with pytest.raises(RefusedError, match=r"a sum may be of 3 sites, under secure_aggregation\.min_sites 4 of site\.yaml"):
+        net.parties["a"].answer(net.begin().prepare_question())
+
+
+@pytest.mark.parametrize(("owner", "why"), [("a", "not the one that it prepared"), ("b", "two sites have one mask key")])
+def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why: str) -> None:
+    attempt = net.begin()
+    parties = net.prepare(attempt)
+    task = net.task(attempt, "a", parties)
+    question = as_sent(task.masking)
+    other = question["prepared"]["c"]["key"] if owner == "b" else sealing.public_of(sealing.new_key())
+    told = attempt.context, owner.encode(), other.encode(), question["prepared"][owner]["seed"].encode()
+    question["prepared"][owner] |= {"key": other, "signature": sign(net.identities[owner].key, "prepare", *told)}
+    with pytest.raises(RefusedError, match=why):
+        net.parties["a"].open(replace(task, masking=question), ORDER)
+
+
+def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> None:
+    attempt, parties = net.through()
+    net.confirm(attempt, parties, parties, NAMES)
+    context, found = net.context(attempt, parties), net.parties["a"].answer(attempt.reveal_question())
+    with pytest.raises(RefusedError, match="shares are not one of every party"):
+        attempt.take_revealed("a", found | {"shares": {"a": "00"}}, parties, context)
+    swapped = dict(zip(parties, reversed(list(found["shares"].values())), strict=True))
+    with pytest.raises(RefusedError, match="not signed by it for this sum"):
+        attempt.take_revealed("a", found | {"shares": swapped}, parties, context)
+    forged = {"signature": sign(net.identities["b"].key, "cancel", attempt.context)}
+    with pytest.raises(RefusedError, match="its cancellation is not of this attempt"):
+        attempt.take_cancelled("a", forged)
+    assert canonical(swapped) != canonical(found["shares"])
+
+
+def test_an_entry_that_changes_and_a_key_of_another_site_are_refused(net: Net) -> None:
+    net.meet()
+    fresh = Net(net.folder / "fresh", net.identities)
+    question = net.collector.hello_question()
+    with pytest.raises(RefusedError, match="another key than before in this run"):
+        net.collector.admit("a", fresh.parties["a"].answer(question))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", ""])
+def test_a_record_that_is_none_ends_the_site_s_part(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    with (
+        pytest.raises(RefusedError, match="the record of secure aggregation cannot be read"),
+        SiteRecord(tmp_path).opened(),
+    ):
+        pass
+
+
+def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
+    """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
+    site = cast(Any, SimpleNamespace(name="a", plan=SimpleNamespace(clip=1.0, site_noise=1.0)))
+    Masking._check_room(site, 41.0)
+    with pytest.raises(RefusedError, match="under the 41 that clip and noise may come to"):
+        Masking._check_room(site, 40.9)
