@@ -71,7 +71,7 @@ def summed(rows: list[list[float]], dp: DpSgd) -> Tensors:
     model = nn.Linear(2, 1)
     params = {"w": model.weight, "b": model.bias}
     config = TrainingConfig(rounds=1, batch_size=2, local_steps=1)
-    found = clipped_sum(model, Rows(rows), params, {"w", "b"}, config, 0, dp)
+    found = clipped_sum(model, Rows(rows), params, {"w", "b"}, config, dp)
     return {name: tensor.double() * UNIT for name, tensor in found.items()}
 
 

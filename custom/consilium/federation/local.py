@@ -141,8 +141,7 @@ class LocalTraining:
             return {}
         params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
         trained = set(self.strategy.names(params, Role.SHARED, payload.round, payload.phase))
-        seed = self._seed("train", payload)
-        return clipped_sum(self.model, self.task, params, trained, self.config.training, seed, dp)
+        return clipped_sum(self.model, self.task, params, trained, self.config.training, dp)
 
     def _drift(self, payload: Payload, params: Tensors) -> Tensors:
         """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""

@@ -85,11 +85,15 @@ class Masking:
                 self._note("refusal", again=True, step="train", what=str(refusal))
                 raise
 
+    @property
+    def _need(self) -> float:
+        """What clip and noise may come to; without privacy 0, because a number over the bound is refused by itself."""
+        return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
+
     def _check_room(self, room: float) -> None:
         """Raise RefusedError where noise could come to more than sums have room for: whether it does would tell of the data."""
-        assert self.plan is not None  # without privacy a number over the bound is refused by itself
-        if room < (need := self.plan.clip + DEVIATIONS * self.plan.site_noise):
-            what = f"sums have room for {room:.4g} a number, under the {need:.4g} that clip and noise may come to"
+        if room < self._need:
+            what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
             raise RefusedError(f"{self.name}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
 
     def _check_masks(self) -> None:
@@ -102,9 +106,8 @@ class Masking:
         if section.colluders < self.identity.asks.min_colluders:
             what = f"secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml"
             raise RefusedError(f"{self.name}: {what} ({self.identity.asks.min_colluders}); nothing was sent", Reason.POLICY)
-        need = self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
-        if section.bound is not None and section.bound < need:
-            what = f"secure_aggregation.bound {section.bound:g} is under the {need:.4g} that clip and noise may come to"
+        if section.bound is not None and section.bound < self._need:
+            what = f"secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise may come to"
             raise RefusedError(f"{self.name}: {what}; nothing was sent; raise it or leave it out", Reason.JOB)
         if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
             what = "site.yaml has a budget and names no secure_aggregation.partners; compare fingerprints and name them"

@@ -69,9 +69,7 @@ def train(
     share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own. The
     model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not finite.
     """
-    for name, parameter in params.items():
-        parameter.requires_grad_(name in trained)
-    active = {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
+    active = switched(params, trained)
     optimizer = make_optimizer(list(active.values()), config)
     if kept:
         optim.restore(optimizer, list(active), kept)
@@ -105,6 +103,13 @@ def train(
     model.eval()
     added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
     return {"loss": losses.total / total, "steps": float(total)} | added
+
+
+def switched(params: Mapping[str, Tensor], trained: set[str]) -> dict[str, nn.Parameter]:
+    """Let the tensors named in `trained` take gradients, and no other of `params`; return them as the parameters they are."""
+    for name, parameter in params.items():
+        parameter.requires_grad_(name in trained)
+    return {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
 
 
 @torch.no_grad()

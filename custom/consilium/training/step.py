@@ -10,7 +10,6 @@ Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Al
 
 import os
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from consilium.privacy.secagg.arithmetic import quantize
 from consilium.privacy.shares import MARGIN
 from consilium.tasks.base import Task
 from consilium.training.device import autocast, cuda_devices
-from consilium.training.loop import read, scalar
+from consilium.training.loop import read, scalar, switched
 
 ALONE = 1
 """Records at a time: float32 rounds a record's gradient by who is beside it, and a server chooses weights that make it much."""
@@ -36,17 +35,14 @@ def clipped_sum(
     params: Mapping[str, Tensor],
     trained: set[str],
     config: TrainingConfig,
-    seed: int,
     dp: DpSgd,
 ) -> Tensors:
     """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
 
-    `params`: the model's adapter tensors by name; they stay as they are. `seed` fixes dropout only. Raises ConsiliumError
-    for a task whose loss is no number.
+    `params`: the model's adapter tensors by name; they stay as they are. All that is drawn, augmentation and dropout too, is of
+    the system's generator, or of `dp.seed`. Raises ConsiliumError for a task whose loss is no number.
     """
-    for name, parameter in params.items():
-        parameter.requires_grad_(name in trained)
-    active = {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
+    active = switched(params, trained)
     sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in active.items()}
     bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch

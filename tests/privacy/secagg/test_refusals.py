@@ -73,7 +73,8 @@ def test_a_record_that_is_none_ends_the_site_s_part(text: str, tmp_path: Path) -
 
 def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     """A clip of 1 and a share of deviation 1 come to 1 + 40 at most."""
-    site = cast(Any, SimpleNamespace(name="a", plan=SimpleNamespace(clip=1.0, site_noise=1.0)))
-    Masking._check_room(site, 41.0)
+    site = Masking()
+    site.name, site.plan = "a", cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
+    site._check_room(41.0)
     with pytest.raises(RefusedError, match="under the 41 that clip and noise may come to"):
-        Masking._check_room(site, 40.9)
+        site._check_room(40.9)
