@@ -19,7 +19,7 @@ from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
-from consilium.flare.recipe import export
+from consilium.flare.recipe import ask_every, export
 from consilium.messages import Observer, loading
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
@@ -38,9 +38,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
     job = export(source, workspace / "flare" / "job")
-    server = job / "app" / "config" / "config_fed_server.json"
-    settings = json.loads(server.read_text(encoding="utf-8"))
-    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")
+    ask_every(job, ASK)
     return job
 
 
