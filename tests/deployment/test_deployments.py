@@ -166,7 +166,7 @@ def check_pins(federation: Federation) -> None:
         assert [(r.unit, r.trust, r.round, r.private) for r in rows] == [("record", "distributed", n, True) for n in (0, 1)]
     path = federation.kit("site-3") / "local/site.yaml"
     path.write_text(path.read_text().replace(fingerprint_of(federation.kit("site-1")), "ab" * 32))
-    assert federation.wait(federation.submit(job)) == "FINISHED:ABNORMAL"
+    assert federation.wait(federation.submit(job)) == "FINISHED:EXECUTION_EXCEPTION"
     refused = "secure aggregation: the certificate of 'site-1' has another key than in secure_aggregation.partners of site.yaml"
     assert refused in federation.log("site-3")
     assert refused not in federation.log("site-2")

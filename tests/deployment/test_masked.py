@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,13 @@ from tests.deployment.federation import ADMIN, Federation
 from tests.deployment.jobs import pin
 
 SITES = ["site-1", "site-2", "site-3", "site-4"]
-POLICY = {"trust": ["distributed"], "budgets": {"site": {"epsilon": 50}}}
 pytestmark = pytest.mark.slow
+
+
+def ward(seed: int) -> dict[str, Any]:
+    """Return a site.yaml that lends its data to noise in shares only, with a budget; its own noise is of a seed."""
+    budgets = {"site": {"epsilon": 50}}
+    return {"privacy": {"trust": ["distributed"], "budgets": budgets, "dataset": f"ward-{seed}", "noise_seed": seed}}
 
 
 def consilium(federation: Federation, *words: str) -> None:
@@ -40,7 +46,7 @@ def test_kits_sum_shares_of_noise_under_masks_whoever_is_killed(tmp_path: Path) 
     raw["federation"] |= {"min_sites": 3, "straggler_grace_seconds": 20.0}
     raw |= {"privacy": {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 0.5}}
     config, reference = JobConfig.model_validate(raw | {"secure_aggregation": {}}), tmp_path / "reference"
-    sites = {n: {"privacy": POLICY | {"dataset": f"ward-{i}", "noise_seed": i}} for i, n in enumerate(SITES)}
+    sites = {name: ward(seed) for seed, name in enumerate(SITES)}
     with Federation(tmp_path / "kits", sites) as federation:
         pin(federation, SITES)
         own = {name: load_site(federation.kit(name) / "local/site.yaml") for name in SITES}
