@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import RefusedError
+from consilium.errors import ConfigError, RefusedError
 from consilium.federation.build import Job
 from consilium.federation.engine import simulate
 from consilium.flare.evidence import chains
@@ -178,6 +178,26 @@ def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_
     for found in (audit.verified(path), audit.read(path)):
         assert (found["broken_line"], len(found["messages"])) == (2, 1)
     assert chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"privacy": {"delta": 1e-5, "spend": SPEND, "clip": "x"}},
+        {"tensors": [1]},
+        {"time": "x"},
+        {"masked": 3},
+        {"scalars": [1]},
+    ],
+)
+def test_a_message_that_no_guard_writes_ends_in_a_line(change: dict, tmp_path: Path) -> None:
+    (tmp_path / audit.FILE).write_text(
+        json.dumps({"time": 1.0, "kind": "update", "round": 0, "phase": 0, "previous": ""} | change)
+    )
+    with pytest.raises(
+        ConfigError, match=r"audit\.jsonl: a message in it is none that a guard writes .*compare it with a copy"
+    ):
+        CliRunner().invoke(app, ["audit", str(tmp_path)], catch_exceptions=False)
 
 
 def test_the_command_prints_a_page_and_json_and_tells_a_change(private_runs: dict[str, Path], tmp_path: Path) -> None:
