@@ -16,6 +16,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
+from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plugins, find_site, kit_plugins, load_site
@@ -24,6 +25,7 @@ from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.crossing import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.flare.late_sites import Arrivals
 from consilium.flare.revocation import since
 from consilium.messages import Observer
 from consilium.privacy.secagg.certificates import Identity, read_identity
@@ -154,6 +156,13 @@ def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     if simulated():
         return set
     return partial(since, Path(_workspace(fl_ctx).get_site_config_dir()), time.time())
+
+
+def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
+    """Have `arrived` told of sites that come while this job runs; None in a simulation, where all are there at its start."""
+    engine = fl_ctx.get_engine()
+    real = isinstance(engine, ServerEngine) and not simulated()
+    return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
 
 
 def submitter(fl_ctx: FLContext) -> str:
