@@ -56,7 +56,7 @@ def test_a_patch_release_at_the_server_or_at_a_site_stops_nobody(
 
 
 def test_the_protocol_is_compared_before_all_else() -> None:
-    said = rf"site-1: speaks protocol {PROTOCOL + 1} \(consilium 0\.2\.7\), the server {PROTOCOL} \({__version__}\); install the same"
+    said = rf"speaks protocol {PROTOCOL + 1} \(consilium 0\.2\.7\), the server {PROTOCOL} \({__version__}\); install the same"
     with pytest.raises(RefusedError, match=said):
         check_versions(replace(HELLO, version="0.2.7", protocol=PROTOCOL + 1))
 

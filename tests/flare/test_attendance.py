@@ -16,6 +16,7 @@ from consilium.cli.sites import told
 from consilium.errors import ConfigError
 from consilium.federation.runs import STATE
 from consilium.flare import attendance
+from consilium.flare.attendance_report import own_facts
 from consilium.flare.kits import COMPONENTS, lacking, update
 from consilium.flare.provision import provision
 from consilium.messages import PROTOCOL
@@ -34,7 +35,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    return attendance.own_facts(NOW + 90 * 86400) | {"clock": NOW} | changed
+    return own_facts(NOW + 90 * 86400) | {"clock": NOW} | changed
 
 
 def test_what_an_honest_site_says_is_kept() -> None:
@@ -59,7 +60,7 @@ def test_a_row_says_what_somebody_should_look_at() -> None:
     one = attendance.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
     other = attendance.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
-    found = {"server": attendance.own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
+    found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
     first, second, third = told(found, NOW)
     assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
     assert first["notes"] == [
@@ -83,7 +84,7 @@ def test_at_the_server_a_table_of_80_columns_and_json(
         for n in names
     }
     (kit / STATE).mkdir()
-    (kit / STATE / attendance.FILE).write_text(json.dumps({"server": attendance.own_facts(), "sites": seen}))
+    (kit / STATE / attendance.FILE).write_text(json.dumps({"server": own_facts(), "sites": seen}))
     monkeypatch.setenv("COLUMNS", "80")
     assert run(monkeypatch, "sites", "--kit", kit) == 0
     page = capsys.readouterr().out
@@ -117,6 +118,6 @@ def test_a_kit_of_an_earlier_version_gets_our_components_by_allow(name: str, rol
     assert len(json.loads(path.read_text())["components"]) == len(raw["components"])
 
 
-def test_a_kits_own_process_does_not_load_torch() -> None:
-    code = "import sys, consilium.flare.attendance, consilium.flare.late_sites; sys.exit('torch' in sys.modules)"
+def test_a_sites_own_process_does_not_load_torch() -> None:
+    code = "import sys, consilium.flare.attendance_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

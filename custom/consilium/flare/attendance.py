@@ -1,7 +1,7 @@
-"""Which sites are here: what each tells of itself at a heartbeat, what the server keeps of it, and what an admin is told.
+"""Which sites are here: what the server keeps of what each tells of itself at a heartbeat, and what an admin is told.
 
-FLARE's heartbeats carry what a site's components put into its context, and an admin may ask the server for its status. Neither
-needs a job. Nothing here imports torch: these run in the kits' own processes, which live for months.
+FLARE's heartbeats carry what attendance_report.py puts into them, and an admin may ask the server for its status. Neither needs
+a job.
 """
 
 import json
@@ -15,53 +15,25 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.hci.conn import Connection
-from nvflare.lighter.utils import load_crt
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
-from consilium import __version__
 from consilium.errors import ConfigError
 from consilium.federation.runs import STATE
-from consilium.federation.versions import are_libraries, is_version, libraries
+from consilium.federation.versions import are_libraries, is_version
+from consilium.flare.attendance_report import KEY, Facts, own_facts
 from consilium.flare.revocation_check import wrap
-from consilium.messages import PROTOCOL
 from consilium.storage import private_folder, write_atomic
 
 FILE = "attendance.json"
 """In the server kit's folder of ours."""
-KEY = "consilium_attendance"
-"""In a heartbeat's context, and in the server's answer to an admin."""
 MOST_SITES = 10_000
 """Sites that are kept; each has shown a certificate of the project."""
 EVERY = 10.0
 """Seconds between two writings of the file."""
-SITE = {"id": "attendance", "path": "consilium.flare.attendance.AttendanceReport"}
-SERVER = {"id": "attendance", "path": "consilium.flare.attendance.Attendance"}
-"""In local/resources.json of a site's and of the server's kit."""
-Facts = dict[str, Any]
-
-
-def own_facts(certificate_ends: float | None = None) -> Facts:
-    """Return what a participant tells of itself: versions, its clock (seconds since 1970), and when its certificate ends."""
-    facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
-    return facts if certificate_ends is None else facts | {"certificate_ends": certificate_ends}
-
-
-class AttendanceReport(FLComponent):
-    """A component of a site's own kit: has every heartbeat say `own_facts`. Nothing of the site's data is among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ends: float | None = None
-
-    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Put the facts into the context that goes with a heartbeat."""
-        if event_type == EventType.SYSTEM_BOOTSTRAP:
-            workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-            self._ends = load_crt(Path(workspace.get_startup_kit_dir()) / "client.crt").not_valid_after_utc.timestamp()
-        elif event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
-            fl_ctx.set_prop(KEY, own_facts(self._ends), private=False, sticky=False)
+COMPONENT = {"id": "attendance", "path": "consilium.flare.attendance.Attendance"}
+"""In the server kit's local/resources.json."""
 
 
 class Attendance(FLComponent):

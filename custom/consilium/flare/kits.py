@@ -11,7 +11,7 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.errors import ConfigError
-from consilium.flare import attendance, late_sites, revocation
+from consilium.flare import attendance, attendance_report, late_sites, revocation
 from consilium.flare.allow import CLASSES, KEY, allow_classes
 from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings
 from consilium.storage import write_atomic
@@ -20,8 +20,8 @@ SITE_HEADER = "# This hospital's own settings; they win over every job. provisio
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
 COMPONENTS = {
-    "server": (revocation.COMPONENT, late_sites.COMPONENT, attendance.SERVER),
-    "site": (attendance.SITE,),
+    "server": (revocation.COMPONENT, late_sites.COMPONENT, attendance.COMPONENT),
+    "site": (attendance_report.COMPONENT,),
 }
 """What runs of ours in a kit's own process, by role: parts of its local/resources.json."""
 ROLES = {"client.crt": "site", "server.crt": "server"}

@@ -16,7 +16,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import default_name
-from consilium.flare.attendance import KEY
+from consilium.flare.attendance_report import KEY
 from consilium.report.clean import shown
 from consilium.report.progress import progress
 from consilium.schema import read_yaml
