@@ -12,6 +12,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
+from consilium.messages import BYTES_DOWN, BYTES_UP
 from consilium.storage import load_state
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
@@ -39,6 +40,11 @@ def trained(federation: Federation) -> list[str]:
     return federation.events("concluded")[-1]["sites"]
 
 
+def mine(federation: Federation, kind: str) -> list[dict]:
+    """Return what the server recorded of site-2."""
+    return [event for event in federation.events(kind) if event["site"] == "site-2"]
+
+
 def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     simulate(assemble_job(job(3, 60.0)), {n: SiteConfig() for n in ("site-1", "site-2")}, reference, lambda event: None)
@@ -59,8 +65,10 @@ def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_r
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
         assert [e["sites"] for e in federation.events("concluded")] == [["site-1", "site-2"]] * 3
-        sent = sum(e["bytes"] for e in federation.events("sent") if e["site"] == "site-2") if False else 0
-        print("relay", line.up, line.down, line.connections, sent)
+        counted = {way: sum(e["metrics"][way] for e in mine(federation, "result")) for way in (BYTES_UP, BYTES_DOWN)}
+        assert counted[BYTES_UP] < line.up  # with certificates, heartbeats, hello and the closing scores
+        assert counted[BYTES_DOWN] < line.down
+        print("relay", line.up, line.down, line.connections, counted)
         line.delay = line.rate = 0.0
 
         second = federation.submit(federation.export(job(500, 2.0)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from cryptography.x509 import Certificate
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.fl_constant import FLContextKey, FLMetaKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
@@ -38,6 +38,9 @@ from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
+
+UPLOAD = 300.0
+"""Seconds, as FLARE has them for every message by default."""
 
 
 def load(fl_ctx: FLContext) -> Job:
@@ -183,6 +186,15 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
     if not simulated():
         folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
+
+
+def allow_upload(fl_ctx: FLContext, job: Job) -> None:
+    """Let an answer take a twelfth of the round's time to reach the server, UPLOAD seconds at least.
+
+    FLARE counts the server's download of the tensors in it. For all else a site waits for as long as its resources.json says.
+    """
+    if (runner := fl_ctx.get_prop(FLContextKey.RUNNER)) is not None:
+        runner.submit_task_result_timeout = max(UPLOAD, job.config.federation.round_timeout / 12)
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
