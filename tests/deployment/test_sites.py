@@ -1,24 +1,26 @@
 """Sites that come and go, and networks as hospitals have them: slow and broken lines, a proxy that lets one port out."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from consilium import __version__
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
-from consilium.messages import BYTES_DOWN, BYTES_UP
+from consilium.messages import BYTES_DOWN, BYTES_UP, PROTOCOL
 from consilium.storage import load_state
 from tests.conftest import small_config
-from tests.deployment.federation import ADMIN, Federation
+from tests.deployment.federation import ADMIN, ROOT, Federation
 from tests.deployment.network import Relay
 
-pytestmark = pytest.mark.slow
 SLOW = {"delay": 0.2, "rate": 250_000.0}
 """Seconds one way, and 2 Mbit/s."""
 
@@ -45,6 +47,7 @@ def mine(federation: Federation, kind: str) -> list[dict]:
     return [event for event in federation.events(kind) if event["site"] == "site-2"]
 
 
+@pytest.mark.slow
 def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     simulate(assemble_job(job(3, 60.0)), {n: SiteConfig() for n in ("site-1", "site-2")}, reference, lambda event: None)
@@ -87,4 +90,39 @@ def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_r
         assert rows.keys() == {"site-1", "site-2", "site-3"}
         assert all(row["jobs"] == [second] and row["state"] == "here" and not row["notes"] for row in rows.values())
         assert all(abs(row["clock_ahead_seconds"]) < 5 and row["certificate_days_left"] > 300 for row in rows.values())
+        federation.shutdown()
+
+
+def release(folder: Path, version: str, protocol: int = PROTOCOL) -> dict[str, str]:
+    """Return the environment of a participant that has another release of the package, made under `folder`."""
+    package = Path(
+        shutil.copytree(ROOT / "custom/consilium", folder / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
+    )
+    for name, old, new in (
+        ("__init__.py", f'"{__version__}"', f'"{version}"'),
+        ("messages.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n"),
+    ):
+        text = (package / name).read_text()
+        assert old in text
+        (package / name).write_text(text.replace(old, new))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+@pytest.mark.long
+def test_a_patch_release_may_be_at_the_server_or_at_a_site_and_another_protocol_is_refused(tmp_path: Path) -> None:
+    minor = __version__.rpartition(".")[0]
+    with Federation(tmp_path / "kits", {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
+        federation.variables |= {
+            "server": release(tmp_path / "a", f"{minor}.7"),  # site-1 has this checkout's, which is older
+            "site-2": release(tmp_path / "b", f"{minor}.9"),
+            "site-3": release(tmp_path / "c", f"{minor}.9", PROTOCOL + 1),
+        }
+        federation.start()
+        assert federation.wait(federation.submit(federation.export(job(2, 5.0)))) == "FINISHED:COMPLETED"
+        assert [e["sites"] for e in federation.events("concluded")] == [["site-1", "site-2"]] * 2
+        (refused,) = {e["reason"] for e in federation.events("refused")}
+        assert f"speaks protocol {PROTOCOL + 1} (consilium {minor}.9), the server {PROTOCOL} ({minor}.7)" in refused
+        rows = here(federation)
+        assert [rows[name]["version"] for name in federation.sites] == [__version__, f"{minor}.9", f"{minor}.9"]
+        assert [bool(rows[name]["notes"]) for name in federation.sites] == [False, False, True]
         federation.shutdown()

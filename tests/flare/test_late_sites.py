@@ -1,5 +1,6 @@
 """What the server's own process does about sites that come and go, on an engine of names; deployment/test_sites.py has kits."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 from nvflare.apis.client import Client
 from nvflare.apis.fl_constant import RunProcessKey
 
-from consilium.flare.late_sites import AGAIN, SILENT, LateSites, _app
+from consilium.flare import late_sites
+from consilium.flare.late_sites import AGAIN, SILENT, Arrivals, LateSites, _app
 
 
 def client(name: str, token: str, silent: float = 0.0) -> Client:
@@ -76,3 +78,30 @@ def test_a_site_that_does_not_take_the_job_is_tried_once(monkeypatch: pytest.Mon
         ours._look(found)
     assert tries == ["site-3"]
     assert not ours._busy.locked()
+
+
+def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_sites, "EVERY", 0.01)
+    first, again, new = client("site-1", "t1"), client("site-2", "t2b"), client("site-3", "t3")
+    answers = iter([ConnectionError("away"), None, {"t1": first}, {"t1": first, "t2b": again, "t3": new}])
+    manager = SimpleNamespace(clients={"t1": first, "t2": client("site-2", "t2")})
+    manager.set_clients = lambda found: setattr(manager, "clients", found)
+    told: list[set[str]] = []
+    over = threading.Event()
+
+    def retrieve(job: str) -> Any:
+        answer = next(answers, None)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def arrived(names: set[str]) -> None:
+        told.append(names)
+        if "site-3" in names:
+            over.set()
+
+    watch = Arrivals(SimpleNamespace(_retrieve_clients_data=retrieve, client_manager=manager), "j", arrived)
+    assert over.wait(10)
+    watch.stop()
+    assert told == [set(), {"site-2", "site-3"}]
+    assert manager.clients.keys() == {"t1", "t2b", "t3"}

@@ -35,11 +35,12 @@ def sites(
     if (kit / "startup" / "fed_admin.json").is_file():
         with connect(kit) as admin:
             found = admin.attendance()
+        now = found["server"]["clock"]  # this machine's may be wrong
     elif (kit / "startup" / "server.crt").is_file():
-        found = read(kit)
+        found, now = read(kit), time.time()
     else:
         raise ConfigError(f"--kit: {kit}: neither an admin's nor the server's startup kit; give one's folder")
-    rows = told(found, time.time())
+    rows = told(found, now)
     if format is Format.JSON:
         typer.echo(json.dumps({"server": found["server"], "sites": rows}, indent=1))
         return

@@ -57,7 +57,6 @@ class Invitations:
 
     def _arrived(self, coordinator: Coordinator, fl_ctx: FLContext, names: set[str]) -> None:
         """Ask those in that came, or came back: a site that was away may have another version, or other data, by now."""
-        for name in names:
-            coordinator.sites.pop(name, None)
+        coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # others may be reading it
         with fl_ctx.get_engine().new_context() as own:
             self.send(coordinator, own)

@@ -18,6 +18,7 @@ from nvflare.apis.fl_constant import RunProcessKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import ALL_SITES, Job, JobMetaKey
 from nvflare.apis.job_scheduler_spec import DispatchInfo
+from nvflare.fuel.utils.log_utils import get_obj_logger
 from nvflare.private.admin_defs import MsgHeader, ReturnCode
 from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.utils.fed_utils import extract_participants
@@ -137,7 +138,7 @@ class Arrivals:
 
     def __init__(self, engine: ServerEngine, job_id: str, arrived: Callable[[set[str]], None]) -> None:
         self._engine, self._job_id, self._arrived = engine, job_id, arrived
-        self._over = threading.Event()
+        self._over, self._logger = threading.Event(), get_obj_logger(self)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:
@@ -146,8 +147,14 @@ class Arrivals:
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY):
-            found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)
-            known = self._engine.client_manager.clients
-            if found and found.keys() != known.keys():
-                self._engine.client_manager.set_clients(dict(found))
-                self._arrived({client.name for token, client in found.items() if token not in known})
+            try:
+                self._look()
+            except Exception as error:  # FLARE's, such as a connection that ends with the job; the next look is soon
+                self._logger.info(f"who is there could not be learnt now ({type(error).__name__})")
+
+    def _look(self) -> None:
+        found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)
+        known = self._engine.client_manager.clients
+        if found and found.keys() != known.keys():
+            self._engine.client_manager.set_clients(dict(found))
+            self._arrived({client.name for token, client in found.items() if token not in known})

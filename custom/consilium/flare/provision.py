@@ -69,10 +69,14 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     """Make the startup kits of `names`, all of a sites.yml by default, under `folder`; return the folder that holds them.
 
     `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
-    makes new kits beside the old. Raises ConfigError, or ConsiliumError with FLARE's reason.
+    makes new kits beside the old. Raises ConfigError, also for `names` without a project there, to which they would not
+    belong; or ConsiliumError with FLARE's reason.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
+    state = folder / deployment.name / "state" / "cert.json"
+    if names and not state.is_file():
+        raise ConfigError(f"--only: {state}: not there; give the folder that `consilium provision -o` made all kits in")
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
