@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from nvflare.apis.client import Client
-from nvflare.apis.fl_constant import RunProcessKey
+from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
+from nvflare.apis.fl_context import FLContext
 
-from consilium.flare import late_sites
+from consilium.flare import context, late_sites
 from consilium.flare.late_sites import AGAIN, SILENT, Arrivals, LateSites, _app
 
 
@@ -105,3 +106,12 @@ def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypa
     watch.stop()
     assert told == [set(), {"site-2", "site-3"}]
     assert manager.clients.keys() == {"t1", "t2b", "t3"}
+
+
+@pytest.mark.parametrize(("round_timeout", "upload"), [(60.0, 300.0), (3600.0, 300.0), (14400.0, 1200.0)])
+def test_an_upload_may_take_a_twelfth_of_the_rounds_time(round_timeout: float, upload: float) -> None:
+    fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
+    fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
+    config = SimpleNamespace(federation=SimpleNamespace(round_timeout=round_timeout))
+    context.allow_upload(fl_ctx, SimpleNamespace(config=config))
+    assert runner.submit_task_result_timeout == upload
