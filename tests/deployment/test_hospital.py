@@ -27,6 +27,7 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
         name, kit = federation.server_files().name, federation.kit("site-1")
         server = [federation.kit("server"), tmp_path / "hub/server-state", federation.download(job)]
         federation.shutdown()
+        _logs_name_the_run_and_no_data(federation, job, tmp_path / "pacs")
     _nothing_of_a_patient(server, tmp_path / "pacs")
     runs, series = kit / STATE / "runs" / name, tmp_path / "pacs/site-1/images"
     assert run(monkeypatch, "report", runs, "--site", "site-1", "-o", tmp_path / "own.html") == 0
@@ -36,6 +37,16 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
     words = ("predict", runs, series, "--site", "site-1", "--stage", "personalized", "-o", tmp_path / "masks")
     assert run(monkeypatch, *words) == 0, capsys.readouterr()
     _check_masks(tmp_path / "masks", series)
+
+
+def _logs_name_the_run_and_no_data(federation: Federation, job: str, pacs: Path) -> None:
+    """All that server and sites have printed or logged: no patient, no file and no folder of the data; the job by its id."""
+    for name in ("server", *federation.sites):
+        logs = [path for word in ("*log*.txt", "*log*.json", "audit.log") for path in federation.kit(name).rglob(word)]
+        assert {"log.txt", "log.json", "audit.log"} <= {path.name for path in logs}
+        text = federation.log(name) + "\n".join(path.read_text(errors="replace") for path in logs)
+        assert f"run={job}" in text
+        assert [word for word in (MARK, "Zyxwv", "Qqjohanna", str(pacs), ".dcm", "datalist") if word in text] == []
 
 
 def _nothing_of_a_patient(folders: list[Path], pacs: Path) -> None:

@@ -39,6 +39,7 @@ from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.report import report
 from consilium.cli.simulate import simulate
+from consilium.cli.sites import sites
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
@@ -63,6 +64,7 @@ app.command()(export_model)
 app.command()(report)
 app.command()(fit)
 app.command()(bench)
+app.command()(sites)
 
 
 def _version(wanted: bool) -> None:

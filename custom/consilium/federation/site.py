@@ -21,6 +21,7 @@ from consilium.federation import diagnostics, probe
 from consilium.federation.kept import Kept
 from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
+from consilium.federation.versions import libraries
 from consilium.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -99,7 +100,10 @@ class Site(Scoring):
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         run = self.scored_run(run)
         joined, carries = self._file(run).exists(), self._capacity(run)
-        return Hello(self.name, self.task.num_samples, joined, __version__, self._base(), carries, plugins=self.config.packages)
+        base, plugins = self._base(), self.config.packages
+        return Hello(
+            self.name, self.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
+        )
 
     def _base(self) -> str:
         """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
