@@ -102,7 +102,7 @@ def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) 
 
 
 def hospitals_own_keys(sites: Path, folder: Path) -> Path:
-    """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
+    """Make all kits as provisioning/engineer.md says: each participant its key, the hub its signature, one command of ours."""
     raw = yaml.safe_load(sites.read_text())
     port, name = raw["server"]["port"], raw["name"]
     server = {"host": raw["server"]["name"], "fed_learn_port": port, "admin_port": port}

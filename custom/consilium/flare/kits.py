@@ -16,7 +16,7 @@ from consilium.flare.hardening import is_signed, leave_callers_folder, pin_setti
 from consilium.flare.revocation import COMPONENT, add_check
 from consilium.storage import write_atomic
 
-SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/README.md lists all fields.\n"
+SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
