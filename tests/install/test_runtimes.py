@@ -1,6 +1,7 @@
 """FLARE's runtimes on our kits keep the kits' policies, and the container's files are shut."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,25 @@ def test_settings_that_flare_refuses_and_kits_that_are_none_are_one_line(
         assert told in told_so
         assert told_so.count("\n") == 1
         assert not out.exists()
+
+
+@pytest.mark.parametrize("settings", ["{}", "state: ../../state", "{state: /srv/x, privacy: {ledger: ../l.sqlite}}"])
+def test_a_site_whose_copy_would_have_another_ledger_is_refused(
+    settings: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    (kit / "local/site.yaml").write_text(settings)
+    assert run(monkeypatch, "prepare", kit, "--runtime", CONTAINER / "slurm.yaml", "-o", tmp_path / "out") == 2
+    assert "a ledger and a budget of its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_into_the_kit_itself_is_refused(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(kits.rglob("*"))
+    for inside in ("prepared", "local/prepared", "../hospital-a/prepared"):
+        words = ("--runtime", CONTAINER / "slurm.yaml", "-o", kits / "hospital-a" / inside)
+        assert run(monkeypatch, "prepare", kits / "hospital-a", *words) == 2
+    assert sorted(kits.rglob("*")) == before
 
 
 def test_the_compose_file_shuts_every_service(tmp_path: Path) -> None:

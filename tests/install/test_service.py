@@ -96,6 +96,16 @@ def test_systemd_takes_it_and_finds_it_closed_whatever_a_folder_is_called(kits: 
     assert rated.returncode == 0
 
 
+@pytest.mark.parametrize("name", ["../../cron.d/x", "a\nExecStartPre=/bin/true", "", "%n", "a b", "x" * 101])
+def test_a_name_that_a_hub_put_into_a_certificate_is_no_file_and_no_line(
+    name: str, kits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "kit_name", lambda kit: name)
+    for use in (unit, service.file_name):
+        with pytest.raises(ConfigError, match="is no participant's name"):
+            use(kits / "clinic")
+
+
 @pytest.mark.parametrize("name", ["a\nExecStartPre=/bin/true", "a\rb", "tab\there", "nul\x00", "\x7f", "line\u2028end", ""])
 def test_a_name_that_would_be_another_line_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="control characters"):

@@ -17,9 +17,12 @@ from typing import Any
 
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
+from consilium.config.site import load_site
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.federation.runs import STATE
 from consilium.flare.hardening import COMM, RESOURCES, is_pinned
 from consilium.flare.kits import kit_name, kit_role
+from consilium.schema import read_yaml
 
 DEFAULT = f"{RESOURCES}.default"
 
@@ -32,6 +35,10 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     kit_name(kit)
     if kit_role(kit) is None or not is_pinned(kit):
         raise ConfigError(f"{kit}: is no closed kit of a site or server; run `consilium allow KIT` first")
+    if output.resolve().is_relative_to(kit.resolve()):
+        raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
+    if kit_role(kit) == "site":
+        _check_state(kit)
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +48,16 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
         _flare(copy, settings, output)
     _close(output)
     return output
+
+
+def _check_state(kit: Path) -> None:
+    """Raise ConfigError unless kit and copy have one ledger: with two, a budget could be spent twice."""
+    path = kit / "local" / "site.yaml"
+    load_site(path)
+    raw = read_yaml(path) or {}
+    if not all(Path(place).is_absolute() for place in (raw.get("state", ""), raw.get("privacy", {}).get("ledger", "/"))):
+        remedy = f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
+        raise ConfigError(f"{path}: state: the copy would have a ledger and a budget of its own; {remedy}")
 
 
 def _offer(copy: Path) -> None:

@@ -4,18 +4,20 @@ import json
 import pwd
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.errors import ConfigError
 from consilium.flare.kits import kit_name, kit_role
 
+T = TypeVar("T")
 UNITS = Path("/etc/systemd/system")
 HOMES = tuple(map(Path, ("/home", "/root", "/run/user")))
 TEMPORARY = tuple(map(Path, ("/tmp", "/var/tmp")))
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+_PARTICIPANT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 CLOSED = """\
 NoNewPrivileges=yes
@@ -82,7 +84,7 @@ def unit(kit: Path) -> str:
     It runs as the owner of the kit's folder, and not as root. All folders that site.yaml names must be there.
     """
     kit = kit.resolve()
-    name, user, group = kit_name(kit), *_owner(kit)
+    name, user, group = _name(kit), *_owner(kit)
     settings = kit / "local" / "site.yaml"
     site = load_site(settings) if settings.is_file() else SiteConfig()
     written = list(dict.fromkeys([kit, *_written(kit, site)]))
@@ -110,7 +112,7 @@ def unit(kit: Path) -> str:
 
 def file_name(kit: Path) -> str:
     """Return what the kit's unit is called."""
-    return f"consilium-{kit_name(kit)}.service"
+    return f"consilium-{_name(kit)}.service"
 
 
 def quoted(word: object) -> str:
@@ -119,6 +121,13 @@ def quoted(word: object) -> str:
     if not _PLAIN.fullmatch(text) or not text.isprintable():
         raise ConfigError(f"{text!r}: a path in a unit has no line ends and no control characters; rename the folder")
     return '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%"))
+
+
+def _name(kit: Path) -> str:
+    """Return the participant's name, as a file and a line of a unit may hold it: who made the certificate chose it."""
+    if not _PARTICIPANT.fullmatch(name := kit_name(kit)):
+        raise ConfigError(f"{kit}: its certificate is of {name!r}, which is no participant's name; ask the hub for another kit")
+    return name
 
 
 def _owner(kit: Path) -> tuple[str, str]:
@@ -144,7 +153,7 @@ def _written(kit: Path, site: SiteConfig) -> Iterator[Path]:
     if site.cache.folder is not None:
         yield site.cache.folder
     if kit_role(kit) == "server":
-        yield from {Path(one).parent for one in _stores(_resources(kit))}
+        yield from _said(kit / "local" / "resources.json", _stores)
 
 
 def _read(site: SiteConfig) -> Iterator[Path]:
@@ -156,7 +165,7 @@ def _read(site: SiteConfig) -> Iterator[Path]:
 
 
 def _closed(kit: Path, site: SiteConfig, at_home: bool) -> str:
-    low = kit_role(kit) == "server" and _port(kit) < 1024
+    low = kit_role(kit) == "server" and _said(kit / "startup" / "fed_server.json", _port) < 1024
     cpu = site.main_device == "cpu" or kit_role(kit) == "server"
     return CLOSED.format(
         capability="CAP_NET_BIND_SERVICE" if low else "",
@@ -165,20 +174,21 @@ def _closed(kit: Path, site: SiteConfig, at_home: bool) -> str:
     )
 
 
-def _resources(kit: Path) -> dict[str, Any]:
-    path = kit / "local" / "resources.json"
+def _said(path: Path, look: Callable[[dict[str, Any]], T]) -> T:
+    """Return what `look` finds in a JSON file of the kit. Raises ConfigError if it is not there."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); run `consilium provision SITES_YML --local KIT`") from None
+        return look(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        remedy = "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
+        raise ConfigError(f"{path}: is not as a server's ({error!r}); {remedy}") from None
 
 
-def _stores(resources: dict[str, Any]) -> Iterator[str]:
-    """Yield where a server keeps jobs and snapshots."""
-    yield from (one["args"]["uri_root"] for one in resources["components"] if one["id"] == "job_manager")
-    yield resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+def _stores(resources: dict[str, Any]) -> list[Path]:
+    """Return the folders in which a server keeps jobs and snapshots."""
+    jobs = [one["args"]["uri_root"] for one in resources["components"] if one["id"] == "job_manager"]
+    snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+    return list(dict.fromkeys(Path(one).parent for one in [*jobs, snapshots]))
 
 
-def _port(kit: Path) -> int:
-    service = json.loads((kit / "startup" / "fed_server.json").read_text(encoding="utf-8"))["servers"][0]["service"]
-    return int(service["target"].rpartition(":")[2])
+def _port(settings: dict[str, Any]) -> int:
+    return int(settings["servers"][0]["service"]["target"].rpartition(":")[2])

@@ -13,9 +13,10 @@ python=${PYTHON:-python3}
 found=$("$python" -c 'import platform, sys; print(sys.platform, platform.machine(), "%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
   fail "$python: cannot be run; set PYTHON to the path of a Python @PYTHON@"
 [ "$found" = "@TARGET@" ] || fail "these wheels are for @TARGET@, $python is $found; ask the hub for others, or set PYTHON"
-bad=$(cd -- "$here" && LC_ALL=C sha256sum --check SHA256SUMS 2>/dev/null | grep -v ': OK$' | head -n 1) || true
-[ -z "$bad" ] || fail "$bad: not as SHA256SUMS says; copy the folder again, or ask the hub"
-grep -qs 'requirements.lock$' "$here/SHA256SUMS" || fail "SHA256SUMS: damaged or missing; copy the folder again"
+if ! (cd -- "$here" && sha256sum --strict --status --check SHA256SUMS 2>/dev/null); then
+  bad=$(cd -- "$here" && LC_ALL=C sha256sum --check SHA256SUMS 2>/dev/null | grep -v ': OK$' | head -n 1) || true
+  fail "${bad:-SHA256SUMS: damaged or missing}: not as the hub made it; copy the folder again, or ask the hub"
+fi
 mkdir -p -- "$(dirname -- "$target")" && "$python" -m venv "$target" || fail "$target: cannot be made; is its folder yours to write?"
 "$target/bin/python3" -m pip --isolated --disable-pip-version-check install --quiet --no-index --no-cache-dir \
   --only-binary :all: --find-links "$here/wheels" --require-hashes --requirement "$here/requirements.lock" ||
