@@ -11,10 +11,10 @@ from consilium.flare.install.wheels import Target
 HERE = Target(f"linux-{platform.machine()}", f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
-def write_wheel(folder: Path, name: str, version: str, needs: str = "", code: str = "") -> Path:
+def write_wheel(folder: Path, name: str, version: str, *needs: str, code: str = "") -> Path:
     """Write a wheel of one module, with the command NAME that runs its main()."""
     lines = [f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: MIT"]
-    lines += [f"Requires-Dist: {needs}"] if needs else []
+    lines += [f"Requires-Dist: {need}" for need in needs]
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     content = {
         f"{name}.py": code or f"def main():\n    print({version!r})\n",

@@ -16,6 +16,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from consilium.errors import ConfigError
+from consilium.flare.install import wheels
 from consilium.flare.install.wheels import INSTALL, LOCK, SBOM, SIGNATURE, SUMS, WHEELS, Target, describe, make
 from tests.conftest import run
 from tests.install.houses import HERE, house, write_wheel
@@ -140,12 +141,43 @@ def test_what_is_no_wheel_no_extra_no_key_or_no_new_folder_is_refused(
     assert not out.exists()
 
 
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.mark.slow  # uv and pip
+def test_what_the_other_machine_needs_is_collected_and_not_what_this_one_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offline(monkeypatch)
+    (tmp_path / "links").mkdir()
+    needs = []
+    for machine in wheels.PLATFORMS.values():
+        write_wheel(tmp_path / "links", f"for_{machine}", "1.0")
+        needs.append(f'for_{machine}==1.0; platform_machine == "{machine}"')
+    (other,) = wheels.PLATFORMS.keys() - {HERE.platform}
+    wheel, words = write_wheel(tmp_path, "consilium", "9.9", *needs), ["--find-links", tmp_path / "links", "--platform", other]
+    assert run(monkeypatch, "wheels", wheel, "-o", tmp_path / "out", *words) == 0
+    assert re.findall(r"^(\S+)==", (tmp_path / "out" / LOCK).read_text(), re.M) == [
+        "consilium",
+        f"for_{wheels.PLATFORMS[other]}",
+    ]
+    write_wheel(tmp_path, "consilium", "9.9", "nowhere==1.0")
+    capsys.readouterr()
+    assert run(monkeypatch, "wheels", wheel, "-o", tmp_path / "second", *words) == 1
+    told = capsys.readouterr().err
+    assert "what the package needs could not be resolved: uv:" in told
+    assert "nowhere" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "second").exists()
+
+
 @pytest.mark.slow  # virtual environments
 def test_it_is_made_and_installed_without_a_network_and_nothing_else_gets_in(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"):
-        monkeypatch.setenv(name, "1")
+    offline(monkeypatch)
     (tmp_path / "links").mkdir()
     write_wheel(tmp_path / "links", "tinypart", "1.0")
     wheel, folder = write_wheel(tmp_path, "consilium", "9.9", "tinypart==1.0"), tmp_path / "a house"
