@@ -130,8 +130,9 @@ def test_what_is_no_wheel_no_extra_no_key_or_no_new_folder_is_refused(
     wheel, out = write_wheel(tmp_path, "consilium", "9.9"), tmp_path / "out"
     (tmp_path / "consilium-1.0-py3-none-any.whl").write_text("no archive")
     for words, told in (
-        ([tmp_path / "none.whl", "-o", out], "none.whl: is no wheel"),
+        ([tmp_path / "none.whl", "-o", out], "none.whl: is no wheel of consilium"),
         ([tmp_path / "consilium-1.0-py3-none-any.whl", "-o", out], "is no wheel"),
+        ([write_wheel(tmp_path, "tinypart", "1.0"), "-o", out], "is no wheel of consilium"),
         ([wheel, "-o", out, "--extra", "dicmo"], "--extra: 'dicmo': the wheel has no such extra"),
         ([wheel, "-o", out, "--sign", tmp_path], "has no root key"),
         ([wheel, "-o", tmp_path], "exists; give a new folder"),

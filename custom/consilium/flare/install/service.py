@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlparse
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.errors import ConfigError
@@ -152,6 +153,8 @@ def _written(kit: Path, site: SiteConfig) -> Iterator[Path]:
         yield site.privacy.ledger.parent
     if site.cache.folder is not None:
         yield site.cache.folder
+    if site.tracking is not None and site.tracking.mlflow.startswith("file:"):
+        yield Path(unquote(urlparse(site.tracking.mlflow).path))
     if kit_role(kit) == "server":
         yield from _said(kit / "local" / "resources.json", _stores)
 

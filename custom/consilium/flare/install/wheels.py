@@ -35,6 +35,7 @@ SUMS, SIGNATURE, LOCK, SBOM, INSTALL, WHEELS = (
     "install.sh",
     "wheels",
 )
+OURS = "consilium"
 PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
 """Where torch has wheels that we have run, and the other Linux. glibc 2.28 or newer."""
 GLIBC = 28
@@ -97,8 +98,8 @@ def make(wheel: Path, output: Path, target: Target, extras: Sequence[str], links
 def _own(wheel: Path, extras: Sequence[str]) -> str:
     """Return the requirement of our wheel with extras. Raises ConfigError."""
     found = list(distributions(path=[str(wheel)])) if wheel.is_file() and _NAME.fullmatch(wheel.name) else []
-    if not found:
-        raise ConfigError(f"{wheel}: is no wheel; give the released one, or build it: python -m build --wheel")
+    if not found or found[0].metadata["Name"] != OURS:
+        raise ConfigError(f"{wheel}: is no wheel of {OURS}; give the released one, or build it: python -m build --wheel")
     known = found[0].metadata.get_all("Provides-Extra") or []
     if wrong := [extra for extra in extras if extra not in known]:
         raise ConfigError(f"--extra: {wrong[0]!r}: the wheel has no such extra; give one of {', '.join(known)}")
@@ -162,7 +163,7 @@ def describe(folder: Path, target: Target) -> None:
     pins = ["{}=={}".format(*wheel.name.split("-")[:2]) + f" --hash=sha256:{sums[wheel]}" for wheel in wheels]
     write_atomic(folder / LOCK, "\n".join([*sorted(pins), ""]).encode(), PUBLIC)
     found = [(one, sums[wheel]) for wheel in wheels for one in distributions(path=[str(wheel)])]
-    write_atomic(folder / SBOM, bill(found, "consilium").encode(), PUBLIC)
+    write_atomic(folder / SBOM, bill(found, OURS).encode(), PUBLIC)
     script = files(__package__).joinpath("templates", INSTALL).read_text(encoding="utf-8")
     write_atomic(folder / INSTALL, script.replace("@TARGET@", target.line).replace("@PYTHON@", target.python).encode(), PUBLIC)
     (folder / INSTALL).chmod(0o755)
