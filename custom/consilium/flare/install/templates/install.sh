@@ -3,6 +3,7 @@
 #   ./install.sh /opt/consilium          PYTHON=/usr/bin/python3.11 ./install.sh /opt/consilium
 # First compare SHA256SUMS with the hub's signature, as the page for administrators says: a changed script checks nothing.
 set -eu
+unset PYTHONPATH PYTHONHOME  # what lies there would be imported before what is installed
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 fail() { echo "install.sh: $1" >&2; exit 1; }
 
