@@ -11,9 +11,10 @@
         federation.shutdown()                                # by the admin; fails if any process is left
 
 `sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
-`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package; `admin` is who
-logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps names to what
-their environment has besides.
+`closed` names participants that run as in a container: the machine read-only but for the kit and a temporary folder, without
+capabilities; `make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package;
+`admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps
+names to what their environment has besides.
 Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
@@ -48,6 +49,16 @@ from consilium.flare.simulator import export_job
 ROOT = Path(__file__).parents[2]
 ADMIN, LEAD = "admin@hub.example", "lead@hub.example"
 SERVER = "localhost"
+WALLS = """set -e
+mount --make-rprivate /
+mount --bind "$2" "$2"
+mount --bind "$1" "$1"
+mount -o remount,bind,ro /
+export TMPDIR="$1"
+shift 2
+exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+"""
+"""What a closed participant's command runs behind; $1 is its temporary folder, $2 its kit. Needs root."""
 
 
 class Federation:
@@ -61,9 +72,10 @@ class Federation:
         make: Callable[[Path, Path], Path] = provision,
         installed: bool = True,
         admin: str = ADMIN,
+        closed: Collection[str] = (),
     ) -> None:
         self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
-        self.installed, self.admin = installed, admin
+        self.installed, self.admin, self.closed = installed, admin, closed
         self.file = self.folder / "sites.yml"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
@@ -86,7 +98,7 @@ class Federation:
         """Start these participants, all by default, and wait until the server has every site that runs."""
         for name in names or ["server", *self.sites]:
             output = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process keeps it
-            command = ["bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
+            command = [*self._walls(name), "/bin/bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
             self._started[name] = subprocess.Popen(
                 command,
                 cwd=self.folder,
@@ -133,6 +145,14 @@ class Federation:
         path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
         code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)])
         return kept | {"HOME": str(folder / "home"), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
+
+    def _walls(self, name: str) -> list[str]:
+        """Return the words before a closed participant's command: compose.yaml's read_only, cap_drop and security_opt."""
+        if name not in self.closed:
+            return []
+        temporary = self.folder / f"tmp-{name}"
+        temporary.mkdir(exist_ok=True)
+        return ["unshare", "--mount", "sh", "-c", WALLS, "walls", str(temporary), str(self.kit(name))]
 
     @contextmanager
     def session(self, user: str = "") -> Iterator[Session]:

@@ -1,5 +1,9 @@
-"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, and nothing of it elsewhere."""
+"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, and nothing of it elsewhere.
 
+One site runs closed, as in a container: its machine is read-only, and its processes have no capability.
+"""
+
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,8 +24,10 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lists = hospitals(tmp_path / "pacs")
-    with Federation(tmp_path / "hub", {name: {"datalist": str(path)} for name, path in lists.items()}) as federation:
+    sites = {name: {"datalist": str(path)} for name, path in lists.items()}
+    with Federation(tmp_path / "hub", sites, closed=["site-1"] if _may_close() else []) as federation:
         federation.start()
+        assert all(map(_is_closed, federation.processes("site-1") if federation.closed else ()))
         job = federation.submit(federation.export(load_job(JOBS / "quickstart_dicom", SMALL)))
         assert federation.wait(job, 240) == "FINISHED:COMPLETED"
         name, kit = federation.server_files().name, federation.kit("site-1")
@@ -47,6 +53,18 @@ def _logs_name_the_run_and_no_data(federation: Federation, job: str, pacs: Path)
         text = federation.log(name) + "\n".join(path.read_text(errors="replace") for path in logs)
         assert f"run={job}" in text
         assert [word for word in (MARK, "Zyxwv", "Qqjohanna", str(pacs), ".dcm", "datalist") if word in text] == []
+
+
+def _may_close() -> bool:
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+def _is_closed(process: int) -> bool:
+    """Tell whether a process has a read-only machine and no capability, and may get none."""
+    status = Path(f"/proc/{process}/status").read_text()
+    mounts = [line.split()[4:6] for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines()]
+    (options,) = [options for place, options in mounts if place == "/"]
+    return "ro" in options.split(",") and "CapEff:\t0000000000000000" in status and "NoNewPrivs:\t1" in status
 
 
 def _nothing_of_a_patient(folders: list[Path], pacs: Path) -> None:

@@ -22,6 +22,7 @@ from consilium.cli.evaluate import evaluate
 from consilium.cli.evidence import app as evidence_app
 from consilium.cli.export_model import export_model
 from consilium.cli.fit import fit
+from consilium.cli.install import app as install_app
 from consilium.cli.kits import app as kits_app
 from consilium.cli.options import (
     ASSUMED,
@@ -55,6 +56,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(kits_app)
+app.add_typer(install_app)
 app.add_typer(evidence_app)
 app.add_typer(submit_app)
 app.command()(compare)
