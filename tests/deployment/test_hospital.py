@@ -1,6 +1,9 @@
-"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, and nothing of it elsewhere."""
+"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, every model at every site."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,22 +23,49 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lists = hospitals(tmp_path / "pacs")
-    with Federation(tmp_path / "hub", {name: {"datalist": str(path)} for name, path in lists.items()}) as federation:
+    sites = {name: {"datalist": str(path), "share_personalized": name == "site-1"} for name, path in lists.items()}
+    with Federation(tmp_path / "hub", sites) as federation:
         federation.start()
         job = federation.submit(federation.export(load_job(JOBS / "quickstart_dicom", SMALL)))
         assert federation.wait(job, 240) == "FINISHED:COMPLETED"
-        name, kit = federation.server_files().name, federation.kit("site-1")
+        first, kit = federation.server_files(), federation.kit("site-1")
+        _every_model_on_every_site(federation, first)
         server = [federation.kit("server"), tmp_path / "hub/server-state", federation.download(job)]
         federation.shutdown()
     _nothing_of_a_patient(server, tmp_path / "pacs")
-    runs, series = kit / STATE / "runs" / name, tmp_path / "pacs/site-1/images"
+    runs, series = kit / STATE / "runs" / first.name, tmp_path / "pacs/site-1/images"
     assert run(monkeypatch, "report", runs, "--site", "site-1", "-o", tmp_path / "own.html") == 0
     page = (tmp_path / "own.html").read_text()
     assert page.count("data:image/jpeg") >= 4
     assert "Messages that left this site" in page
+    shutil.copy(next((tmp_path / "pacs/site-1/masks").rglob("*.dcm")), series / "earlier.dcm")
     words = ("predict", runs, series, "--site", "site-1", "--stage", "personalized", "-o", tmp_path / "masks")
     assert run(monkeypatch, *words) == 0, capsys.readouterr()
+    assert "1 skipped" in capsys.readouterr().out
+    (series / "earlier.dcm").unlink()
     _check_masks(tmp_path / "masks", series)
+
+
+def _every_model_on_every_site(federation: Federation, first: Path) -> None:
+    """A job of its own scores all that may be scored. Of the two sites one lends its model, and its record says so."""
+    before = {name: len(_left(federation.kit(name))) for name in federation.sites}
+    asked = SMALL | {"cross_site": {"run": first.name, "personalized": True}}
+    job = federation.submit(federation.export(load_job(JOBS / "quickstart_dicom", asked)))
+    assert federation.wait(job, 240) == "FINISHED:COMPLETED"
+    second = federation.server_files()
+    found, results = (json.loads((path).read_text()) for path in (second / "cross_sites.json", first / "results.json"))
+    assert (found["models"], found["sites"]) == (["(shared)", "site-1"], ["site-1", "site-2"])
+    assert found["values"][0] == [results[name]["test/global/dice"] for name in federation.sites]
+    assert found["values"][1][0] == results["site-1"]["test/personalized/dice"]
+    kinds = {name: [one["kind"] for one in _left(federation.kit(name))[count:]] for name, count in before.items()}
+    assert kinds["site-1"].count("model") == 1
+    assert "model" not in kinds["site-2"]
+    assert kinds["site-2"][-1] == "refusal"
+
+
+def _left(kit: Path) -> list[dict[str, Any]]:
+    """Return the lines of a site's record of what left it."""
+    return [json.loads(line) for path in sorted(kit.rglob("audit.jsonl")) for line in path.read_text().splitlines()]
 
 
 def _nothing_of_a_patient(folders: list[Path], pacs: Path) -> None:

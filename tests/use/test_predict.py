@@ -17,7 +17,7 @@ from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
-from consilium.errors import DataError
+from consilium.errors import ConfigError, DataError
 from consilium.use.asking import Asked, Asking, joined
 from consilium.use.inputs import Input, find_inputs, read_boxes
 from consilium.use.labels import label_map, legend
@@ -183,6 +183,18 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         one.SeriesInstanceUID = f"1.2.{number}"
         one.save_as(path)
     assert len(find_inputs(tmp_path / "in", False, tmp_path / "out")) == 2
+    masks, beside = sorted((tmp_path / "made/masks").rglob("*.dcm")), list[Path]()
+    shutil.copy(masks[0], tmp_path / "in/earlier.dcm")
+    (tmp_path / "in/results").mkdir()
+    shutil.copy(masks[0], tmp_path / "in/results/mask.dcm")
+    report = pydicom.dcmread(masks[0], stop_before_pixels=True)
+    report.SOPClassUID = report.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.88.33"  # Comprehensive SR, PS3.6
+    del report.Rows
+    report.save_as(tmp_path / "in/results/report.dcm")
+    assert len(find_inputs(tmp_path / "in", False, tmp_path / "out", beside)) == 2
+    assert [path.name for path in beside] == ["earlier.dcm", "mask.dcm", "report.dcm"]
+    with pytest.raises(ConfigError, match=r"results: holds no pictures, NIfTI or DICOM images"):
+        find_inputs(tmp_path / "in/results", False, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

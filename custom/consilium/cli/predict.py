@@ -53,7 +53,8 @@ def predict(
     from consilium.use.predict import predict as run
 
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
-    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out)
+    beside: list[Path] = []
+    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
     asking = Asking(opened, batch or opened.config.training.batch_size, _boxes(opened, boxes))
     console = Console(stderr=True, quiet=format is Format.JSON)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -64,7 +65,7 @@ def predict(
             progress.advance(bar)
 
         outcome = run(asking, inputs, Wanted(out, overlays, probabilities, force), done)
-    _print(outcome, out, format)
+    _print(outcome, beside, out, format)
     if outcome.bad:
         raise typer.Exit(1)
 
@@ -92,10 +93,11 @@ def _boxes(opened: "TrainedModel", path: Path | None) -> "Boxes | None":
     return None if path is None else read_boxes(path, list(opened.config.task.classes))  # type: ignore[attr-defined]
 
 
-def _print(outcome: "Outcome", out: Path, format: Format) -> None:
+def _print(outcome: "Outcome", beside: list[Path], out: Path, format: Format) -> None:
     if format is Format.JSON:
         bad = [{"input": name, "reason": why} for name, why in outcome.bad]
-        print(json.dumps({"out": str(out), "written": outcome.written, "bad": bad}, indent=1))
+        told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
+        print(json.dumps(told, indent=1))
         return
     errors = Console(stderr=True, soft_wrap=True)
     for _, why in outcome.bad[:NAMED]:
@@ -103,4 +105,6 @@ def _print(outcome: "Outcome", out: Path, format: Format) -> None:
     if len(outcome.bad) > NAMED:
         errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
     count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
+    if beside:
+        count += f", {len(beside)} skipped (DICOM objects that are no images)"
     Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))

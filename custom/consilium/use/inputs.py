@@ -31,50 +31,56 @@ class Input:
     name: str
 
 
-def find_inputs(given: Path, texts: bool, out: Path) -> list[Input]:
-    """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing."""
+def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None = None) -> list[Input]:
+    """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing.
+
+    `beside` gets the DICOM objects of a folder that are no images, such as earlier segmentations and reports.
+    """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
-    ends = TEXTS if texts else PICTURES
+    ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
     if not given.is_dir():
         return [Input(given, given.name)]
-    found = [Input(path, path.relative_to(given).as_posix()) for path in _walk(given, ends, {out.resolve(), given.resolve()})]
+    paths = _walk(given, ends, {out.resolve(), given.resolve()}, beside)
+    found = [Input(path, path.relative_to(given).as_posix()) for path in paths]
     found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
     if not found:
-        wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM"
+        wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM images"
         raise ConfigError(f"{shown(given)}: holds no {wanted}; give another folder")
     return sorted(found, key=lambda one: one.name)
 
 
-def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path]) -> Iterator[Path]:
+def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
     """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless."""
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
-    series = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
-    yield from series if _apart(series) else [folder]
-    yield from (path for path in files if path not in series and path.name.lower().endswith(ends))
+    dicom = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
+    yield from _images(folder, dicom, beside)
+    yield from (path for path in files if path not in dicom and path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
-            yield from _walk(path, ends, seen)
+            yield from _walk(path, ends, seen, beside)
 
 
 def _is_dicom(path: Path) -> bool:
     return volumes.is_volume(path) and not path.name.lower().endswith(PICTURES)
 
 
-def _apart(files: list[Path]) -> bool:
-    """Tell whether DICOM files of a folder are images of their own, such as radiographs, and no series; so is none at all."""
-    if len(files) < 2:
-        return True
+def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
+    """Return the images among a folder's DICOM files if each is a series of its own, such as a radiograph; else the folder."""
+    if not files:
+        return []
     try:
-        from consilium.data.dicom.files import open_file, reading
+        from consilium.data.dicom.files import is_beside, open_file, reading
 
-        with reading(files[0].parent):
-            told = [open_file(path).get("SeriesInstanceUID") for path in files]
-    except Exception:  # a damaged file, or no pydicom: what reads the folder says so
-        return False
-    return len(set(told)) == len(files)
+        with reading(folder):
+            told = [(path, is_beside(one), one.get("SeriesInstanceUID")) for path in files for one in [open_file(path)]]
+    except Exception:  # a damaged file, or no pydicom: what reads the input says so
+        return files if len(files) == 1 else [folder]
+    beside += [path for path, other, _ in told if other]
+    images = {path: series for path, other, series in told if not other}
+    return list(images) if len(set(images.values())) == len(images) else [folder]
 
 
 def read_boxes(path: Path, classes: list[str]) -> Boxes:
