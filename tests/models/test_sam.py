@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from segment_anything import predictor as sam_predictor
 from segment_anything.modeling.image_encoder import Attention as ImageAttention
 from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
@@ -95,8 +96,32 @@ def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: P
     theirs = sam.Sam.forward(model, one, multimask_output=False)[0]["low_res_logits"]
     up = torch.nn.functional.interpolate(theirs, (64, 64), mode="bilinear", align_corners=False)
     assert torch.allclose(model(images, boxes)[0], up[:, 0], atol=1e-5)
-    with pytest.raises(ConfigError, match="given no boxes"):
+    with pytest.raises(ConfigError, match="given no box"):
         model(images)
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_point_prompts_equal_segment_anything_s_own_predictor(classes: int, small_vit_b: Path) -> None:
+    """One class is the predictor's single mask, several its whole and its part; NaN is a picture's mask without any point."""
+    model = build_sam("vit_b", small_vit_b, None, classes, prompt="point", attention="original")
+    image = (torch.rand(3, 64, 64) * 255).round()
+    predictor = sam_predictor.SamPredictor(model)
+    predictor.set_torch_image(image[None], (64, 64))
+    coords = torch.tensor([[[7.0, 40.0], [33.0, 12.0]]])[:, :classes]
+    low = [
+        predictor.predict_torch(one[None, None], torch.ones(1, 1), multimask_output=classes > 1, return_logits=True)[2]
+        for one in coords[0]
+    ]
+    theirs = torch.nn.functional.interpolate(torch.cat(low), (64, 64), mode="bilinear", align_corners=False)
+    found = model(image[None], coords)
+    assert torch.allclose(found[0], theirs[range(classes), range(classes)], atol=1e-5)
+    absent = torch.cat([coords[:, :-1], torch.full((1, 1, 2), float("nan"))], 1)
+    nowhere = predictor.predict_torch(torch.zeros(1, 1, 2), -torch.ones(1, 1), multimask_output=classes > 1, return_logits=True)
+    none = torch.nn.functional.interpolate(nowhere[2], (64, 64), mode="bilinear", align_corners=False)[0, classes - 1]
+    assert torch.allclose(model(image[None], absent)[0, -1], none, atol=1e-5)
+    assert not torch.allclose(found[0, -1], none, atol=1e-3)
+    with pytest.raises(ConfigError, match="given no point"):
+        model(image[None])
 
 
 @pytest.mark.parametrize(("classes", "tokens"), [(1, [0]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 3, 4, 5])])

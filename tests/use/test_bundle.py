@@ -143,7 +143,7 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
     file = picture(tmp_path / "one.png", (128, 128, 3))
     image = read_picture(Item(file, None), 64)[None]
     box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
-    wanted = [probe.answer(model, {"images": image, "boxes": boxes}) for boxes in (box, whole)]
+    wanted = [probe.answer(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
     bound = probe.tolerance(model, torch.cat(wanted))
     bundle.write(folder, model, config, card(config))
     (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")

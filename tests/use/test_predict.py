@@ -19,7 +19,7 @@ from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
 from consilium.errors import ConfigError, DataError
 from consilium.use.asking import Asked, Asking, joined
-from consilium.use.inputs import Input, find_inputs, read_boxes
+from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
 from tests.conftest import run
@@ -204,18 +204,57 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         ("image,class,left,top,right,bottom\na.png,liver,1,2,3,4", "none of the model's: disc, cup"),
         ("image,class,left,top,right,bottom\na.png,disc,5,2,3,4", "left < right"),
         ("image,class,left,top,right,bottom\na.png,disc,nan,2,3,4", "left < right"),
-        ("image,class,left,top,right,bottom\na.png,disc,1,2,3,4\na.png,disc,1,2,3,4", "two boxes"),
+        ("image,class,left,top,right,bottom\na.png,disc,1,2,3,4\na.png,disc,1,2,3,4", "has two for 'disc'"),
         ("", "holds no box"),
     ],
 )
 def test_boxes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "boxes.csv").write_text(text)
     with pytest.raises(DataError, match=said):
-        read_boxes(tmp_path / "boxes.csv", ["disc", "cup"])
+        read_prompts(tmp_path / "boxes.csv", "box", ["disc", "cup"])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"), [("a.png,disc,1", "lacks y"), ("a.png,disc,-1,3", "0 or more"), ("a.png,disc,1,inf", "0 or")]
+)
+def test_points_that_cannot_be_are_refused(tmp_path: Path, row: str, said: str) -> None:
+    (tmp_path / "points.csv").write_text(f"image,class,x,y\n{row}")
+    with pytest.raises(DataError, match=said):
+        read_prompts(tmp_path / "points.csv", "point", ["disc", "cup"])
+
+
+def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(finished / "adapters/global", tmp_path / "adapter"))
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    job["task"]["prompt"] = "point"
+    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
+    Image.fromarray(noise((128, 96, 3))).save(tmp_path / "a.png")
+    words = ("predict", folder, tmp_path / "a.png", "-o", tmp_path / "out", "--probabilities")
+    assert run(monkeypatch, *words) == 2
+    assert "--points: the model was trained with points" in capsys.readouterr().err
+    (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "x": 60, "y": 32}]))
+    assert run(monkeypatch, *words, "--boxes", tmp_path / "p.json") == 2
+    assert "--boxes: the model takes points" in capsys.readouterr().err
+    assert run(monkeypatch, *words, "--points", tmp_path / "p.json") == 0
+    opened = open_model(folder)
+    side = opened.config.model.image_side
+    small = np.asarray(Image.open(tmp_path / "a.png").resize((side, side), Image.Resampling.BILINEAR))
+    point = torch.tensor([[[60 * side / 96, 32 * side / 128], [float("nan")] * 2]])
+    with torch.no_grad():
+        logits = opened.model(torch.from_numpy(small.transpose(2, 0, 1).copy())[None].float(), point)
+    wanted = torch.nn.functional.interpolate(logits, (128, 96), mode="bilinear", align_corners=False).sigmoid()[0, 0]
+    with Image.open(tmp_path / "out/a_probabilities.tif") as pages:
+        assert np.asarray(pages) == pytest.approx(wanted.numpy(), abs=1e-4)
+        pages.seek(1)
+        assert not np.asarray(pages).any()  # no point of the cup: it was not asked for
 
 
 def test_a_box_is_cut_to_each_tile() -> None:
     asking = Asking(None, 1, {("a.png", None, "disc"): (10.0, 20.0, 70.0, 50.0)})  # type: ignore[arg-type]
     one, parts = Input(Path("a.png"), "a.png"), [(0, 0, 64, 64), (48, 0, 64, 64), (96, 0, 64, 64)]
-    found = [asking._box(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
+    found = [asking._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
     assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]
+    pointed = Asking(None, 1, {("a.png", None, "disc"): (50.0, 63.0)})  # type: ignore[arg-type]
+    assert [pointed._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts] == [(50, 63), (2, 63), None]

@@ -1,4 +1,4 @@
-"""What a model is to be asked about: files and folders, found as a user names them; boxes that somebody drew."""
+"""What a model is to be asked about: files and folders, found as a user names them; boxes or points that somebody drew."""
 
 import csv
 import io
@@ -14,13 +14,14 @@ from consilium.data.folders import PICTURES
 from consilium.data.opening import read_text
 from consilium.errors import ConfigError, DataError
 from consilium.report.clean import shown
+from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)
 TABLE = "DICOMDIR"
 """A disc's table of contents, which is DICOM and no image."""
-Box = tuple[float, float, float, float]
-Boxes = Mapping[tuple[str, int | None, str], Box]
-"""Boxes (left, top, right, bottom), in pixels of the picture, by input, plane (None: all) and class."""
+Place = tuple[str, int | None, str]
+Prompts = Mapping[Place, tuple[float, ...]]
+"""Boxes (left, top, right, bottom), or points (x, y), in pixels of the picture, by input, plane (None: all) and class."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Pat
     files = [path for path in entries if path.is_file()]
     dicom = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
     yield from _images(folder, dicom, beside)
-    yield from (path for path in files if path not in dicom and path.name.lower().endswith(ends))
+    yield from (path for path in files if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
@@ -83,48 +84,55 @@ def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
     return list(images) if len(set(images.values())) == len(images) else [folder]
 
 
-def read_boxes(path: Path, classes: list[str]) -> Boxes:
-    """Return the boxes of a CSV (image, class, left, top, right, bottom, and slice for planes) or a JSON list of the same.
+def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
+    """Return the boxes or points, as `kind` says, of a CSV (image, class, their numbers, and slice for planes) or a JSON list.
 
     Raises DataError, naming the row.
     """
-    text = read_text(path, "give a CSV or JSON file of boxes")
-    rows = list(_rows(path, text))
-    found: dict[tuple[str, int | None, str], Box] = {}
-    for number, row in enumerate(rows, start=1):
-        place, box = _box(f"{path}: box {number}", row, classes)
+    text, columns = read_text(path, f"give a CSV or JSON file of {kind} prompts"), ("image", "class", *PROMPTS[kind].numbers)
+    found: dict[Place, tuple[float, ...]] = {}
+    for number, row in enumerate(_rows(path, text, columns), start=1):
+        place, prompt = _prompt(f"{path}: {kind} {number}", row, columns, classes)
         if place in found:
-            raise DataError(f"{path}: box {number}: {shown(place[0])} has two boxes of {place[2]!r}; keep one")
-        found[place] = box
+            raise DataError(f"{path}: {kind} {number}: {shown(place[0])} has two for {place[2]!r}; keep one")
+        found[place] = prompt
     if not found:
-        raise DataError(f"{path}: holds no box; write image,class,left,top,right,bottom")
+        raise DataError(f"{path}: holds no {kind}; write {','.join(columns)}")
     return found
 
 
-def _rows(path: Path, text: str) -> Iterator[Any]:
+def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     if path.suffix.lower() != ".json":
         yield from csv.DictReader(io.StringIO(text))
         return
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise DataError(f"{path}: not valid JSON; write a list of boxes") from None
+        raise DataError(f"{path}: not valid JSON; write a list of objects") from None
     if not isinstance(found, list):
-        raise DataError(f'{path}: is no list; write [{{"image": "a.png", "class": "disc", "left": 1, ...}}]')
+        example = json.dumps(dict.fromkeys(columns, 1) | {"image": "a.png", "class": "disc"})
+        raise DataError(f"{path}: is no list; write [{example}, ...]")
     yield from found
 
 
-def _box(where: str, row: Any, classes: list[str]) -> tuple[tuple[str, int | None, str], Box]:
-    keys = ("image", "class", "left", "top", "right", "bottom")
-    if not isinstance(row, dict) or (missing := [key for key in keys if row.get(key) in (None, "")]):
-        raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(keys)}")
+def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
+    if not isinstance(row, dict) or (missing := [key for key in columns if row.get(key) in (None, "")]):
+        raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(columns)}")
     if row["class"] not in classes:
         raise DataError(f"{where}: class {shown(row['class'], 80)!r} is none of the model's: {', '.join(classes)}")
     try:
-        left, top, right, bottom = (float(row[key]) for key in keys[2:])
+        found = tuple(float(row[key]) for key in columns[2:])
         number = int(row["slice"]) if row.get("slice") not in (None, "") else None
     except (TypeError, ValueError):
-        raise DataError(f"{where}: has a side that is no number; write pixels from the left and the top") from None
-    if not all(map(math.isfinite, (left, top, right, bottom))) or left >= right or top >= bottom:
-        raise DataError(f"{where}: its sides are not left < right and top < bottom; write pixels from the left and the top")
-    return (str(row["image"]), number, str(row["class"])), (left, top, right, bottom)
+        raise DataError(f"{where}: has a value that is no number; write pixels from the left and the top") from None
+    _check_pixels(where, found)
+    return (str(row["image"]), number, str(row["class"])), found
+
+
+def _check_pixels(where: str, found: tuple[float, ...]) -> None:
+    """Raise DataError for what is no point and no box."""
+    remedy = "write pixels from the left and the top"
+    if len(found) == 2 and not all(math.isfinite(one) and one >= 0 for one in found):
+        raise DataError(f"{where}: x and y are not 0 or more; {remedy}")
+    if len(found) == 4 and not (all(map(math.isfinite, found)) and found[0] < found[2] and found[1] < found[3]):
+        raise DataError(f"{where}: its sides are not left < right and top < bottom; {remedy}")
