@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from segment_anything import predictor as sam_predictor
 from segment_anything.modeling.image_encoder import Attention as ImageAttention
 from segment_anything.modeling.transformer import Attention as DecoderAttention
 from torch import Tensor, nn
@@ -101,25 +100,23 @@ def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: P
 
 
 @pytest.mark.parametrize("classes", [1, 2])
-def test_point_prompts_equal_segment_anything_s_own_predictor(classes: int, small_vit_b: Path) -> None:
-    """One class is the predictor's single mask, several its whole and its part; NaN is a picture's mask without any point."""
+def test_point_prompts_equal_meta_sam_and_nan_is_no_point(classes: int, small_vit_b: Path) -> None:
+    """One class is SAM's single mask, several are its first, each by its own point; SAM's label -1 says that there is none."""
     model = build_sam("vit_b", small_vit_b, None, classes, prompt="point", attention="original")
-    image = (torch.rand(3, 64, 64) * 255).round()
-    predictor = sam_predictor.SamPredictor(model)
-    predictor.set_torch_image(image[None], (64, 64))
-    coords = torch.tensor([[[7.0, 40.0], [33.0, 12.0]]])[:, :classes]
-    low = [
-        predictor.predict_torch(one[None, None], torch.ones(1, 1), multimask_output=classes > 1, return_logits=True)[2]
-        for one in coords[0]
-    ]
-    theirs = torch.nn.functional.interpolate(torch.cat(low), (64, 64), mode="bilinear", align_corners=False)
-    found = model(image[None], coords)
-    assert torch.allclose(found[0], theirs[range(classes), range(classes)], atol=1e-5)
-    absent = torch.cat([coords[:, :-1], torch.full((1, 1, 2), float("nan"))], 1)
-    nowhere = predictor.predict_torch(torch.zeros(1, 1, 2), -torch.ones(1, 1), multimask_output=classes > 1, return_logits=True)
-    none = torch.nn.functional.interpolate(nowhere[2], (64, 64), mode="bilinear", align_corners=False)[0, classes - 1]
-    assert torch.allclose(model(image[None], absent)[0, -1], none, atol=1e-5)
-    assert not torch.allclose(found[0, -1], none, atol=1e-3)
+    image = torch.rand(3, 64, 64) * 255
+
+    def meta(point: list[float], label: int) -> Tensor:
+        coords = {"point_coords": torch.tensor([[point]]), "point_labels": torch.tensor([[label]])}
+        record = {"image": image, "original_size": (64, 64)} | coords
+        low = sam.Sam.forward(model, [record], multimask_output=classes > 1)[0]["low_res_logits"]
+        return F.interpolate(low, (64, 64), mode="bilinear", align_corners=False)[0]
+
+    points = [[7.0, 40.0], [33.0, 12.0]][:classes]
+    found = model(image[None], torch.tensor([points]))[0]
+    assert torch.allclose(found, torch.stack([meta(point, 1)[c] for c, point in enumerate(points)]), atol=1e-5)
+    absent = model(image[None], torch.tensor([[*points[:-1], [float("nan")] * 2]]))[0]
+    assert torch.allclose(absent[-1], meta([0.0, 0.0], -1)[classes - 1], atol=1e-5)
+    assert not torch.allclose(absent[-1], found[-1], atol=1e-3)
     with pytest.raises(ConfigError, match="given no point"):
         model(image[None])
 

@@ -90,7 +90,11 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
-    """Return what configs/metadata.json holds."""
+    """Return what configs/metadata.json holds.
+
+    MONAI's schema asks for both lists of packages, and its reader puts the optional one in the place of the required one.
+    """
+    packages = {"pillow": version("pillow")}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -98,8 +102,8 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "monai_version": version("monai"),
         "pytorch_version": torch.__version__.partition("+")[0],
         "numpy_version": version("numpy"),
-        "required_packages_version": {"pillow": version("pillow")},
-        "optional_packages_version": {},
+        "required_packages_version": packages,
+        "optional_packages_version": packages,
         "name": card.job,
         "task": f"{config.task.name} of pictures",
         "description": f"{card.model} with adapter {card.adapter}, {card.name}, trained by {card.method}; see docs/README.md",
