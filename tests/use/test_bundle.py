@@ -154,6 +154,20 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
         assert torch.equal(mask[sure], (plane > 0)[sure])
 
 
+def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
+    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
+    made = bundle.inference(config)
+    assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
+    file = picture(tmp_path / "one.png", (128, 96, 3))
+    (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
+    own = {key: made["datalist"][key] for key in ("classes", "columns")}
+    (data,) = bundle_pictures.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
+    told = made["preprocessing"]["transforms"][0]
+    found = bundle_pictures.ReadPicture(told["side"], told["resize"], told["padding"], told["window"])(data)["prompts"]
+    assert found[1].tolist() == [32, 16]  # 64 pixels a side
+    assert found[0].isnan().all()
+
+
 @pytest.mark.parametrize("resize", ["stretch", "pad"])
 @pytest.mark.parametrize("window", [None, {"center": 900, "width": 1500}])
 def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:

@@ -249,6 +249,11 @@ def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
         assert np.asarray(pages) == pytest.approx(wanted.numpy(), abs=1e-4)
         pages.seek(1)
         assert not np.asarray(pages).any()  # no point of the cup: it was not asked for
+    capsys.readouterr()
+    for image, x, said in (("b.png", 5, "the points name no image 'a.png'"), ("a.png", 96, "96, 32 lies outside its 96x128")):
+        (tmp_path / "p.json").write_text(json.dumps([{"image": image, "class": "disc", "x": x, "y": 32}]))
+        assert run(monkeypatch, *words, "--force", "--points", tmp_path / "p.json") == 1
+        assert said in capsys.readouterr().err
 
 
 def test_a_box_is_cut_to_each_tile() -> None:

@@ -13,6 +13,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.expand import expand
 from consilium.data.images import inner, read_image, shrink
 from consilium.errors import DataError
+from consilium.report.clean import shown
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
 from consilium.use.inputs import Input, Prompts
@@ -65,12 +66,19 @@ class Asking:
                 yield Asked(item, image, each)
 
     def _batches(self, one: Input) -> Iterator[tuple[Sequence[Item], list[np.ndarray], Tensor]]:
+        self._check_prompted(one)
         parts = self.parts(one)
         for start in range(0, len(parts), self.batch_size):
             items = parts[start : start + self.batch_size]
             images = [read_image(item, self.task) for item in items]
             self._check_parts(one, images)
             yield items, images, self._ask(one, items, images)
+
+    def _check_prompted(self, one: Input) -> None:
+        """Raise DataError for an input that no prompt names: a mask without anything would look like an answer."""
+        if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
+            many = PROMPTS[self.task.prompt].many
+            raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
 
     def _check_parts(self, one: Input, images: list[np.ndarray]) -> None:
         """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
@@ -108,6 +116,7 @@ class Asking:
         ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
             if (prompt := self._prompt(one, item, name)) is not None:
+                _check_inside(one, prompt, shape)
                 found[index] = torch.tensor(prompt) * ratio
         return found
 
@@ -123,6 +132,14 @@ class Asking:
             return logits
         missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
         return logits.masked_fill(missing[:, None, None], -1e4)
+
+
+def _check_inside(one: Input, prompt: tuple[float, ...], shape: tuple[int, ...]) -> None:
+    """Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number."""
+    if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
+        told = ", ".join(f"{number:g}" for number in prompt)
+        what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
+        raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
 
 
 def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
