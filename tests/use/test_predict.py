@@ -183,6 +183,9 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         one.SeriesInstanceUID = f"1.2.{number}"
         one.save_as(path)
     assert len(find_inputs(tmp_path / "in", False, tmp_path / "out")) == 2
+    (tmp_path / "in/damaged.dcm").write_bytes(bytes(128) + b"DICM" + bytes(9))
+    assert len(find_inputs(tmp_path / "in", False, tmp_path / "out")) == 3  # it is named alone, the others go on
+    (tmp_path / "in/damaged.dcm").unlink()
     masks, beside = sorted((tmp_path / "made/masks").rglob("*.dcm")), list[Path]()
     shutil.copy(masks[0], tmp_path / "in/earlier.dcm")
     (tmp_path / "in/results").mkdir()

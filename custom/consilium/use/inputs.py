@@ -73,15 +73,25 @@ def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
     if not files:
         return []
     try:
-        from consilium.data.dicom.files import is_beside, open_file, reading
-
-        with reading(folder):
-            told = [(path, is_beside(one), one.get("SeriesInstanceUID")) for path in files for one in [open_file(path)]]
-    except Exception:  # a damaged file, or no pydicom: what reads the input says so
+        import consilium.data.dicom.files  # noqa: F401
+    except ImportError:  # no pydicom: what reads the input says so
         return files if len(files) == 1 else [folder]
-    beside += [path for path, other, _ in told if other]
-    images = {path: series for path, other, series in told if not other}
+    told = {path: _kind(path) for path in files}
+    beside += [path for path, (other, _) in told.items() if other]
+    images = {path: series for path, (other, series) in told.items() if not other}
     return list(images) if len(set(images.values())) == len(images) else [folder]
+
+
+def _kind(path: Path) -> tuple[bool, str]:
+    """Tell whether a DICOM file is no image, and of which series it is; a damaged one is an image by itself, to be named."""
+    from consilium.data.dicom.files import is_beside, open_file, reading
+
+    try:
+        with reading(path):
+            found = open_file(path)
+            return is_beside(found), str(found.get("SeriesInstanceUID"))
+    except DataError:
+        return False, str(path)
 
 
 def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
