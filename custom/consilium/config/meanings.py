@@ -78,7 +78,7 @@ MEANINGS: dict[str, str] = {
     "UnetConfig.checkpoint": "an earlier run's model.safetensors; may start with `${SITE}`; else `seed` draws the weights",
     "UnetConfig.seed": "of the first weights, the same at every site",
     "DualRankConfig.dropout": "of the adapter's input",
-    "SegmentationConfig.prompt": "`box` gives the model the box around each class",
+    "SegmentationConfig.prompt": "`box` gives the model the box around each class, `point` a point in it",
     "SegmentationConfig.slices": "planes of a volume whose entry names none",
     "ClassificationConfig.slices": "planes of a volume whose entry names none",
     "SegmentationConfig.scores": "what a score is taken of",
