@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from consilium.config.server import ServerConfig
 from consilium.errors import RefusedError
 from consilium.federation.server_step import robust_mean
+from consilium.linalg.together import together
 from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.strategies.strategy import Gathered, SiteResult, Strategy
@@ -20,8 +20,6 @@ PARTIES = 1024
 """How many updates a mean has room for, unless it is told."""
 
 
-SMALL = 2**14
-"""Numbers of a tensor from which on it is summed by itself; smaller ones together, because an adapter has hundreds."""
 Piece = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the tensors whose numbers are summed in one."""
 
@@ -69,12 +67,8 @@ class ExactMean:
 
 
 def _pieces(update: Tensors) -> dict[Piece, Tensor]:
-    """Return an update's numbers (n,) by piece: small tensors of a type together, others alone."""
-    together: dict[tuple[torch.dtype, str], list[str]] = {}
-    for name, tensor in update.items():
-        together.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)
-    joined = {tuple((name, tuple(update[name].shape)) for name in names): names for names in together.values()}
-    return {piece: torch.cat([update[name].detach().reshape(-1) for name in names]) for piece, names in joined.items()}
+    """Return an update's numbers (n,) by piece."""
+    return {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
 
 
 class RoundAggregate:
