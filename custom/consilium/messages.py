@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:  # a kit's own process reads this file, and has no use for torch
@@ -139,6 +140,10 @@ class MetricKey:
 
 def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
     """Return the names a site may report: of every split and model the task's metrics; the loop's own; what was skipped."""
-    metrics = list(task_metrics)
+    return _allowed(frozenset(task_metrics))
+
+
+@lru_cache
+def _allowed(metrics: frozenset[str]) -> frozenset[str]:
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})

@@ -21,6 +21,7 @@ from consilium.federation.ranks import ranks_of
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
+from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
@@ -48,6 +49,11 @@ class Job:
         if rank is None or self.config.adapter_kind.unequal_ranks:
             return self.config.strategy
         return self.config.strategy.at_rank(rank)
+
+    @cached_property
+    def norm(self) -> float:
+        """The Euclidean norm of the adapter as every site starts from it."""
+        return norm(self.initial)
 
 
 def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:

@@ -15,6 +15,7 @@ from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.federation.versions import check_versions
+from consilium.linalg.together import norm
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
@@ -175,17 +176,13 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
     further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
     it is expected to add is allowed for.
     """
-    adapter, update = _norm(job.initial) or 1.0, _norm(result.tensors)
+    adapter, update = job.norm or 1.0, norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
     noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
         raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
-
-
-def _norm(tensors: Tensors) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
 def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:

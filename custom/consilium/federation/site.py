@@ -22,6 +22,7 @@ from consilium.federation.kept import Kept
 from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
 from consilium.federation.versions import libraries
+from consilium.linalg.together import norm
 from consilium.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -37,7 +38,7 @@ from consilium.messages import (
 )
 from consilium.privacy.plan import Plan
 from consilium.report.cases import Closing
-from consilium.report.events import FOLDER, SiteEvents, size_of
+from consilium.report.events import FOLDER, SiteEvents
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
@@ -169,7 +170,7 @@ class Site(Scoring):
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         reply = replace(reply, tensors=summed) if summed else reply
-        self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
+        self.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
@@ -265,12 +266,12 @@ class Site(Scoring):
         if not self._file(run).exists():
             return Held(layers.unchanged(self.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._file(run))
-        params, sent, kept, optimizer = (
-            {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
-            for group in ("params", "reply", "kept", "optimizer")
-        )
-        reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
-        return Held(params, (meta["round"], meta["phase"]), reply, kept, optimizer)
+        groups: dict[str, Tensors] = {group: {} for group in ("params", "reply", "kept", "optimizer")}
+        for name, tensor in tensors.items():
+            group, _, own = name.partition("/")
+            groups[group][own] = tensor
+        reply = Payload(meta["round"], meta["phase"], groups["reply"], meta["scalars"], meta["metrics"])
+        return Held(groups["params"], (meta["round"], meta["phase"]), reply, groups["kept"], groups["optimizer"])
 
 
 def _nothing(run: str, payload: Payload) -> None:

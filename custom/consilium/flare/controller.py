@@ -153,7 +153,7 @@ class RoundController(Controller):
             survey.finish()
 
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.start().items()}
+        payloads = wire.encode_each(coordinator.start(), coordinator.run)
         asides = self.evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
@@ -170,7 +170,7 @@ class RoundController(Controller):
 
     def evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.held_out().items()}
+        payloads = wire.encode_each(coordinator.held_out(), coordinator.run)
 
         def record(name: str, result: Shareable) -> None:
             coordinator.accept_held_out(name, wire.decode(result)[0])
@@ -178,8 +178,7 @@ class RoundController(Controller):
         return self.send_tasks(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        sent = coordinator.final() if coordinator.job.config.trains else {}
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in sent.items()}
+        payloads = wire.encode_each(coordinator.final() if coordinator.job.config.trains else {}, coordinator.run)
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:

@@ -23,9 +23,12 @@ from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCh
 from consilium.flare.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.registry import Plugins
 
+ASK = 0.2
+"""Seconds after which a site that has answered asks for its next task; FLARE lets it wait 2, in every phase of every round.
+
+A site that finds no task asks again after half a second, so idle sites ask no more often for it.
+"""
 TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
-ASK_MASKED = 0.5
-"""Seconds after which a site asks for its next task in a job with secure aggregation, whose rounds have four of them."""
 
 
 class ConsiliumRecipe(Recipe):
@@ -38,7 +41,6 @@ class ConsiliumRecipe(Recipe):
         path = job_file(Path(job))
         own = plugins is None
         config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
-        self.masked = config.secure_aggregation is not None
         self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
         path = Path(self._place.name) / "job.yaml"
         path.write_bytes(text)
@@ -47,7 +49,7 @@ class ConsiliumRecipe(Recipe):
         fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
         fed_job.to_server(StrategyAggregator(), id="aggregator")
         fed_job.to_server(RoundController())
-        tasks = [*TASKS, *[MASKS] * self.masked]
+        tasks = [*TASKS, *[MASKS] * (config.secure_aggregation is not None)]
         fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
         fed_job.to_clients(SiteExecutor(), tasks=tasks)
         fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=tasks)
@@ -73,16 +75,13 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
     if target.exists():
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
     recipe.export(str(folder))
-    if recipe.masked:
-        ask_every(target, ASK_MASKED)
+    _ask_soon(target / "app" / "config" / "config_fed_server.json")
     if bundle:
         package = str(files("consilium"))
         shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 
-def ask_every(job: Path, seconds: float) -> None:
-    """Let the sites of a job folder ask for their next task after so many seconds. FLARE lets them wait 2."""
-    server = job / "app" / "config" / "config_fed_server.json"
+def _ask_soon(server: Path) -> None:
     settings = json.loads(server.read_text(encoding="utf-8"))
-    server.write_text(json.dumps(settings | {"server": {"task_request_interval": seconds}}, indent=2), encoding="utf-8")
+    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")

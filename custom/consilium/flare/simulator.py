@@ -19,15 +19,13 @@ from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.flare.context import OUTPUT
-from consilium.flare.recipe import ask_every, export
+from consilium.flare.recipe import export
 from consilium.messages import Observer, loading
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
-ASK = 0.2
-"""Seconds after which a simulated site asks for its next task; FLARE lets it wait 2."""
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
 
@@ -37,9 +35,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     source = workspace / "flare" / "source" / "job.yaml"
     private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-    job = export(source, workspace / "flare" / "job")
-    ask_every(job, ASK)
-    return job
+    return export(source, workspace / "flare" / "job")
 
 
 def run_simulator(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.linalg.together import norms
 from consilium.messages import Tensors
 from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
 from consilium.privacy.plan import Plan
@@ -65,12 +66,13 @@ class Record:
 
 def describe(tensors: Tensors) -> dict[str, Line]:
     """Return what the record says of tensors."""
+    sizes = norms(tensors)
     return {
         name: {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "bytes": tensor.numel() * tensor.element_size(),
-            "norm": float(tensor.double().square().sum().sqrt()),
+            "norm": sizes[name],
         }
         for name, tensor in tensors.items()
     }

@@ -63,7 +63,7 @@ class Guard(Masking):
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
-        self._run = ""
+        self._run, self._digest = "", self.config.digest
         self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
@@ -85,7 +85,7 @@ class Guard(Masking):
         budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
         self._task = None
-        own = places.own_run(self.name, run, self.config, self.job_id)
+        own = places.own_run(self.name, run, self._digest, self.job_id)
         task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
         places.check_place(self.name, self.config, self.strategy, task, self.test_only)
