@@ -37,6 +37,7 @@ from consilium.cli.options import (
 )
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.rank import rank
 from consilium.cli.report import report
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
@@ -63,6 +64,7 @@ app.command()(export_model)
 app.command()(report)
 app.command()(fit)
 app.command()(bench)
+app.command()(rank)
 
 
 def _version(wanted: bool) -> None:
