@@ -38,6 +38,7 @@ from consilium.cli.options import (
 )
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.rank import rank
 from consilium.cli.report import report
 from consilium.cli.simulate import simulate
 from consilium.cli.sites import sites
@@ -67,6 +68,7 @@ app.command()(report)
 app.command()(fit)
 app.command()(bench)
 app.command()(sites)
+app.command()(rank)
 
 
 def _version(wanted: bool) -> None:

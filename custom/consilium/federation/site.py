@@ -19,8 +19,8 @@ from consilium.data.datalist import DataList
 from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
 from consilium.federation.kept import Kept
-from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
+from consilium.federation.several import jointly
 from consilium.federation.versions import libraries
 from consilium.linalg.together import norm
 from consilium.messages import (
@@ -89,7 +89,6 @@ class Site(Scoring):
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
-        quicken(config, model, task)
 
     def close(self) -> None:
         """Close the site's files, and end its other processes."""
@@ -137,6 +136,7 @@ class Site(Scoring):
 
         return tally(self.data, self.config.task, self.config.statistics.bins, self.should_stop)
 
+    @jointly
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
@@ -175,6 +175,7 @@ class Site(Scoring):
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
 
+    @jointly
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
