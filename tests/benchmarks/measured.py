@@ -3,7 +3,7 @@
 A measure is one of results.json (mean over the sites), one of the last round's diagnostics, `seconds` of the cell, or of
 the server's last state: `first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (of the
 weight that FedSCA's matrix gives other sites, the share of the site's own group, where sites take turns in two groups), and
-`noise / signal` of a private run, by its plan: of one noisy step of DP-SGD, mean over the sites that take one, or of one release
+`noise / signal` of a private run, by its plan: of one noisy step of DP-SGD, mean over the sites that take one, or of a release
 at site level, the expected norm of the noise over the largest norm that the mean of clipped contributions can have.
 """
 

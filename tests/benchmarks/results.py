@@ -5,8 +5,8 @@
 
 The studies named are read from their workspaces (a folder each): what finished cells measured goes into `measured/`, and
 what `consilium compare` says of the study between its marks in RESULTS.md. Then the tables of effects are made of all of
-`measured/`, which lasts when workspaces are gone, and so are the tables of scores and the pictures of `utility`. Without a study's
-name only these are made.
+`measured/`, which lasts when workspaces are gone, and so are the tables and pictures of `utility`. Without a study's name only
+these are made.
 An effect is a difference, paired by seed, with the 95 % t interval over seeds; `effects` says which, and where each should lie.
 """
 

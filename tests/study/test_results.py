@@ -99,12 +99,18 @@ PRIVATE: dict[str, tuple[dict[str, Any] | None, int, float]] = {
 @pytest.mark.parametrize("privacy", PRIVATE)
 def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_path: Path) -> None:
     section, units, ratio = PRIVATE[privacy]
-    overrides = [f"privacy={json.dumps(section)}", "training.local_steps=1", "training.optimizer_state=fresh", "task.balance=none"]
+    plain = ("training.local_steps=1", "training.optimizer_state=fresh", "task.balance=none")
     events: list[dict[str, Any]] = [{"event": "parameters", "shared": 400}]
     events += [{"event": "result", "round": number, "phase": 0, "weight": units} for number in (0, 0, 0, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     (tmp_path / "results.json").write_text("{}")
-    cell = Cell("x", {}, overrides, tmp_path, JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml")
+    cell = Cell(
+        "x",
+        {},
+        [f"privacy={json.dumps(section)}", *plain],
+        tmp_path,
+        JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml",
+    )
     assert measured(cell, NOISE) == pytest.approx(ratio)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.messages import Tensors
 from consilium.privacy.discrete import Bits
-from consilium.privacy.dpsgd import DpSgd, gradients_by_unit
+from consilium.privacy.dpsgd import DpSgd, UnitGradients
 from consilium.privacy.secagg.arithmetic import quantize
 from consilium.privacy.shares import MARGIN
 from consilium.tasks.base import Task
@@ -48,7 +48,7 @@ def clipped_sum(
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
     parts = list(dp.chosen(drawn(dp.count(task.num_samples), dp.sample_rate, bits), ALONE, bits))
     seed = int.from_bytes(bits(8), "little") >> 1  # augmentation goes by place in the list, which one unit more shifts
-    gradients = gradients_by_unit(model, active, dp)
+    gradients = UnitGradients(model, active, dp.unit)  # alone, so autograd's gradient is the unit's
     model.train()
     try:
         with torch.random.fork_rng(devices=cuda_devices(params)):
