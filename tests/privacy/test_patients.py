@@ -25,7 +25,7 @@ from consilium.federation.engine import simulate
 from consilium.federation.samples import of_patients, units_of
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon
 from consilium.privacy.composition import Entry, epsilon_for
-from consilium.privacy.dpsgd import DpSgd, PatientGradients, PrivateSteps
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps, UnitGradients
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from tests.conftest import assembled, small_cells, small_config, small_text, training_only
@@ -141,7 +141,7 @@ def test_of_a_patient_with_too_many_samples_a_choice_is_drawn_anew_each_time() -
 def test_layers_that_couple_samples_are_refused_by_their_name() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     with pytest.raises(ConfigError, match=r"privacy\.unit: 'patient': '1' \(BatchNorm1d\) ties the records"):
-        PatientGradients(model, {"weight": model[0].weight})
+        UnitGradients(model, {"weight": model[0].weight}, "patient")
 
 
 def test_any_layer_will_do_where_no_gradients_per_sample_are_needed() -> None:
