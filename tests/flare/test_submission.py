@@ -74,7 +74,7 @@ def test_masks_asked_of_a_folder_that_was_made_without_are_refused_and_its_job_f
         prepare(job, wanted, "study", tmp_path)
     config = prepare(job / "app/config/job.yaml", wanted, "study", tmp_path) / "app/config"
     assert '"masks"' in (config / "config_fed_client.json").read_text()
-    assert json.loads((config / "config_fed_server.json").read_text())["server"] == {"task_request_interval": 0.5}
+    assert json.loads((config / "config_fed_server.json").read_text())["server"] == {"task_request_interval": 0.2}
 
 
 @pytest.mark.parametrize("failure", [ConsiliumError("no connection"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
