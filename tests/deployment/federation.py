@@ -13,7 +13,8 @@
 `sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
 `closed` names participants that run as in a container: the machine read-only but for the kit and a temporary folder, without
 capabilities; `make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package;
-`admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is).
+`admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps
+names to what their environment has besides.
 Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
@@ -36,7 +37,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.lighter.utils import sign_folders
 
 from consilium.config.job import JobConfig
 from consilium.federation.runs import STATE
@@ -77,6 +80,7 @@ class Federation:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
         self.kits = make(self.file, self.folder / "kits")
+        self.variables: dict[str, dict[str, str]] = {}
         self._started: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Self:
@@ -98,7 +102,7 @@ class Federation:
             self._started[name] = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self.environment(),
+                env=self.environment() | self.variables.get(name, {}),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -107,6 +111,23 @@ class Federation:
             output.close()
         if wait:
             self.until(self._connected, wait, "server and sites to be connected")
+
+    def reroute(self, name: str, port: int) -> None:
+        """Have a site's kit lead to another port of this machine, signed as the hub would. Before its start."""
+        path = self.kit(name) / "startup/fed_client.json"
+        path.write_text(path.read_text().replace(f":{self.port}", f":{port}"))
+        key = json.loads((self.kits.parent / "state/cert.json").read_text())["root_pri_key"]
+        signing = load_pem_private_key(key.encode(), None)
+        sign_folders(str(self.kit(name) / "startup"), signing, signature_file="signature.json")
+
+    def add(self, name: str) -> None:
+        """Add a site to sites.yml and make its kit, beside the others', as the hub does while the federation runs."""
+        raw = yaml.safe_load(self.file.read_text())
+        raw["sites"].append({"name": name, "org": name.replace("-", "_")})
+        self.file.write_text(yaml.safe_dump(raw))
+        (made,) = provision(self.file, self.kits.parents[1], [name]).iterdir()  # no other participant's
+        made.rename(self.kit(name))
+        self.sites.append(name)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process, and of commands a test runs in a participant's place."""

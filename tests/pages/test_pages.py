@@ -40,7 +40,12 @@ NOT_RUN = {
     ],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
     "custom/consilium/use/README.md": ["consilium submit"],
-    "provisioning/engineer.md": ["consilium submit", "consilium status fundus-1"],
+    "provisioning/engineer.md": [
+        "consilium provision sites.yml",
+        "consilium submit",
+        "consilium status fundus-1",
+        "consilium sites --kit",
+    ],
     "provisioning/installation.md": ["pip install", "cd linux-x86_64-cpu", "chown", "docker build"],
     "provisioning/administrator.md": ["consilium doctor KIT", "consilium approve --revoke DIGEST"],
     "provisioning/data-protection-officer.md": ["consilium evidence fundus-1", "consilium forget fundus-1"],

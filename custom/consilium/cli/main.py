@@ -38,8 +38,10 @@ from consilium.cli.options import (
 )
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.rank import rank
 from consilium.cli.report import report
 from consilium.cli.simulate import simulate
+from consilium.cli.sites import sites
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
@@ -65,6 +67,8 @@ app.command()(export_model)
 app.command()(report)
 app.command()(fit)
 app.command()(bench)
+app.command()(sites)
+app.command()(rank)
 
 
 def _version(wanted: bool) -> None:
