@@ -1,5 +1,6 @@
 """A bill of materials: all packages of an environment or a wheelhouse, as CycloneDX 1.6 JSON."""
 
+import re
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageMetadata, distributions
 
@@ -21,8 +22,8 @@ def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
     parts: dict[str, Component] = {}
     for one, digest in found:
         said = one.metadata  # read anew at each look
-        if (name := said["Name"]) and name.lower() not in parts:
-            parts[name.lower()] = _component(said, digest)
+        if (name := _normal(said["Name"] or "")) and name not in parts:
+            parts[name] = _component(said, name, digest)
     about = parts.pop(subject, None)
     bom = Bom(components=parts.values())
     bom.metadata.component = about
@@ -37,13 +38,17 @@ def environment() -> str:
     return bill(((one, "") for one in distributions()), "consilium")
 
 
-def _component(said: PackageMetadata, digest: str) -> Component:
-    name, version, told = said["Name"], said["Version"], _license(said)
-    url = PackageURL("pypi", None, name.lower().replace("_", "-"), version)
+def _normal(name: str) -> str:
+    """Return a package's name as the index has it, by the specification of names (formerly PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _component(said: PackageMetadata, name: str, digest: str) -> Component:
+    told, url = _license(said), PackageURL("pypi", None, name, said["Version"])
     return Component(
         type=ComponentType.LIBRARY,
-        name=name,
-        version=version,
+        name=said["Name"],
+        version=said["Version"],
         purl=url,
         bom_ref=str(url),
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else (),
