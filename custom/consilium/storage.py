@@ -143,5 +143,5 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consilium import __version__
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
+from consilium.federation.versions import check_versions
 from consilium.linalg.together import norm
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.lending import NUMBERS, belongs
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 
 
 def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
-    """Raise RefusedError unless every value has its kind and range, and versions are the server's.
+    """Raise RefusedError unless every value has its kind and range, and versions may take part with the server's.
 
     `packages`: the other packages that the job's kinds come from at the server, with their versions.
     """
@@ -48,10 +48,8 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         or len(hello.name.encode()) > 128
     ):
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
-    name, version = hello.name, hello.version
-    if version != __version__:
-        told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"
-        raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
+    check_versions(hello)
+    name = hello.name
     if type(hello.plugins) is not dict or not _same(hello.plugins, packages):
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
         raise RefusedError(

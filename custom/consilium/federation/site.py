@@ -19,8 +19,9 @@ from consilium.data.datalist import DataList
 from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
 from consilium.federation.kept import Kept
-from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
+from consilium.federation.several import jointly
+from consilium.federation.versions import libraries
 from consilium.linalg.together import norm
 from consilium.messages import (
     HELD_OUT,
@@ -88,7 +89,6 @@ class Site(Scoring):
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
-        quicken(config, model, task)
 
     def close(self) -> None:
         """Close the site's files, and end its other processes."""
@@ -100,7 +100,10 @@ class Site(Scoring):
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         run = self.scored_run(run)
         joined, carries = self._file(run).exists(), self._capacity(run)
-        return Hello(self.name, self.task.num_samples, joined, __version__, self._base(), carries, plugins=self.config.packages)
+        base, plugins = self._base(), self.config.packages
+        return Hello(
+            self.name, self.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
+        )
 
     def _base(self) -> str:
         """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
@@ -133,6 +136,7 @@ class Site(Scoring):
 
         return tally(self.data, self.config.task, self.config.statistics.bins, self.should_stop)
 
+    @jointly
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
@@ -171,6 +175,7 @@ class Site(Scoring):
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
 
+    @jointly
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 

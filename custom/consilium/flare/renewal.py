@@ -26,7 +26,7 @@ from consilium.config.deployment import load_deployment
 from consilium.errors import ConfigError
 from consilium.flare.hardening import is_signed
 from consilium.flare.kits import certificate
-from consilium.flare.provision import provision
+from consilium.flare.provision import check_names, provision
 from consilium.storage import write_atomic
 
 OLD, NEW = "startup.old", ".startup.new"
@@ -42,9 +42,8 @@ def renew(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     sites.yml and for a folder without the project's state.
     """
     deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
     known = {entry.name for entry in deployment.entries()}
-    if unknown := sorted(set(names) - known):
-        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")

@@ -117,7 +117,7 @@ def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
 
 def decode_masks(shareable: Shareable) -> tuple[dict[str, Any], str]:
     """Return (question, run) of secure aggregation. Raises RefusedError for anything that is no such message."""
-    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, "DXO"}
+    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, MODEL, "DXO"}
     if not isinstance(asked, dict) or asked.keys() != {"run", "question"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
     if not isinstance(asked["question"], dict):

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
-from consilium.messages import Kind, Payload
+from consilium.messages import LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.privacy import audit, kept, lending, noise, places, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
@@ -143,6 +143,8 @@ class Guard(Masking):
             "ledger": self.ledger.seal(),
             "plugins": self.config.packages,
             "test_only": self.test_only,
+            "protocol": PROTOCOL,
+            "libraries": {name: str(told) for name, told in dict(hello["libraries"]).items() if name in LIBRARIES},
         }
         self._note("hello", values=shown)
         return shown
