@@ -262,8 +262,7 @@ def site_reference() -> str:
     parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
     parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
     parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
-    parts += [chapter("`nodes:`", NodesConfig)]
-    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig)])
+    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig), chapter("`nodes:`", NodesConfig)])
 
 
 def deployment_reference() -> str:

@@ -176,11 +176,11 @@ class Ranks:
 
     def failed(self, error: Exception) -> ConsiliumError:
         """End all ranks; return why, with what the one that failed first has said."""
-        told = [_said(child) for child in self.children]
+        told = [(self._where(rank), _said(child)) for rank, child in enumerate(self.children, start=1)]
         self.end()
-        for rank, why in enumerate(told, start=1):
+        for rank, (where, why) in enumerate(told, start=1):
             if why:
-                return ConsiliumError(f"site.yaml: devices: rank {rank} on {self._where(rank)}: {why}", Reason.TRAINING)
+                return ConsiliumError(f"site.yaml: devices: rank {rank} on {where}: {why}", Reason.TRAINING)
         return ConsiliumError(f"site.yaml: devices: {' '.join(str(error).split())[:200]}", Reason.TRAINING)
 
     def _where(self, rank: int) -> str:
