@@ -86,7 +86,7 @@ class Federation:
             self._started[name] = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self.environment(),
+                env=self.environment(name),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -96,8 +96,8 @@ class Federation:
         if wait:
             self.until(self._connected, wait, "server and sites to be connected")
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of every process, and of commands a test runs in a participant's place."""
+    def environment(self, name: str = "") -> dict[str, str]:
+        """Return the environment of a participant's processes, and of commands a test runs in its place."""
         environment = self.scratch_environment(self.folder)
         if self.installed:
             return environment

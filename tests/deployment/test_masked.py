@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from consilium.cli.audit import _records, _report, markdown
-from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
@@ -15,15 +13,11 @@ from consilium.federation.engine import simulate
 from consilium.federation.runs import STATE
 from consilium.storage import load_state
 from tests.conftest import small_config, training_only
-from tests.deployment.federation import ADMIN, Federation
+from tests.deployment.federation import Federation
+from tests.deployment.jobs import consilium
 
 SITES = ["site-1", "site-2", "site-3", "site-4"]
 pytestmark = pytest.mark.slow
-
-
-def consilium(federation: Federation, *words: str) -> None:
-    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
-    assert found.exit_code == 0, (found.output, found.exception)
 
 
 def masked_files(federation: Federation, round: int) -> list[Path]:
