@@ -116,6 +116,22 @@ def _curve() -> list[Effect]:
     return [*found, Effect(f"growing: {best} minus {alone}, all images minus 3", ACCURACY, plus, minus)]
 
 
+def _utility() -> list[Effect]:
+    step, mixed = {"method": "DP-SGD by the step"}, {"mix": "0.1"}
+    at = {epsilon: step | mixed | {"epsilon": epsilon} for epsilon in ("8", "3", "1")}
+    found = [Effect("by the step at epsilon 8, minus 0.36", ACCURACY, (at["8"],), level=0.36)]
+    for other in ("FedIT", "FedIT by SGD"):
+        minus = {"method": other, "epsilon": "none"} | mixed
+        found.append(Effect(f"by the step at epsilon 8 minus {other} without privacy", ACCURACY, (at["8"],), (minus,)))
+    alone, pooled = {"method": "DP-SGD at each site"}, {"method": "DP-SGD pooled", "mix": "one site"}
+    sides: list[tuple[Labels, Side]] = [(alone, "over 0"), (pooled, "0")]
+    return found + [
+        Effect(f"epsilon {epsilon}: by the step minus {other['method']}", ACCURACY, (one,), (one | other,), side)
+        for other, side in sides
+        for epsilon, one in at.items()
+    ]
+
+
 EFFECTS = {
     "claim_iat": _iat(),
     "claim_sor": _sor(),
@@ -126,4 +142,5 @@ EFFECTS = {
     "quickstart_cells": _cells(),
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
+    "privacy_utility_rbc12": _utility(),
 }

@@ -2,7 +2,9 @@
 
 A measure is one of results.json (mean over the sites), one of the last round's diagnostics, `seconds` of the cell, or of
 the server's last state: `first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (of the
-weight that FedSCA's matrix gives other sites, the share of the site's own group, where sites take turns in two groups).
+weight that FedSCA's matrix gives other sites, the share of the site's own group, where sites take turns in two groups), and
+`noise / signal` of a private run, by its plan: of one noisy step of DP-SGD, mean over the sites that take one, or of a release
+at site level, the expected norm of the noise over the largest norm that the mean of clipped contributions can have.
 """
 
 import csv
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.storage import load_state
 from consilium.strategies.fedsca import MATRIX
 from consilium.study.cell import record_of
@@ -41,7 +44,32 @@ def own_group(cell: Cell) -> float:
     return float((others * same).sum() / others.sum())
 
 
-OF_THE_STATE = {"first 2 ranks": first_two_ranks, "own group": own_group}
+def noise_over_signal(cell: Cell) -> float:
+    """Return the expected norm of the noise over the most that the signal's can be; 0 without privacy."""
+    config, events = cell.load(), [json.loads(line) for line in (cell.folder / "metrics.jsonl").read_text().splitlines()]
+    dimensions = next(one["shared"] for one in events if one["event"] == "parameters")
+    units = [one["weight"] for one in events if one["event"] == "result" and (one["round"], one["phase"]) == (0, 0)]
+    plans = [plan for count in units if (plan := make_plan(config, config.strategy, count))]
+    if plans and config.dpsgd is None:
+        return noise_to_signal(plans[0], dimensions, len(units))
+    ratios = [plan.noise_multiplier * (dimensions * of_the_noise(plan, len(units))) ** 0.5 / drawn(plan, count)
+              for plan, count in zip(plans, units, strict=True)] if plans else [0.0]  # fmt: skip
+    return float(np.mean(ratios))
+
+
+def of_the_noise(plan: Plan, sites: int) -> float:
+    """Return how much more variance a sum carries than the plan counts, where more sites than it counts add their share."""
+    return sites / plan.shares if plan.by_step else 1.0
+
+
+def drawn(plan: Plan, units: int) -> float:
+    """Return how many records or patients a step draws on average, of so many."""
+    divisor = getattr(plan.config, "divisor", None)
+    return divisor if plan.by_step and divisor else plan.event.sample_rate * units
+
+
+NOISE = "noise / signal"
+OF_THE_STATE = {"first 2 ranks": first_two_ranks, "own group": own_group, NOISE: noise_over_signal}
 
 
 def measured(cell: Cell, measure: str) -> float:
@@ -49,8 +77,9 @@ def measured(cell: Cell, measure: str) -> float:
     if measure in OF_THE_STATE:
         return OF_THE_STATE[measure](cell)
     results = json.loads((cell.folder / "results.json").read_text())
-    if all(measure in site for site in results.values()):
-        return float(np.mean([site[measure] for site in results.values()]))
+    scored = [site for site in results.values() if any(name.startswith("test/") for name in site)]  # others have no test split
+    if scored and all(measure in site for site in scored):
+        return float(np.mean([site[measure] for site in scored]))
     events = map(json.loads, (cell.folder / "metrics.jsonl").read_text().splitlines())
     values = [event["values"][measure] for event in events if event["event"] == "diagnostics" and measure in event["values"]]
     if not values:

@@ -5,7 +5,8 @@
 
 The studies named are read from their workspaces (a folder each): what finished cells measured goes into `measured/`, and
 what `consilium compare` says of the study between its marks in RESULTS.md. Then the tables of effects are made of all of
-`measured/`, which lasts when workspaces are gone. Without a study's name only these are made.
+`measured/`, which lasts when workspaces are gone, and so are the tables and pictures of `utility`. Without a study's name only
+these are made.
 An effect is a difference, paired by seed, with the 95 % t interval over seeds; `effects` says which, and where each should lie.
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 from scipy import stats
 
 from consilium.study.study import load
+from tests.benchmarks import utility
 from tests.benchmarks.effects import EFFECTS, Effect, Labels
 from tests.benchmarks.measured import FOLDER, MEASURE, SECONDS, Rows, collected, keep, read
 
@@ -117,10 +119,12 @@ def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path
         kind, study, text = match["kind"], match["study"], match["text"]
         if kind == "effects":
             text = effects(study, folder)
+        elif kind == "utility":
+            text = utility.table(read(study, folder))
         elif kind == "compare":
             text = compared(study, workspaces / study) if workspaces is not None and study in studies else text
         else:
-            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects or compare")
+            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects, utility or compare")
         return f"<!-- made by results: {kind} {study} -->\n{text}<!-- end -->\n"
 
     return BLOCK.sub(block, page)
@@ -136,8 +140,11 @@ def main() -> None:
         wanted: dict[str, list[Labels]] = {}
         for one in EFFECTS[study]:
             wanted.setdefault(one.measure, []).extend([*one.plus, *one.minus])
+        wanted |= {measure: [{}] for measure in utility.MEASURES if study in utility.PICTURES}
         keep(study, collected(load(study, workspace=args.workspaces / study).cells(), wanted))
     PAGE.write_text(renewed(PAGE.read_text(), args.workspaces, args.studies))
+    for study, name in utility.PICTURES.items():
+        utility.picture(read(study)).savefig(PAGE.parent / name, dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ class Week(Federation):
     def __init__(self, folder: Path, proxies: dict[str, counted.Proxy]) -> None:
         self.proxies, self.code = proxies, ROOT / "custom"
         super().__init__(folder, {name: {"share_personalized": name == "site-1"} for name in SITES})
+        for name, proxy in proxies.items():
+            self.tap(name).mkdir(parents=True)
+            self.variables[name] = proxy.environment | {"WIRE_TAP": str(self.tap(name))}
 
-    def environment(self, name: str = "") -> dict[str, str]:
-        found = super().environment(name) | {"PYTHONPATH": os.pathsep.join([str(self.code), str(ROOT)])}
-        if name not in self.proxies:
-            return found
-        self.tap(name).mkdir(parents=True, exist_ok=True)
-        tapped = {"PYTHONPATH": os.pathsep.join([str(counted.TAP), found["PYTHONPATH"]]), "WIRE_TAP": str(self.tap(name))}
-        return found | self.proxies[name].environment | tapped
+    def environment(self) -> dict[str, str]:
+        """Return an environment with the package that is in use; the tap does nothing where it has no folder."""
+        places = [counted.TAP, self.code, ROOT]
+        return super().environment() | {"PYTHONPATH": os.pathsep.join(map(str, places))}
 
     def tap(self, name: str) -> Path:
         return self.folder / "tap" / name

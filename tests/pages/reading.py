@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = [
-    f"provisioning/{role}.md" for role in ("README", "engineer", "administrator", "security-officer", "data-protection-officer")
+    f"provisioning/{page}.md"
+    for page in ("README", "engineer", "installation", "administrator", "security-officer", "data-protection-officer")
 ]
 """In the order in which a deployment goes: each page's commands take what those before have made."""
 _FIRST = {str(p.relative_to(ROOT)) for p in ROOT.rglob("README.md") if not {".venv", "runs", "build"} & set(p.parts)}

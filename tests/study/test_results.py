@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from consilium.study.cell import Record
-from consilium.study.study import load
-from tests.benchmarks import results
+from consilium.study.study import Cell, load
+from tests.benchmarks import results, utility
 from tests.benchmarks.effects import EFFECTS, Effect, Side
-from tests.benchmarks.measured import MEASURE, Rows, collected, keep, read
+from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
+from tests.conftest import JOBS
 
 
 def rows_of(values: dict[str, list[float]]) -> Rows:
@@ -73,7 +74,7 @@ def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
     for cell, state, accuracies in ((done, "done", (0.25, 0.75)), (failed, "failed", (1.0, 1.0))):
         cell.folder.mkdir(parents=True)
         Record(state, seconds=12.34).save(cell.folder)  # type: ignore[arg-type]
-        scores = {f"site-{i}": {"test/global/accuracy": value} for i, value in enumerate(accuracies)}
+        scores = {f"site-{i}": {"test/global/accuracy": value} for i, value in enumerate(accuracies)} | {"untested": {}}
         (cell.folder / "results.json").write_text(json.dumps(scores))
     wanted = {"test/global/accuracy": [done.labels], "test/global/loss": [{"method": "nothing"}]}
     labels = tuple(done.labels.items())
@@ -83,6 +84,52 @@ def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
     keep("tiny", before, tmp_path)
     keep("tiny", rows, tmp_path)
     assert read("tiny", tmp_path) == before | rows
+
+
+STEPS = {"unit": "record", "trust": "distributed", "sample_rate": 0.1, "divisor": 10, "noise_multiplier": 2, "clip": 0.5}
+PRIVATE: dict[str, tuple[dict[str, Any] | None, int, float]] = {
+    "none": (None, 40, 0.0),
+    "by the step, 2 shares of 3 counted": (STEPS, 1, 2 * (400 * 3 / 2) ** 0.5 / 10),
+    "at each site, 8 of 40 drawn": ({"unit": "record", "noise_multiplier": 2, "clip": 0.5}, 40, 2 * 20 / 8),
+    "site level": ({"unit": "site", "noise_multiplier": 2, "clip": 0.5}, 1, 2 * 20 / 3**0.5),
+}
+"""A job's privacy, the units that a site tells, and the noise over the signal of 400 numbers of 3 sites, worked by hand."""
+
+
+@pytest.mark.parametrize("privacy", PRIVATE)
+def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_path: Path) -> None:
+    section, units, ratio = PRIVATE[privacy]
+    plain = ("training.local_steps=1", "training.optimizer_state=fresh", "task.balance=none")
+    events: list[dict[str, Any]] = [{"event": "parameters", "shared": 400}]
+    events += [{"event": "result", "round": number, "phase": 0, "weight": units} for number in (0, 0, 0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    (tmp_path / "results.json").write_text("{}")
+    cell = Cell(
+        "x",
+        {},
+        [f"privacy={json.dumps(section)}", *plain],
+        tmp_path,
+        JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml",
+    )
+    assert measured(cell, NOISE) == pytest.approx(ratio)
+
+
+def test_a_table_and_a_picture_of_what_privacy_buys() -> None:
+    scores = {("A", "none"): (0.5, 0.25), ("B", "8"): (0.25, 0.5), ("B", "1"): (0.25, 0.125)}
+    rows: Rows = {
+        (("method", method), ("epsilon", epsilon), ("mix", "0.1"), ("seed", str(seed)), (MEASURE, measure)): value
+        for (method, epsilon), values in scores.items()
+        for seed, score in enumerate(values)
+        for measure, value in ((utility.ACCURACY, score), (NOISE, 0.0 if epsilon == "none" else 8.0))
+    }
+    assert utility.table(rows).splitlines()[2:] == [
+        "| 0.1 | A | none | - | 0.375 | 0.500 0.250 |",
+        "| 0.1 | B | 8 | 8 | 0.375 | 0.250 0.500 |",
+        "| 0.1 | B | 1 | 8 | 0.188 | 0.250 0.125 |",
+    ]
+    (plot,) = utility.picture(rows).axes
+    assert [text.get_text() for text in plot.get_xticklabels()] == ["1", "8"]
+    assert {0.375} < {float(one) for line in plot.lines for one in line.get_ydata()}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("study", EFFECTS)
@@ -102,5 +149,5 @@ def test_the_tables_of_the_page_are_what_was_measured() -> None:
 
 
 def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects or compare"):
+    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects, utility or compare"):
         results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])

@@ -21,8 +21,9 @@ CLAIMS = """# Evidence of {site} on run {experiment}
 For the ethics board and the data protection officer. `what-left.md` is the record in words; `audit-1.jsonl` is the record
 itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
 because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
-`packages.txt` all that is installed: both as they were when this was made. `attack-*.json`, where there is one, is what an
-attack on the run's models found: a bound over the promised epsilon disproves the promise, one under it proves nothing.
+`packages.txt` all that is installed, and `sbom.cdx.json` the same as a bill of materials in CycloneDX: as they were when
+this was made. `attack-*.json`, where there is one, is what an attack on the run's models found: a bound over the promised
+epsilon disproves the promise, one under it proves nothing.
 
 What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package sent it;
 the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
@@ -119,6 +120,7 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return what the archive holds beside its signature, by name."""
     from consilium.flare.evidence import LEDGER, chains, copy_ledger
+    from consilium.flare.install.sbom import environment
     from consilium.flare.kits import kit_name
     from consilium.privacy.audit import FILE
     from consilium.privacy.audit import read as read_record
@@ -129,7 +131,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
     found = {f"audit-{i + 1}.jsonl": path.read_bytes() for i, path in enumerate(records)}
-    found["versions.json"] = json.dumps(versions(), indent=1).encode()
+    found |= {"versions.json": json.dumps(versions(), indent=1).encode(), "sbom.cdx.json": environment().encode()}
     if copy := copy_ledger(ledger):
         found[LEDGER] = copy
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}

@@ -35,7 +35,7 @@ from consilium.config.privacy import (
 )
 from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
 from consilium.config.server import ServerConfig
-from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
+from consilium.config.site import CacheConfig, NodesConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
@@ -262,6 +262,7 @@ def site_reference() -> str:
     parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
     parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
     parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
+    parts += [chapter("`nodes:`", NodesConfig)]
     return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig)])
 
 

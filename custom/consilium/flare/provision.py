@@ -1,6 +1,8 @@
 """Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
 
 import io
+import shutil
+from collections.abc import Collection
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -68,17 +70,25 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
     }
 
 
-def provision(sites: Path, folder: Path) -> Path:
-    """Make all startup kits of a sites.yml under `folder`; return the folder that holds them, one per participant.
+def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+    """Make the startup kits of `names`, all of a sites.yml by default, under `folder`; return the folder that holds them.
 
     `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
-    makes new kits beside the old. Raises ConfigError, or ConsiliumError with FLARE's reason.
+    makes new kits beside the old. Raises ConfigError, also for `names` without a project there, to which they would not
+    belong; or ConsiliumError with FLARE's reason.
     """
     deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
+    state = folder / deployment.name / "state" / "cert.json"
+    if names and not state.is_file():
+        raise ConfigError(f"--only: {state}: not there; give the folder that `consilium provision -o` made all kits in")
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     log = _Log()
+    wanted = {deployment.server.name, *names}  # every kit says where the server is
+    if names:
+        raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
     try:
         project = prepare_project(raw)
     except ValueError as error:
@@ -88,7 +98,17 @@ def provision(sites: Path, folder: Path) -> Path:
     if context.get(CtxKey.BUILD_ERROR):
         raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
     Path(context.get_state_dir()).chmod(0o700)
-    return Path(context.get_result_location())
+    kits = Path(context.get_result_location())
+    if names and deployment.server.name not in names:
+        shutil.rmtree(kits / deployment.server.name)
+    return kits
+
+
+def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:
+    """Raise ConfigError for a name that is no participant's in the sites.yml."""
+    known = {entry.name for entry in deployment.entries()}
+    if unknown := sorted(set(names) - known):
+        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
 class _Log:

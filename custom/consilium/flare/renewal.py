@@ -35,7 +35,7 @@ from consilium.errors import ConfigError
 from consilium.flare.evidence import fingerprints
 from consilium.flare.hardening import is_signed
 from consilium.flare.kits import certificate
-from consilium.flare.provision import provision
+from consilium.flare.provision import check_names, provision
 from consilium.flare.roots import FORMER, ROOT, ROOT_KEY, follow
 from consilium.storage import write_atomic
 
@@ -53,9 +53,8 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     for a root that cannot be followed.
     """
     deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
     known = {entry.name for entry in deployment.entries()}
-    if unknown := sorted(set(names) - known):
-        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")

@@ -93,7 +93,7 @@ def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Ac
     rows = _rows(spends)
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
         return everybody
-    found = _rdp_epsilon(rows, delta, fractions=True) if accountant == "rdp" else _prv_epsilon(rows, delta)
+    found = _rdp_epsilon(rows, delta, fractions=True) if accountant == "rdp" else _prv_epsilon(tuple(rows), delta)
     return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
 
 
@@ -147,7 +147,8 @@ def _renyi_at(noise: float, rate: float, order: float) -> float:
         return math.inf
 
 
-def _prv_epsilon(rows: Sequence[GaussianEvent], delta: float) -> float:
+@lru_cache(maxsize=1024)  # each release asks of the ledger and of its plan, and in one process every site does
+def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float) -> float:
     """Return prv's upper bound, by Gopi et al.'s Algorithm 1 with Opacus' parts; rdp's where it needs too large a grid."""
     count, failure = sum(row.count for row in rows), delta / 1000
     alone = max(_rdp_epsilon([GaussianEvent(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)

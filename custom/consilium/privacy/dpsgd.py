@@ -69,17 +69,17 @@ class DpSgd:
             yield samples if len(samples) <= self.per_patient else source.sample(samples, self.per_patient)
 
 
-class PatientGradients:
-    """Collects the gradient of a patient's mean loss, (1, *parameter.shape), of one patient after another."""
+class UnitGradients:
+    """Collects the gradient of a unit's mean loss, (1, *parameter.shape), of one record or patient after another."""
 
-    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str) -> None:
         self.trained = dict(trained)
-        _refuse_ties(model, "patient")
+        _refuse_ties(model, unit)
         self._found: list[dict[str, Tensor]] = []
 
     @contextmanager
     def collect(self, count: int) -> Iterator[None]:
-        """Collect from the backward pass of the mean loss over the `count` samples of one patient inside the block."""
+        """Collect from the backward pass of the mean loss over the `count` samples of one unit inside the block."""
         yield
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained.items()}
         self._found.append({name: gradient.detach().unsqueeze(0) for name, gradient in gradients.items()})
@@ -87,7 +87,7 @@ class PatientGradients:
             parameter.grad = None
 
     def take(self) -> dict[str, Tensor]:
-        """Return the gradients of all patients since the last call, (N, *shape) by name, and forget them."""
+        """Return the gradients of all units since the last call, (N, *shape) by name, and forget them."""
         found, self._found = self._found, []
         none = {name: torch.zeros(0, *p.shape, device=p.device) for name, p in self.trained.items()}
         return {name: torch.cat([empty, *(one[name] for one in found)]) for name, empty in none.items()}
@@ -158,11 +158,9 @@ class PerSampleGradients:
         self._found[id(parameter)] = gradient if before is None else before + gradient
 
 
-def gradients_by_unit(
-    model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd
-) -> PatientGradients | PerSampleGradients:
+def gradients_by_unit(model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd) -> UnitGradients | PerSampleGradients:
     """Return what collects a gradient of every record, or of every patient. Raises ConfigError where that cannot be."""
-    return PatientGradients(model, trained) if dp.per_patient else PerSampleGradients(model, trained)
+    return UnitGradients(model, trained, dp.unit) if dp.per_patient else PerSampleGradients(model, trained)
 
 
 def _refuse_ties(model: nn.Module, unit: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.messages import Tensors
 from consilium.privacy.discrete import Bits
-from consilium.privacy.dpsgd import DpSgd, gradients_by_unit
+from consilium.privacy.dpsgd import DpSgd, UnitGradients
 from consilium.privacy.secagg.arithmetic import quantize
 from consilium.privacy.shares import MARGIN
 from consilium.tasks.base import Task
@@ -43,12 +43,12 @@ def clipped_sum(
     the system's generator, or of `dp.seed`. Raises ConsiliumError for a task whose loss is no number.
     """
     active = switched(params, trained)
-    sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in active.items()}
+    total = torch.zeros(sum(p.numel() for p in active.values()), dtype=torch.int64)
     bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
     parts = list(dp.chosen(drawn(dp.count(task.num_samples), dp.sample_rate, bits), ALONE, bits))
     seed = int.from_bytes(bits(8), "little") >> 1  # augmentation goes by place in the list, which one unit more shifts
-    gradients = gradients_by_unit(model, active, dp)
+    gradients = UnitGradients(model, active, dp.unit)  # alone, so autograd's gradient is the unit's
     model.train()
     try:
         with torch.random.fork_rng(devices=cuda_devices(params)):
@@ -59,11 +59,12 @@ def clipped_sum(
                         loss = scalar(task.loss(model, batch))
                     if loss.requires_grad:
                         loss.backward()
-                _subtract(sums, gradients.take(), dp.clip)
+                total -= _rounded(gradients.take(), dp.clip)
     finally:
         gradients.close()
         model.eval()
-    return sums
+    parted = total.split([p.numel() for p in active.values()])
+    return {name: part.reshape(p.shape) for (name, p), part in zip(active.items(), parted, strict=True)}
 
 
 def drawn(count: int, rate: float, bits: Bits) -> list[int]:
@@ -73,11 +74,10 @@ def drawn(count: int, rate: float, bits: Bits) -> list[int]:
     return found
 
 
-def _subtract(sums: Tensors, gradients: Mapping[str, Tensor], clip: float) -> None:
-    """Take every unit's gradient, (N, *shape) by name, clipped and rounded, from the sums; one that is not finite is none."""
-    whole = {name: tensor.double() for name, tensor in gradients.items()}
-    norms = torch.stack([tensor.flatten(1).square().sum(1) for tensor in whole.values()]).sum(0).sqrt()
+def _rounded(gradients: Mapping[str, Tensor], clip: float) -> Tensor:
+    """Return the sum (d,) of all units' gradients, (N, *shape) by name, clipped and rounded; one that is not finite is none."""
+    whole = torch.cat([tensor.flatten(1) for tensor in gradients.values()], 1).double()
+    norms = whole.square().sum(1).sqrt()
     factors = (clip / norms).clamp(max=1.0).nan_to_num(1.0) * (1 - MARGIN) * norms.isfinite()
-    for name, tensor in whole.items():
-        scaled = tensor.nan_to_num(0.0, 0.0, 0.0) * factors.reshape(-1, *[1] * (tensor.ndim - 1))
-        sums[name] -= quantize({name: scaled})[name].sum(0).cpu()
+    scaled = whole.nan_to_num(0.0, 0.0, 0.0) * factors[:, None]
+    return quantize({"": scaled})[""].sum(0).cpu()

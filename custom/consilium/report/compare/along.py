@@ -1,6 +1,7 @@
 """A picture of scores along a study's axis of numbers, such as labelled images a site or ranks: a line for each method."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -48,25 +49,44 @@ def lines(table: Table, axis: str) -> dict[str, dict[str, list[float]]]:
 
 def along(table: Table) -> tuple[Figure | None, str]:
     """Return means over sites and seeds along the axis, bars from the lowest to the highest seed; steps are drawn equal."""
-    from consilium.report.compare.pictures import finish, plain, style
+    from consilium.report.compare.pictures import finish, plain
 
     axis = axis_of(table)
     found = lines(table, axis) if axis else {}
     if not found:
         return None, "no axis of a study has numbers"
-    order = places({value for line in found.values() for value in line})
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     plot = figure.subplots()
-    for index, (name, line) in enumerate(found.items()):
-        _draw(plot, [(order.index(value), line[value]) for value in order if value in line], plain(name), style(index))
-    plot.set_xticks(range(len(order)), [plain(value) for value in order])
+    draw_lines(plot, found)
     plot.set_xlabel(plain(axis), fontsize=8)
     plot.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     finish(figure, plot, table, f"along {axis}, mean over sites", "bars: lowest to highest seed")
     return figure, ""
 
 
-def _draw(plot: Any, points: list[tuple[int, list[float]]], name: str, look: dict[str, Any]) -> None:
+def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draw each line of `lines`: means, bars from the lowest to the highest seed, places in equal steps.
+
+    What has the word alone, as a method without privacy on an axis of epsilon, has no place: it goes across, dashed.
+    """
+    from consilium.report.compare.pictures import plain, style
+
+    order = places({value for line in found.values() for value in line if not _is_across(line)})
+    for index, (name, line) in enumerate(found.items()):
+        look = style(index)
+        if _is_across(line):
+            ((_, values),) = line.items()
+            plot.axhline(math.fsum(values) / len(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
+        else:
+            _draw(plot, [(order.index(value), line[value]) for value in order if value in line], plain(name), look)
+    plot.set_xticks(range(len(order)), [plain(value) for value in order])
+
+
+def _is_across(line: Mapping[str, Sequence[float]]) -> bool:
+    return not any(map(_is_number, line))
+
+
+def _draw(plot: Any, points: list[tuple[int, Sequence[float]]], name: str, look: dict[str, Any]) -> None:
     means = [math.fsum(values) / len(values) for _, values in points]
     below = [mean - min(values) for mean, (_, values) in zip(means, points, strict=True)]
     above = [max(values) - mean for mean, (_, values) in zip(means, points, strict=True)]
