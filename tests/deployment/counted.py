@@ -1,86 +1,21 @@
-"""What crosses the wire, counted without this package: at a proxy on loopback, and before FLARE encodes it (tap/).
+"""What crosses the wire, counted without this package, from what `tap/sitecustomize.py` wrote down in a site's processes.
 
-A site's processes reach the server by a proxy of their own (CONNECT, as hospitals have them), which sees TLS and counts bytes.
-`tap/sitecustomize.py` writes down the frames that FLARE's transport is handed, and every message as plain values. Both ends
-must agree: what the proxy saw is the frames and what TLS adds; of all messages only answers to tasks hold tensors.
+The tap keeps the frames that FLARE's transport was handed, and every message before FLARE encodes it, as plain values. What a
+relay before the site counted must be the frames and what TLS adds; of all messages only answers to tasks hold tensors.
 """
 
 import json
 import pickle
-import socket
-import socketserver
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 TAP = Path(__file__).parent / "tap"
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}
-
-
-class Proxy(socketserver.ThreadingTCPServer):
-    """An HTTP proxy for CONNECT. `up`: bytes from the site to the server; `links`: connections made."""
-
-    daemon_threads, allow_reuse_address = True, True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Link)
-        self.up, self.links, self.lock = 0, 0, threading.Lock()
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Return what makes gRPC go through here."""
-        return {"grpc_proxy": f"http://127.0.0.1:{self.server_address[1]}"}
-
-
-class _Link(socketserver.BaseRequestHandler):
-    """One connection."""
-
-    server: Proxy
-
-    def handle(self) -> None:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            if not (found := self.request.recv(1)):
-                return
-            head += found
-        host, _, port = head.split()[1].decode().rpartition(":")
-        try:
-            other = socket.create_connection((host, int(port)), 10)
-        except OSError:
-            self.request.sendall(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
-            return
-        other.settimeout(None)
-        with self.server.lock:
-            self.server.links += 1
-        self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        back = threading.Thread(target=self._pump, args=(other, self.request, False), daemon=True)
-        back.start()
-        self._pump(self.request, other, True)
-        back.join()
-
-    def _pump(self, source: socket.socket, target: socket.socket, up: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                if up:
-                    with self.server.lock:
-                        self.server.up += len(data)
-                target.sendall(data)
-        for one in (source, target):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
 
 
 def frames(folder: Path) -> list[int]:
