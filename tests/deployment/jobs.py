@@ -6,7 +6,9 @@ from pathlib import Path
 
 import peft
 import yaml
+from typer.testing import CliRunner
 
+from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.errors import Reason
 from consilium.federation.runs import STATE
@@ -17,7 +19,7 @@ from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
 from tests.conftest import small_config
-from tests.deployment.federation import Federation
+from tests.deployment.federation import ADMIN, Federation
 
 
 def ward(epsilon: float) -> dict:
@@ -66,6 +68,13 @@ def with_scope(job: Path) -> Path:
     path = job / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"scope": "open"}))
     return job
+
+
+def consilium(federation: Federation, *words: str, code: int = 0) -> str:
+    """Return what the command prints for the admin; as JSON for programs where it can."""
+    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
+    assert found.exit_code == code, (found.output, found.exception)
+    return found.stdout if code == 0 else str(found.exception)
 
 
 def check_private_run(federation: Federation) -> None:

@@ -27,7 +27,7 @@ class Relay:
         self.target, self.delay, self.rate = target, delay, rate
         self.up = self.down = self.connections = 0
         self.asked: list[str] = []
-        self._stalled_until = 0.0
+        self._stalled_until, self._counting = 0.0, threading.Lock()
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -104,6 +104,7 @@ class Relay:
                 sink.sendall(data)
             except OSError:
                 break
-            setattr(self, way, getattr(self, way) + len(data))
+            with self._counting:  # of several connections
+                setattr(self, way, getattr(self, way) + len(data))
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)

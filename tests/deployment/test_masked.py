@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from consilium.cli.audit import _records, _report, markdown
-from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.federation.build import assemble_job
@@ -18,8 +16,8 @@ from consilium.federation.runs import STATE
 from consilium.privacy.ledger import Ledger
 from consilium.storage import load_state
 from tests.conftest import small_config, training_only
-from tests.deployment.federation import ADMIN, Federation
-from tests.deployment.jobs import pin
+from tests.deployment.federation import Federation
+from tests.deployment.jobs import consilium, pin
 
 SITES = ["site-1", "site-2", "site-3", "site-4"]
 pytestmark = pytest.mark.slow
@@ -29,11 +27,6 @@ def ward(seed: int) -> dict[str, Any]:
     """Return a site.yaml that lends its data to noise in shares only, with a budget; its own noise is of a seed."""
     budgets = {"site": {"epsilon": 50}}
     return {"privacy": {"trust": ["distributed"], "budgets": budgets, "dataset": f"ward-{seed}", "noise_seed": seed}}
-
-
-def consilium(federation: Federation, *words: str) -> None:
-    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
-    assert found.exit_code == 0, (found.output, found.exception)
 
 
 def masked_files(federation: Federation, round: int) -> list[Path]:

@@ -281,3 +281,20 @@ def test_no_more_is_unpacked_than_the_archive_says(made: Path, root: str, tmp_pa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**21
+
+
+def test_what_an_attack_found_is_in_the_archive_and_another_runs_is_refused(
+    clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = tmp_path / "attack.json", ("evidence", "fundus-1", "--kit", clinic, "-o", tmp_path / "a.zip", "--attack")
+    for content in ("{", "[]", '{"model": "/runs/fundus-2/adapters", "attacks": [{"auc": 0.5}]}', '{"model": "fundus-1"}'):
+        path.write_text(content)
+        assert run(monkeypatch, *words, path) != 0
+        assert f"--attack: {path}: " in capsys.readouterr().err
+        assert not (tmp_path / "a.zip").exists()
+    path.write_text('{"model": "/srv/runs/fundus-1/sites/clinic/adapters", "attacks": [{"auc": 0.53, "epsilon": 0.1}]}')
+    assert run(monkeypatch, "evidence", "a.zip", "--verify", "--kit", clinic, "--attack", path) != 0
+    assert run(monkeypatch, *words, path) == 0
+    assert "attack-1.json" in verify(tmp_path / "a.zip", root)["files"]
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert archive.read("attack-1.json") == path.read_bytes()

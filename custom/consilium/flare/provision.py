@@ -20,6 +20,7 @@ from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.hardening import leave_callers_folder, pin_settings
 from consilium.flare.kits import find_entry, write_local
+from consilium.flare.roots import add_bridge, former_root
 from consilium.storage import write_atomic
 
 
@@ -40,9 +41,13 @@ class KitBuilder(Builder):
             local = Path(ctx.get_local_dir(participant))
             write_local(local, find_entry(deployment, participant.name, self.sites))
             pin_settings(local.parent)
+        former = former_root(Path(ctx.get_state_dir()))
         for participant in project.get_all_participants():
-            leave_callers_folder(Path(ctx.get_kit_dir(participant)))
-            sign_folders(ctx.get_kit_dir(participant), ctx[CtxKey.ROOT_PRI_KEY], signature_file=ProvFileName.SIGNATURE_JSON)
+            startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
+            leave_callers_folder(startup)
+            if former:
+                key = add_bridge(startup, former, participant == project.get_server()) or key
+            sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
