@@ -3,11 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+if TYPE_CHECKING:  # a kit's own process reads this file, and has no use for torch
+    from torch import Tensor
 
-Tensors = dict[str, Tensor]
+PROTOCOL = 2
+"""Raised by one whenever a message changes, so that server and sites of two numbers do not talk. 1 is version 0.2.0, which
+did not say it."""
+LIBRARIES = ("monai", "nvflare", "opacus", "peft", "torch", "transformers")
+"""Other packages whose version a site tells, because they decide what it computes."""
+Tensors = dict[str, "Tensor"]
 Observer = Callable[[Mapping[str, Any]], None]
 """Receives progress events; see Site and Coordinator for their keys."""
 
@@ -36,7 +43,8 @@ class Kind(StrEnum):
 class Hello:
     """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
     `ledger`: the last seal of its privacy ledger, which the guard fills in; `plugins`: other packages that the job's kinds
-    come from at this site, with their versions; `test_only`: it never trains, and so has no training samples.
+    come from at this site, with their versions; `test_only`: it never trains, and so has no training samples; `libraries`: the
+    installed versions of LIBRARIES.
     """
 
     name: str
@@ -48,6 +56,8 @@ class Hello:
     ledger: str = ""
     plugins: dict[str, str] = field(default_factory=dict)
     test_only: bool = False
+    protocol: int = PROTOCOL
+    libraries: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -130,6 +140,10 @@ class MetricKey:
 
 def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
     """Return the names a site may report: of every split and model the task's metrics; the loop's own; what was skipped."""
-    metrics = list(task_metrics)
+    return _allowed(frozenset(task_metrics))
+
+
+@lru_cache
+def _allowed(metrics: frozenset[str]) -> frozenset[str]:
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})

@@ -1,10 +1,12 @@
 """What secure aggregation costs: a site's four messages and the server's opening, against ten training steps of the same site.
 
     python -m tests.benchmarks.masking [--sites 12 50 100 --numbers 389120 --repeats 3]
+    python -m tests.benchmarks.masking --sites --rounds 8     rounds on startup kits
 
-The step is that of tests.benchmarks.client_step (a random Llama, 8 ranks, 4 x 256 tokens, one thread). Processor's seconds, in
-turns with the steps, so that what else the machine does falls on both; files are written as in a run, but waiting for the disk
-does not count. A third of the sites is lost after the keys were dealt, or nobody. Round trips over a network come on top.
+The step is of a ViT-B/16 at 224 pixels with random weights, rank 8 on all linear layers, 8 pictures, one thread. Processor's
+seconds, in turns with the steps, so that what else the machine does falls on both; files are written as in a run, but waiting
+for the disk does not count. A third of the sites is lost after the keys were dealt, or nobody. Round trips over a network come
+on top: on kits a round is timed by the clock, from one conclusion to the next, with three sites that train one step each.
 """
 
 import argparse
@@ -13,22 +15,31 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from torch import nn
 
+from consilium.adapters import layers
+from consilium.adapters.lora import inject
 from consilium.config.job import JobConfig
 from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.flare.recipe import export
 from consilium.messages import Payload
+from consilium.models.clip import CLIP
+from consilium.models.clip.network import build_clip
 from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.attempt import MASKED, Attempt
 from consilium.privacy.secagg.collector import Collector
 from consilium.privacy.secagg.party import Party
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
-from tests.benchmarks.client_step import SHAPE, way
-from tests.conftest import small_config
+from consilium.privacy.shares import add_share, share_deviation
+from tests.conftest import small_cells, small_config, training_only
+from tests.deployment.federation import Federation
 
 STEPS = 10
 """Training steps of a round."""
@@ -90,28 +101,98 @@ class Round:
         return Payload(sent.round, 0, {MASKED: torch.from_numpy(words.view("int64").copy())})
 
 
-def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, nargs="+", default=[12, 50, 100])
-    parser.add_argument("--numbers", type=int, default=389_120)
-    parser.add_argument("--repeats", type=int, default=3)
-    wanted = parser.parse_args()
-    torch.set_num_threads(1)
-    model, ids = way(8, 8), torch.randint(3, SHAPE["vocab_size"], (4, 256), generator=torch.Generator().manual_seed(0))
-    model.step(ids)
+class ViTB:
+    """A ViT-B/16 at 224 pixels of random weights, rank 8 on all linear layers, and the seconds of its steps of 8 pictures."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = build_clip("biomedclip", None, None, 5, weights=False)
+        inject(self.model, 8, 8.0, CLIP.target("all-linear"))
+        self.model.train()
+        trained = [tensor for tensor in layers.tensors(self.model).values() if isinstance(tensor, nn.Parameter)]
+        self.optimizer, self.times = torch.optim.AdamW(trained, lr=1e-4), list[float]()
+        self.images, self.labels = torch.rand(8, 3, 224, 224) * 255, torch.arange(8) % 5
+
+    def timed(self) -> None:
+        """Take one step and keep its time."""
+        began = time.process_time()
+        nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.times.append(time.process_time() - began)
+
+
+def masks(counts: list[int], numbers: int, repeats: int) -> None:
+    """Print what masks cost, against steps of a ViT-B taken in turns with the rounds."""
+    step = ViTB()
+    step.timed()
     print("| sites | lost | a site, s | over ten steps | opening at the server, s |\n|---|---|---|---|---|")
-    for count in wanted.sites:
+    for count in counts:
         with tempfile.TemporaryDirectory() as folder:
-            rounds = Round(Path(folder), count, wanted.numbers)
+            rounds = Round(Path(folder), count, numbers)
             for lost in (0, (count - 1) // 3):
                 found = []
-                for _ in range(wanted.repeats):
-                    model.timed(ids)
+                for _ in range(repeats):
+                    step.timed()
                     site, opening = rounds.run(lost)
-                    found.append((site, site / (STEPS * model.times[-1]), opening))
+                    found.append((site, site / (STEPS * step.times[-1]), opening))
                 cells = [statistics.median(one) for one in zip(*found, strict=True)]
                 print(f"| {count} | {lost} | {cells[0]:.3f} | {cells[1]:.4f} | {cells[2]:.3f} |", flush=True)
+    print(f"\na step: {statistics.median(step.times):.2f} s")
+
+
+def noise(repeats: int) -> None:
+    """Print what a share of discrete noise on a million numbers costs, against as many numbers of torch.randn."""
+    zeros = {"w": torch.zeros(10**6, dtype=torch.int64)}
+    deviation = share_deviation(1.0, 1.0, 8)
+    found = []
+    for _ in range(repeats):
+        began = time.process_time()
+        add_share(zeros, deviation)
+        middle = time.process_time()
+        torch.randn(10**6)
+        found.append((middle - began, (middle - began) / (time.process_time() - middle)))
+    share, ratio = (statistics.median(one) for one in zip(*found, strict=True))
+    print(f"\na share of noise on a million numbers: {share:.2f} s, {ratio:.0f} times torch.randn")
+
+
+def kits(rounds: int) -> None:
+    """Print the seconds of a round on startup kits of three sites on this machine: plain, masked, with noise in shares."""
+    raw = training_only(small_cells("fedit", local_steps=1, rounds=rounds), test=1).model_dump()
+    raw["data"]["phantoms"]["training"] = 8
+    raw["federation"] |= {"min_sites": 3}
+    steps = {"unit": "record", "trust": "distributed", "epsilon": 4, "sample_rate": 0.25, "divisor": 6.0, "clip": 0.05}
+    sections: dict[str, dict[str, Any]] = {"plain": {}, "masked": {"secure_aggregation": {}}}
+    sections["masked, noise in shares"] = {"secure_aggregation": {}, "privacy": steps}
+    print("\n| job on kits | a round, s |\n|---|---|")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Federation(Path(folder), {f"site-{i}": {} for i in (1, 2, 3)}) as federation,
+    ):
+        federation.start()
+        for name, section in sections.items():
+            job = Path(folder) / "job.yaml"
+            job.write_text(yaml.safe_dump(JobConfig.model_validate(raw | section).model_dump()))
+            federation.wait(federation.submit(export(job, Path(folder) / name)), 600)
+            ends = [event["time"] for event in federation.events("concluded")]
+            print(f"| {name} | {statistics.median(b - a for a, b in pairwise(ends)):.2f} |", flush=True)
+        federation.shutdown()
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, nargs="*", default=[12, 50, 100])
+    parser.add_argument("--numbers", type=int, default=389_120)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=0, help="of jobs on startup kits; 0: none")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    if wanted.sites:
+        masks(wanted.sites, wanted.numbers, wanted.repeats)
+        noise(wanted.repeats)
+    if wanted.rounds:
+        kits(wanted.rounds)
 
 
 if __name__ == "__main__":

@@ -171,10 +171,10 @@ def test_a_short_side_is_padded_and_its_padding_not_scored(tmp_path: Path) -> No
 def test_boxes_stand_around_what_the_crop_shows(tmp_path: Path) -> None:
     entry = picture(tmp_path, "p", area(40, 40, 0, 1, 0, 1), area(40, 40, 20, 38, 22, 36))
     task = scored(tmp_path, [entry], Crop(16, 0.999, 0.999), 16, prompt="box")
-    sample = task._with_boxes(task._samples("test", 0))
-    assert sample["box"].tolist() == [[0, 0, 11, 13]]  # columns 24 to 36, rows 24 to 38, from the corner (24, 24)
+    sample = task._prompted(task._samples("test", 0))
+    assert sample["prompt"].tolist() == [[0, 0, 11, 13]]  # columns 24 to 36, rows 24 to 38, from the corner (24, 24)
     outside = scored(tmp_path, [entry], Crop(16, 0.0, 0.0), 16, prompt="box")
-    assert outside._with_boxes(outside._samples("test", 0))["box"].isnan().all()
+    assert outside._prompted(outside._samples("test", 0))["prompt"].isnan().all()
     assert "dice" not in outside.evaluate(_Boxed(), "test", 1)  # an empty reference is not scored
 
 

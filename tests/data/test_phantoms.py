@@ -1,5 +1,8 @@
 """Phantoms: seeded, and appearance and annotation shifts that do not touch one another."""
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ from consilium.config.data import PhantomConfig
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.synthetic.phantoms import draw_phantom, habits, make_phantoms
+from consilium.data.synthetic.sentences import make_texts
 
 
 @pytest.mark.parametrize("kind", ["fundus", "nuclei"])
@@ -66,5 +70,21 @@ def test_sites_of_a_group_look_alike_and_draw_alike() -> None:
 
 
 def test_only_what_is_drawn_has_groups() -> None:
-    with pytest.raises(ValidationError, match="groups: sites that write sentences have none"):
+    with pytest.raises(ValidationError, match="groups: sites that write texts have none"):
         PhantomConfig(kind="sentences", groups=2)
+
+
+def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) -> None:
+    def written(site: str, seed: int, split: str) -> list[tuple[str, str]]:
+        folder = make_texts(tmp_path / f"{site}-{seed}", "codes", site, seed, 400, 0, 48, 0.7, 1.0)
+        records = map(json.loads, (folder / f"{split}.jsonl").read_text().splitlines())
+        return [(re.search(r"code (\w+)", one["input"])[1], one["output"]) for one in records]
+
+    here, there = (written(site, 0, "training") for site in ("site-1", "site-2"))
+    tested = written("site-1", 0, "test")
+    assert len({code for code, _ in tested}) == 48
+    assert set(here) | set(there) <= set(tested)
+    assert {code for code, _ in written("site-1", 1, "test")} != {code for code, _ in tested}
+    often, seldom = (Counter(code for code, _ in one) for one in (here, there))
+    assert sum(abs(often[code] - seldom[code]) for code, _ in tested) > 200
+    assert max(often.values()) > 4 * min(often.values())

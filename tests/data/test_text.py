@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
+from consilium.data.check_text import check_texts
 from consilium.data.text import read_texts
 from consilium.errors import DataError
 from tests.data.writing import write
@@ -24,6 +25,23 @@ def test_every_split_is_read_and_prompts_have_two_forms(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "train.jsonl") == data
 
 
+def test_a_record_says_whose_it_is_and_only_a_pseudonym_is_kept(tmp_path: Path) -> None:
+    of = [{"input": str(n), "output": "x"} | ({"patient": who} if who else {}) for n, who in enumerate(["ada", 7, "7", ""])]
+    ada, seven, same, nobody = (text.patient for text in read_texts(write(tmp_path, "training.jsonl", *of)).splits["training"])
+    assert seven == same != ada
+    assert nobody == ""
+    assert "ada" not in ada
+
+
+def test_a_patient_in_two_splits_is_a_problem(tmp_path: Path) -> None:
+    write(
+        tmp_path, "training.jsonl", {"input": "a", "output": "x", "patient": "p"}, {"input": "b", "output": "x", "patient": "q"}
+    )
+    write(tmp_path, "test.jsonl", {"input": "c", "output": "x", "patient": "q"})
+    found = check_texts(tmp_path).problems
+    assert found == {"patient in two splits": ["test: test.jsonl:1 = training: training.jsonl:2"]}
+
+
 def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> None:
     write(tmp_path, "training.jsonl", json.dumps({"input": "a\u2028b", "output": "c"}, ensure_ascii=False))
     assert read_texts(tmp_path).splits["training"][0].input == "a\u2028b"
@@ -38,6 +56,7 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
         ({"input": 3, "output": "a"}, "instruction and input are texts too"),
         ({"input": "a", "outputs": "a"}, "outputs: 'a' is not a list of texts"),
         ({"input": "a", "output": "a", "labels": [1]}, "labels: .* is not a list of texts"),
+        ({"input": "a", "output": "a", "patient": {"id": 3}}, "2: patient dict is neither text nor a whole number"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(record: object, message: str, tmp_path: Path) -> None:

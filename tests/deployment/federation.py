@@ -11,8 +11,10 @@
         federation.shutdown()                                # by the admin; fails if any process is left
 
 `sites` maps names to what goes into their site.yaml; `bundles` names participants that let jobs bring code ("server" too);
-`make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package; `admin` is who
-logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is).
+`closed` names participants that run as in a container: the machine read-only but for the kit and a temporary folder, without
+capabilities; `make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package;
+`admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps
+names to what their environment has besides.
 Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
@@ -35,7 +37,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.lighter.utils import sign_folders
 
 from consilium.config.job import JobConfig
 from consilium.federation.runs import STATE
@@ -45,6 +49,16 @@ from consilium.flare.simulator import export_job
 ROOT = Path(__file__).parents[2]
 ADMIN, LEAD = "admin@hub.example", "lead@hub.example"
 SERVER = "localhost"
+WALLS = """set -e
+mount --make-rprivate /
+mount --bind "$2" "$2"
+mount --bind "$1" "$1"
+mount -o remount,bind,ro /
+export TMPDIR="$1"
+shift 2
+exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+"""
+"""What a closed participant's command runs behind; $1 is its temporary folder, $2 its kit. Needs root."""
 
 
 class Federation:
@@ -58,13 +72,15 @@ class Federation:
         make: Callable[[Path, Path], Path] = provision,
         installed: bool = True,
         admin: str = ADMIN,
+        closed: Collection[str] = (),
     ) -> None:
         self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
-        self.installed, self.admin = installed, admin
+        self.installed, self.admin, self.closed = installed, admin, closed
         self.file = self.folder / "sites.yml"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
         self.kits = make(self.file, self.folder / "kits")
+        self.variables: dict[str, dict[str, str]] = {}
         self._started: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Self:
@@ -82,11 +98,11 @@ class Federation:
         """Start these participants, all by default, and wait until the server has every site that runs."""
         for name in names or ["server", *self.sites]:
             output = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process keeps it
-            command = ["bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
+            command = [*self._walls(name), "/bin/bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
             self._started[name] = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self.environment(),
+                env=self.environment() | self.variables.get(name, {}),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -95,6 +111,23 @@ class Federation:
             output.close()
         if wait:
             self.until(self._connected, wait, "server and sites to be connected")
+
+    def reroute(self, name: str, port: int) -> None:
+        """Have a site's kit lead to another port of this machine, signed as the hub would. Before its start."""
+        path = self.kit(name) / "startup/fed_client.json"
+        path.write_text(path.read_text().replace(f":{self.port}", f":{port}"))
+        key = json.loads((self.kits.parent / "state/cert.json").read_text())["root_pri_key"]
+        signing = load_pem_private_key(key.encode(), None)
+        sign_folders(str(self.kit(name) / "startup"), signing, signature_file="signature.json")
+
+    def add(self, name: str) -> None:
+        """Add a site to sites.yml and make its kit, beside the others', as the hub does while the federation runs."""
+        raw = yaml.safe_load(self.file.read_text())
+        raw["sites"].append({"name": name, "org": name.replace("-", "_")})
+        self.file.write_text(yaml.safe_dump(raw))
+        (made,) = provision(self.file, self.kits.parents[1], [name]).iterdir()  # no other participant's
+        made.rename(self.kit(name))
+        self.sites.append(name)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process, and of commands a test runs in a participant's place."""
@@ -112,6 +145,14 @@ class Federation:
         path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
         code = os.pathsep.join([str(ROOT / "custom"), str(ROOT)])
         return kept | {"HOME": str(folder / "home"), "PATH": path, "PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
+
+    def _walls(self, name: str) -> list[str]:
+        """Return the words before a closed participant's command: compose.yaml's read_only, cap_drop and security_opt."""
+        if name not in self.closed:
+            return []
+        temporary = self.folder / f"tmp-{name}"
+        temporary.mkdir(exist_ok=True)
+        return ["unshare", "--mount", "sh", "-c", WALLS, "walls", str(temporary), str(self.kit(name))]
 
     @contextmanager
     def session(self, user: str = "") -> Iterator[Session]:

@@ -1,4 +1,4 @@
-"""A private job for kits of three wards, ways to weaken it, and what its run must leave."""
+"""Private jobs for kits of three wards, ways to weaken them, what a run must leave, and partners named by fingerprint."""
 
 import json
 import shutil
@@ -6,17 +6,20 @@ from pathlib import Path
 
 import peft
 import yaml
+from typer.testing import CliRunner
 
+from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.errors import Reason
 from consilium.federation.runs import STATE
+from consilium.flare.doctor import examine
 from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger import Ledger
 from consilium.report.page.record import read_record
 from consilium.report.page.run import run_page
 from consilium.report.page.site import site_page
 from tests.conftest import small_config
-from tests.deployment.federation import Federation
+from tests.deployment.federation import ADMIN, Federation
 
 
 def ward(epsilon: float) -> dict:
@@ -28,6 +31,23 @@ def private_job() -> JobConfig:
     return JobConfig.model_validate(
         small_config("fedit", rounds=1).model_dump() | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}}
     )
+
+
+def pin(federation: Federation, sites: list[str]) -> None:
+    """Name to every site the others, by the fingerprints that `consilium doctor` prints of their kits."""
+    prints = {name: fingerprint_of(federation.kit(name)) for name in sites}
+    for name in sites:
+        path = federation.kit(name) / "local" / "site.yaml"
+        partners = {other: found for other, found in prints.items() if other != name}
+        path.write_text(
+            yaml.safe_dump((yaml.safe_load(path.read_text()) or {}) | {"secure_aggregation": {"partners": partners}})
+        )
+
+
+def fingerprint_of(kit: Path) -> str:
+    """Return the fingerprint of a kit's key, 64 hex digits, as its administrator reads it out."""
+    (said,) = (one.found for one in examine(kit) if one.check == "fingerprint")
+    return said.split()[0]
 
 
 def job_yaml(folder: Path) -> Path:
@@ -48,6 +68,13 @@ def with_scope(job: Path) -> Path:
     path = job / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"scope": "open"}))
     return job
+
+
+def consilium(federation: Federation, *words: str, code: int = 0) -> str:
+    """Return what the command prints for the admin; as JSON for programs where it can."""
+    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
+    assert found.exit_code == code, (found.output, found.exception)
+    return found.stdout if code == 0 else str(found.exception)
 
 
 def check_private_run(federation: Federation) -> None:

@@ -11,11 +11,16 @@ import peft
 import pytest
 import yaml
 
+from consilium.cli.audit import _records, _report, markdown
+from consilium.config.job import JobConfig
+from consilium.federation.runs import STATE
 from consilium.flare.kits import apply_local
 from consilium.flare.recipe import export
 from consilium.models.sam.network import build_sam
-from tests.conftest import JOBS, small_config
+from consilium.privacy.ledger import Ledger
+from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
+from tests.deployment.jobs import fingerprint_of, pin
 
 pytestmark = pytest.mark.slow
 SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
@@ -102,7 +107,7 @@ def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) 
 
 
 def hospitals_own_keys(sites: Path, folder: Path) -> Path:
-    """Make all kits as provisioning/README.md says: each participant its key, the hub its signature, one command of ours."""
+    """Make all kits as provisioning/engineer.md says: each participant its key, the hub its signature, one command of ours."""
     raw = yaml.safe_load(sites.read_text())
     port, name = raw["server"]["port"], raw["name"]
     server = {"host": raw["server"]["name"], "fed_learn_port": port, "admin_port": port}
@@ -136,6 +141,41 @@ def _nvflare(folder: Path, *words: object) -> dict:
     return json.loads(done.stdout[done.stdout.index('{"schema_version"') :])["data"]
 
 
+def steps_over_all_sites() -> JobConfig:
+    """Return a job of DP-SGD by the step, with its noise in shares under masks."""
+    raw = training_only(small_cells("fedit", local_steps=1, rounds=2), test=1).model_dump()
+    raw["data"]["phantoms"]["training"] = 8
+    raw["federation"] |= {"min_sites": 3}
+    privacy = {"unit": "record", "trust": "distributed", "epsilon": 4, "sample_rate": 0.5, "divisor": 12.0, "clip": 0.05}
+    return JobConfig.model_validate(raw | {"privacy": privacy, "secure_aggregation": {}})
+
+
+def check_pins(federation: Federation) -> None:
+    """Sites that named one another by their own keys train under masks; one with a wrong fingerprint says so in a line."""
+    sites, job = federation.sites, federation.export(steps_over_all_sites())
+    for name in sites:
+        (federation.kit(name) / "local/site.yaml").write_text(
+            "privacy: {dataset: ward, budgets: {record: {epsilon: 9}}, trust: [distributed]}\n"
+        )
+    pin(federation, sites)
+    assert federation.wait(federation.submit(job)) == "FINISHED:COMPLETED"
+    page = markdown(_report(_records(federation.kit("site-1"))[-1]))
+    assert "masked; read by nobody alone; threshold 3 of 3" in page
+    for name in sites:
+        rows = [row for row in Ledger(federation.kit(name) / STATE / "ledger.sqlite").entries() if row.count]
+        assert [(r.unit, r.trust, r.round, r.private) for r in rows] == [("record", "distributed", n, True) for n in (0, 1)]
+    path = federation.kit("site-3") / "local/site.yaml"
+    path.write_text(path.read_text().replace(fingerprint_of(federation.kit("site-1")), "ab" * 32))
+    assert federation.wait(federation.submit(job)) == "FINISHED:EXECUTION_EXCEPTION"
+    refused = "secure aggregation: the certificate of 'site-1' has another key than in secure_aggregation.partners of site.yaml"
+    assert refused in federation.log("site-3")
+    assert refused not in federation.log("site-2")
+    assert "2 of 3 sites have prepared, a sum needs 3 (threshold 3 of 3)" in federation.log("server")
+    assert "Traceback" not in federation.log("site-3")
+    spent = [row for row in Ledger(path.parents[1] / STATE / "ledger.sqlite").entries() if row.count]
+    assert len(spent) == 2
+
+
 def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
@@ -150,3 +190,4 @@ def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> N
             assert results[site]["test/personalized/dice"] > results[site]["test/pretrained/dice"] + 0.1
             (folder,) = {path.parent for path in federation.kit(site).rglob("adapters/global/adapter_config.json")}
             peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))
+        check_pins(federation)

@@ -1,5 +1,11 @@
-"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, and nothing of it elsewhere."""
+"""A hospital after a job on real kits: its own page, its own DICOM predicted by its own model, every model at every site.
 
+One site runs closed, as in a container: its machine is read-only, and its processes have no capability.
+"""
+
+import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,22 +26,73 @@ def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lists = hospitals(tmp_path / "pacs")
-    with Federation(tmp_path / "hub", {name: {"datalist": str(path)} for name, path in lists.items()}) as federation:
+    sites = {name: {"datalist": str(path), "share_personalized": name == "site-1"} for name, path in lists.items()}
+    with Federation(tmp_path / "hub", sites, closed=["site-1"] if _may_close() else []) as federation:
         federation.start()
+        assert all(map(_is_closed, federation.processes("site-1") if federation.closed else ()))
         job = federation.submit(federation.export(load_job(JOBS / "quickstart_dicom", SMALL)))
         assert federation.wait(job, 240) == "FINISHED:COMPLETED"
-        name, kit = federation.server_files().name, federation.kit("site-1")
+        first, kit = federation.server_files(), federation.kit("site-1")
+        _every_model_on_every_site(federation, first)
         server = [federation.kit("server"), tmp_path / "hub/server-state", federation.download(job)]
         federation.shutdown()
+        _logs_name_the_run_and_no_data(federation, job, tmp_path / "pacs")
     _nothing_of_a_patient(server, tmp_path / "pacs")
-    runs, series = kit / STATE / "runs" / name, tmp_path / "pacs/site-1/images"
+    runs, series = kit / STATE / "runs" / first.name, tmp_path / "pacs/site-1/images"
     assert run(monkeypatch, "report", runs, "--site", "site-1", "-o", tmp_path / "own.html") == 0
     page = (tmp_path / "own.html").read_text()
     assert page.count("data:image/jpeg") >= 4
     assert "Messages that left this site" in page
+    shutil.copy(next((tmp_path / "pacs/site-1/masks").rglob("*.dcm")), series / "earlier.dcm")
     words = ("predict", runs, series, "--site", "site-1", "--stage", "personalized", "-o", tmp_path / "masks")
     assert run(monkeypatch, *words) == 0, capsys.readouterr()
+    assert "1 skipped" in capsys.readouterr().out
+    (series / "earlier.dcm").unlink()
     _check_masks(tmp_path / "masks", series)
+
+
+def _logs_name_the_run_and_no_data(federation: Federation, job: str, pacs: Path) -> None:
+    """All that server and sites have printed or logged: no patient, no file and no folder of the data; the job by its id."""
+    for name in ("server", *federation.sites):
+        logs = [path for word in ("*log*.txt", "*log*.json", "audit.log") for path in federation.kit(name).rglob(word)]
+        assert {"log.txt", "log.json", "audit.log"} <= {path.name for path in logs}
+        text = federation.log(name) + "\n".join(path.read_text(errors="replace") for path in logs)
+        assert f"run={job}" in text
+        assert [word for word in (MARK, "Zyxwv", "Qqjohanna", str(pacs), ".dcm", "datalist") if word in text] == []
+
+
+def _may_close() -> bool:
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+def _is_closed(process: int) -> bool:
+    """Tell whether a process has a read-only machine and no capability, and may get none."""
+    status = Path(f"/proc/{process}/status").read_text()
+    mounts = [line.split()[4:6] for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines()]
+    (options,) = [options for place, options in mounts if place == "/"]
+    return "ro" in options.split(",") and "CapEff:\t0000000000000000" in status and "NoNewPrivs:\t1" in status
+
+
+def _every_model_on_every_site(federation: Federation, first: Path) -> None:
+    """A job of its own scores all that may be scored. Of the two sites one lends its model, and its record says so."""
+    asked = SMALL | {"cross_site": {"run": first.name, "personalized": True}}
+    job = federation.submit(federation.export(load_job(JOBS / "quickstart_dicom", asked)))
+    assert federation.wait(job, 240) == "FINISHED:COMPLETED"
+    second = federation.server_files()
+    found, results = (json.loads(path.read_text()) for path in (second / "cross_sites.json", first / "results.json"))
+    assert (found["models"], found["sites"]) == (["(shared)", "site-1"], ["site-1", "site-2"])
+    assert found["values"][0] == [results[name]["test/global/dice"] for name in federation.sites]
+    assert found["values"][1][0] == results["site-1"]["test/personalized/dice"]
+    left = {name: _left(federation.kit(name) / STATE / "runs" / second.name) for name in federation.sites}
+    assert left == {
+        "site-1": ["hello", "evaluation", "model", "evaluation"],
+        "site-2": ["hello", "evaluation", "evaluation", "refusal"],
+    }
+
+
+def _left(run: Path) -> list[str]:
+    """Return the kinds of all that has left a site in a run, by the site's own record."""
+    return [json.loads(line)["kind"] for path in run.rglob("audit.jsonl") for line in path.read_text().splitlines()]
 
 
 def _nothing_of_a_patient(folders: list[Path], pacs: Path) -> None:

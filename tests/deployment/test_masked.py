@@ -1,44 +1,51 @@
-"""Secure aggregation on real startup kits: keys of the kits, a server killed amid a phase, a site killed before it reveals."""
+"""Noise in shares under masks on real kits: pinned keys, a server killed amid a phase, a site killed before it reveals."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from consilium.cli.audit import _records, _report, markdown
-from consilium.cli.main import app
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import load_site
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.federation.runs import STATE
+from consilium.privacy.ledger import Ledger
 from consilium.storage import load_state
 from tests.conftest import small_config, training_only
-from tests.deployment.federation import ADMIN, Federation
+from tests.deployment.federation import Federation
+from tests.deployment.jobs import consilium, pin
 
 SITES = ["site-1", "site-2", "site-3", "site-4"]
 pytestmark = pytest.mark.slow
 
 
-def consilium(federation: Federation, *words: str) -> None:
-    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
-    assert found.exit_code == 0, (found.output, found.exception)
+def ward(seed: int) -> dict[str, Any]:
+    """Return a site.yaml that lends its data to noise in shares only, with a budget; its own noise is of a seed."""
+    budgets = {"site": {"epsilon": 50}}
+    return {"privacy": {"trust": ["distributed"], "budgets": budgets, "dataset": f"ward-{seed}", "noise_seed": seed}}
 
 
 def masked_files(federation: Federation, round: int) -> list[Path]:
     return list((federation.kit("server") / STATE).rglob(f"masks/{round}-0-0/masked-*"))
 
 
-def test_kits_sum_masked_updates_whoever_is_killed(tmp_path: Path) -> None:
+def test_kits_sum_shares_of_noise_under_masks_whoever_is_killed(tmp_path: Path) -> None:
+    """Noise is of seeds here, so the run must equal one in a single process, in which nobody is killed, to the last bit."""
     raw = training_only(small_config("fedit", rounds=2, local_steps=8), test=1).model_dump()
     raw["federation"] |= {"min_sites": 3, "straggler_grace_seconds": 20.0}
-    reference = tmp_path / "reference"
-    simulate(assemble_job(JobConfig.model_validate(raw)), {n: SiteConfig() for n in SITES}, reference, lambda event: None)
-    with Federation(tmp_path / "kits", {name: {} for name in SITES}) as federation:
+    raw |= {"privacy": {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 0.5}}
+    config, reference = JobConfig.model_validate(raw | {"secure_aggregation": {}}), tmp_path / "reference"
+    sites = {name: ward(seed) for seed, name in enumerate(SITES)}
+    with Federation(tmp_path / "kits", sites) as federation:
+        pin(federation, SITES)
+        own = {name: load_site(federation.kit(name) / "local/site.yaml") for name in SITES}
+        simulate(assemble_job(config), own, reference, lambda event: None)
         federation.start()
-        job = federation.export(JobConfig.model_validate(raw | {"secure_aggregation": {}}))
-        consilium(federation, "submit", str(job), "--experiment", "ward-study")
+        consilium(federation, "submit", str(federation.export(config)), "--experiment", "ward-study")
         federation.until(lambda: len(masked_files(federation, 0)) >= 1, 120, "a masked update of round 1")
         federation.kill("server")
         federation.start("server")
@@ -50,8 +57,18 @@ def test_kits_sum_masked_updates_whoever_is_killed(tmp_path: Path) -> None:
         ours, theirs = (load_state(one / "server/state.safetensors")[0] for one in (folder, reference))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        claims = [json.loads((one / "privacy.json").read_text()) for one in (folder, reference)]
+        assert claims[0] == claims[1]
         page = markdown(_report(_records(federation.kit("site-1"))[-1]))
         assert "masked; read by nobody alone; threshold 3 of 4" in page
+        assert (
+            f"epsilon {claims[0]['epsilon']['1e-05']:.4g} at delta 1e-05 so far in this run (site level, zero-out, trust distr"
+            in page
+        )
+        for site in SITES:
+            (path,) = (federation.kit(site) / STATE).rglob("ledger.sqlite")
+            rows = Ledger(path).entries()
+            assert [(r.trust, r.round, r.count) for r in rows] == [("distributed", 0, 1), ("distributed", 1, 1)], site
         for site in SITES[:3]:
             (kept,) = (federation.kit(site) / STATE).rglob("masks/masks.json")
             assert kept.read_text() == '{"ended": true}'

@@ -6,9 +6,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -20,7 +18,8 @@ from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger
 from consilium.storage import load_state
 from tests.conftest import small_config
-from tests.deployment.federation import ADMIN, Federation
+from tests.deployment.federation import Federation
+from tests.deployment.jobs import consilium
 
 SITES = ["site-1", "site-2", "site-3"]
 
@@ -34,13 +33,6 @@ def private_job(steps: int, **federation: float) -> JobConfig:
     raw = small_config("fedit", rounds=3, local_steps=steps).model_dump()
     raw["federation"] |= federation
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
-
-
-def consilium(federation: Federation, *words: str, code: int = 0) -> str:
-    """Return what the command prints for the admin; as JSON for programs where it can."""
-    found = CliRunner().invoke(app, [*words, "--kit", str(federation.kit(ADMIN))])
-    assert found.exit_code == code, (found.output, found.exception)
-    return found.stdout if code == 0 else str(found.exception)
 
 
 def status(federation: Federation, name: str) -> dict:

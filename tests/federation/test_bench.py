@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation import bench as benches
-from consilium.federation.bench import Bench, Way, bench
+from consilium.federation.bench import Bench, Way, bench, interval
 from consilium.federation.build import assemble_job, build_task
 from consilium.federation.samples import site_data
 from tests.conftest import run, small_cells, small_text
@@ -17,12 +18,33 @@ from tests.conftest import run, small_cells, small_text
 
 def test_ratios_are_medians_of_turns() -> None:
     """By hand: 2/1, 3/2, 8/2 have the median 2; 4 samples in a median step of 3 s; 6 TFLOP of 8 in 3 s."""
-    ways = (Way("job", print, [2.0, 3.0, 8.0]), Way("ready", print, [2.0, 3.0, 4.0]), Way("bare", print, [1.0, 2.0, 2.0]))
-    found = Bench("a device", ways, "samples", 4.0, int(6e12), 8.0).to_dict()
+    model = nn.Linear(1, 1)
+    ways = (
+        Way("job", print, model, [2.0, 3.0, 8.0], [3.0] * 3),
+        Way("ready", print, model, [2.0, 3.0, 4.0], [2.0] * 3),
+        Way("bare", print, model, [1.0, 2.0, 2.0], [2.0] * 3),
+    )
+    found = Bench("a device", ways, "samples", 4.0, int(6e12), 8.0, on_processor=True).to_dict()
     assert found["ratios"] == {"job/bare": 2.0, "ready/bare": 2.0}
+    assert found["intervals"]["job/bare"] == (2.0, 1.5, 4.0)
+    assert found["processor"] == {"job/bare": (1.5, 1.5, 1.5), "ready/bare": (1.0, 1.0, 1.0)}
     assert found["per_second"] == pytest.approx(4 / 3)
     assert (found["tflops"], found["share_of_peak"]) == (pytest.approx(2.0), pytest.approx(0.25))
     assert found["data_wait"] == 0.0
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (15, 3), (20, 5), (25, 7)])
+def test_the_medians_interval_is_that_of_its_tables(count: int, left_out: int) -> None:
+    """Ranks by Conover, "Practical Nonparametric Statistics", 3rd ed. (the sign test's): of 20 values the 6th and the 15th."""
+    assert interval([float(one) for one in range(count)]) == (left_out, count - 1 - left_out)
+
+
+def test_a_step_on_a_processor_is_weighed() -> None:
+    """A linear layer of 1,000 x 1,000 that adds its weight to itself once: 4 MB held, 4 MB made; the bias is 4 kB."""
+    layer = nn.Linear(1000, 1000)
+    way = Way("bare", lambda count: layer.weight.detach() + 1, layer)
+    way.weighed()
+    assert way.peak_bytes == 4 * (1_000_000 + 1000 + 1_000_000)
 
 
 def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:

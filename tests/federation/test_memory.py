@@ -110,7 +110,7 @@ def test_remedies_keep_the_samples_of_a_step_and_leave_out_what_the_job_cannot_h
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step take 100 bytes, half in bfloat16: what is counted has tests of its own, and takes a second a job."""
     monkeypatch.setattr(fitting, "assemble_job", lambda config, source="": config)
-    half = lambda config: StepMemory(0, 0, 50 if config.model.dtype == "bf16" else 100)  # noqa: E731
+    half = lambda config, *spread: StepMemory(0, 0, 50 if config.model.dtype == "bf16" else 100)  # noqa: E731
     monkeypatch.setattr(fitting, "memory_of", half)
 
 

@@ -9,15 +9,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.ranks import Share, found_by
+from consilium.federation.several import ranks_of
+from consilium.federation.sharding import kept_whole
 from consilium.federation.site import Site
 from consilium.messages import Payload, SiteInfo
-from tests.conftest import small_cells, small_config
+from tests.conftest import small_cells, small_config, small_text
+
+SENTENCES = {"kind": "sentences", "training": 5, "validation": 2, "test": 3}
 
 
 def ranks() -> list[psutil.Process]:
@@ -34,14 +39,13 @@ def job() -> Job:
     return assemble_job(JobConfig.model_validate(raw))
 
 
-def trained(job: Job, folder: Path, devices: list[str], seen: Any = lambda event: None) -> tuple[Site, Payload]:
-    site = build_site(job, "site-1", SiteConfig.model_validate({"devices": devices}), folder, seen)
+def trained(job: Job, folder: Path, seen: Any = lambda event: None, **site: Any) -> tuple[Site, Payload]:
+    made = build_site(job, "site-1", SiteConfig.model_validate(site), folder, seen)
     sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
     try:
-        return site, site.train("run", sent)
+        return made, made.train("run", sent)
     finally:
-        if not isinstance(seen, Killer):
-            site.close()
+        made.close()
 
 
 class Killer:
@@ -57,20 +61,46 @@ class Killer:
             os.kill(one.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_update_is_that_of_one_device_with_the_whole_batch(job: Job, tmp_path: Path, count: int) -> None:
+def same(alone: Payload, joint: Payload) -> None:
     """Only the order of float32 sums differs: four steps of it, each within 2^-24 of a thousand addends at most."""
-    _, alone = trained(job, tmp_path / "1", ["cpu"])
-    _, joint = trained(job, tmp_path / str(count), ["cpu"] * count)
-    assert not ranks()
     assert alone.tensors.keys() == joint.tensors.keys()
     whole, apart = (torch.cat([t.flatten() for t in one.tensors.values()]) for one in (alone, joint))
     assert whole.norm() > 0
     assert (whole - apart).norm() <= 4 * 1000 * 2**-24 * whole.norm()
     assert abs(alone.metrics["train/loss"] - joint.metrics["train/loss"]) < 1e-5
     assert alone.metrics["train/steps"] == joint.metrics["train/steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "base"), [(2, "replicated"), (3, "replicated"), (3, "sharded")])
+def test_the_update_is_that_of_one_device_with_the_whole_batch(job: Job, tmp_path: Path, count: int, base: str) -> None:
+    _, alone = trained(job, tmp_path / "1", devices=["cpu"])
+    _, joint = trained(job, tmp_path / str(count), devices=["cpu"] * count, base=base)
+    assert not ranks()
+    same(alone, joint)
     assert not list((tmp_path / str(count)).glob("ranks-*"))
+
+
+@pytest.mark.slow
+def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_of_the_memory(tmp_path: Path) -> None:
+    """Two ranks, the blocks checkpointed: half of each block's frozen numbers at each, all else whole."""
+    raw = small_text("fedit", local_steps=4, batch_size=3, optimizer="sgd", lr=0.5, gradient_checkpointing=True).model_dump()
+    job = assemble_job(JobConfig.model_validate(raw | {"data": raw["data"] | {"phantoms": SENTENCES}}))
+    found = []
+    for devices, base in ((["cpu"], "replicated"), (["cpu", "cpu"], "sharded")):
+        site = build_site(job, "site-1", SiteConfig(devices=tuple(devices), base=base), tmp_path / base, lambda event: None)
+        sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+        found.append((site, site.train("run", sent), site.evaluate("run", sent).metrics))
+        site.close()
+    (alone, update, scores), (joint, joint_update, joint_scores) = found
+    same(update, joint_update)
+    assert scores.keys() == joint_scores.keys()
+    assert all(joint_scores[name] == pytest.approx(value, abs=1e-3) for name, value in scores.items())
+    whole = kept_whole(alone.model)
+    split = sum(p.numel() for p in alone.model.parameters() if p not in whole)
+    held = sum(p.to_local().numel() for p in joint.model.parameters() if isinstance(p, DTensor))
+    assert split > 100_000
+    assert held == pytest.approx(split / 2, rel=0.01)
 
 
 @pytest.mark.slow
@@ -85,7 +115,8 @@ def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works
     again = site.train("run", sent)
     site.close()
     assert not ranks()
-    assert all(torch.equal(t, again.tensors[n]) for n, t in trained(job, tmp_path / "other", ["cpu", "cpu"])[1].tensors.items())
+    other = trained(job, tmp_path / "other", devices=["cpu", "cpu"])[1]
+    assert all(torch.equal(t, again.tensors[n]) for n, t in other.tensors.items())
 
 
 def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:
@@ -104,16 +135,16 @@ def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) ->
     ("strategy", "privacy", "why"),
     [
         ("fedit", {"unit": "record", "epsilon": 8, "delta": 1e-5, "clip": 1.0}, "privacy.unit record"),
+        ("fedit", {"unit": "patient", "epsilon": 8, "delta": 1e-5, "clip": 1.0}, "privacy.unit patient"),
         ("feddpa", None, "strategy 'feddpa' trains more beside the adapter"),
     ],
 )
 def test_training_that_is_more_than_a_batchs_loss_is_refused(
     strategy: str, privacy: dict[str, Any] | None, why: str, tmp_path: Path
 ) -> None:
-    raw = small_cells(strategy).model_dump() | {"privacy": privacy}
-    job = assemble_job(JobConfig.model_validate(raw))
+    config = JobConfig.model_validate(small_cells(strategy).model_dump() | {"privacy": privacy})
     with pytest.raises(ConsiliumError, match=f"site.yaml: devices: {why}.*; give one device"):
-        build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path, lambda event: None)
+        ranks_of(config, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path, None)
 
 
 def test_site_yaml_names_gpus_by_number(tmp_path: Path) -> None:

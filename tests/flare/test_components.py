@@ -22,7 +22,7 @@ from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
 from consilium.flare.executor import Answer
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
-from consilium.flare.recipe import ConsiliumRecipe
+from consilium.flare.recipe import export
 from consilium.messages import Hello, Payload, SiteInfo
 from consilium.privacy.guard import Guard
 from consilium.strategies.strategy import Role
@@ -214,14 +214,14 @@ def test_allow_keeps_what_is_there_and_replaces_what_is_ours(tmp_path: Path) -> 
 )
 def test_job_folders_are_what_the_recipe_exports(folder: Path, tmp_path: Path) -> None:
     """The folders lie ready in jobs/; a drift from the recipe, or code inside them (BYOC), would show here."""
-    ConsiliumRecipe(folder).export(str(tmp_path))
-    exported = tmp_path / folder.name
+    exported = export(folder, tmp_path)
     assert not (exported / "app" / "custom").exists()
     assert not (folder / "app" / "custom").exists()
     for name in ("config_fed_server.json", "config_fed_client.json"):
         ours, theirs = (json.loads((f / "app/config" / name).read_text()) for f in (folder, exported))
         for section in ("workflows", "components", "executors", "task_data_filters", "task_result_filters"):
             assert _classes(ours.get(section)) == _classes(theirs.get(section))
+        assert ours.get("server") == theirs.get("server")  # how often sites ask
     assert (exported / "app/config/job.yaml").read_text() == (folder / "app/config/job.yaml").read_text()
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["name"] == folder.name

@@ -88,11 +88,12 @@ def test_the_archive_holds_what_the_board_asks_for_and_no_key(made: Path, clinic
     assert files.keys() == {
         "README.md", "what-left.md", "audit-1.jsonl", "ledger.sqlite", "job.yaml", "versions.json", "packages.txt",
         "policy-site.yaml", "policy-privacy.json", "policy-authorization.json", "policy-resources.json",
-        "kit.crt", "rootCA.pem", MANIFEST, SIGNATURE,
+        "kit.crt", "rootCA.pem", "sbom.cdx.json", MANIFEST, SIGNATURE,
     }  # fmt: skip
     assert files["audit-1.jsonl"] == next(clinic.rglob(FILE)).read_bytes()
     assert files["job.yaml"] == b"name: fundus\n"
     assert b"nvflare==2.9.0\n" in files["packages.txt"]
+    assert "pkg:pypi/nvflare@2.9.0" in {one["purl"] for one in json.loads(files["sbom.cdx.json"])["components"]}
     assert b"# What left clinic: fundus-1, run r1" in files["what-left.md"]
     assert b"record and ledger are whole" in files["README.md"]
     secret = (clinic / "startup/client.key").read_bytes().splitlines()[1]
@@ -280,3 +281,20 @@ def test_no_more_is_unpacked_than_the_archive_says(made: Path, root: str, tmp_pa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**21
+
+
+def test_what_an_attack_found_is_in_the_archive_and_another_runs_is_refused(
+    clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = tmp_path / "attack.json", ("evidence", "fundus-1", "--kit", clinic, "-o", tmp_path / "a.zip", "--attack")
+    for content in ("{", "[]", '{"model": "/runs/fundus-2/adapters", "attacks": [{"auc": 0.5}]}', '{"model": "fundus-1"}'):
+        path.write_text(content)
+        assert run(monkeypatch, *words, path) != 0
+        assert f"--attack: {path}: " in capsys.readouterr().err
+        assert not (tmp_path / "a.zip").exists()
+    path.write_text('{"model": "/srv/runs/fundus-1/sites/clinic/adapters", "attacks": [{"auc": 0.53, "epsilon": 0.1}]}')
+    assert run(monkeypatch, "evidence", "a.zip", "--verify", "--kit", clinic, "--attack", path) != 0
+    assert run(monkeypatch, *words, path) == 0
+    assert "attack-1.json" in verify(tmp_path / "a.zip", root)["files"]
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert archive.read("attack-1.json") == path.read_bytes()

@@ -204,3 +204,23 @@ def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_
         apply_local(others, kits / "hospital-a")
     with pytest.raises(ConfigError, match=r"no startup kit: startup/client\.crt is missing"):
         apply_local(EXAMPLE, tmp_path)
+
+
+def test_a_new_hospital_gets_a_kit_of_the_same_project_and_no_other_is_made(tmp_path: Path) -> None:
+    raw = yaml.safe_load(EXAMPLE.read_text())
+    sites, folder = tmp_path / "sites.yml", tmp_path / "kits"
+    sites.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match=r"cert\.json: not there"):
+        provision(sites, folder, ["hospital-a"])  # a project of its own, which no server would know
+    first = provision(sites, folder)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    raw["sites"].append({"name": "hospital-d", "org": "hospital_d"})
+    sites.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match=r"--only: .*none is named 'hospital-e'"):
+        provision(sites, folder, ["hospital-e"])
+    (kit,) = provision(sites, folder, ["hospital-d"]).iterdir()
+    assert kit_name(kit) == "hospital-d"
+    assert verify_folder_signature(str(kit / "startup"), str(first / "hospital-a/startup/rootCA.pem"), True, "signature.json")
+    told = [json.loads((k / "startup/fed_client.json").read_text())["servers"] for k in (kit, first / "hospital-a")]
+    assert told[0] == told[1]
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before

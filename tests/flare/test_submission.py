@@ -68,6 +68,15 @@ def test_a_resumption_is_the_same_job_told_to_go_on(tmp_path: Path) -> None:
         assert yaml.safe_load((folder / "app/config/job.yaml").read_text()) == first
 
 
+def test_masks_asked_of_a_folder_that_was_made_without_are_refused_and_its_job_file_has_them(tmp_path: Path) -> None:
+    job, wanted = JOBS / "quickstart", {"secure_aggregation": {}}
+    with pytest.raises(ConfigError, match=r"^secure_aggregation: .*quickstart: is a ready job folder without.*job\.yaml"):
+        prepare(job, wanted, "study", tmp_path)
+    config = prepare(job / "app/config/job.yaml", wanted, "study", tmp_path) / "app/config"
+    assert '"masks"' in (config / "config_fed_client.json").read_text()
+    assert json.loads((config / "config_fed_server.json").read_text())["server"] == {"task_request_interval": 0.2}
+
+
 @pytest.mark.parametrize("failure", [ConsiliumError("no connection"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_what_was_not_submitted_leaves_its_name_free(failure: BaseException, tmp_path: Path) -> None:
     for _ in range(2):

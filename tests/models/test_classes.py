@@ -139,6 +139,29 @@ def test_a_promptable_model_by_folder_is_what_transformers_has(
     torch.testing.assert_close(_page(page, tmp_path / "merged", monkeypatch)(images, boxes), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", kinds(PROMPTABLE, "sam2"))
+def test_points_of_a_model_by_folder_are_transformers_own(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each class has its own point and, where there are several, the mask of its own number; no point is label -1 there."""
+    made, images = make(tmp_path / "base", kind, PROMPTABLE[kind]), _pictures()
+    classes = ["disc"] if kind == "sam_hq" else ["disc", "cup"]
+    task = {"name": "segmentation", "classes": classes, "prompt": "point"}
+    model, count = _build("sam", made, task), len(classes)
+    points = torch.tensor([[[2.0, 20], [9, 5]], [[30, 1], [16, 16]]])[:, :count]
+    low = made.model(
+        pixel_values=(images - model.pixel_mean) / model.pixel_std, input_points=points[:, :, None],
+        input_labels=torch.ones(2, count, 1, dtype=torch.int64), multimask_output=count > 1,
+    ).pred_masks.detach()  # fmt: skip
+    wanted = F.interpolate(low[:, range(count), range(count)], (SIDE, SIDE), mode="bilinear", align_corners=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images, points), wanted, rtol=1e-4, atol=1e-5)
+        absent = torch.cat([points[:, :-1], torch.full((2, 1, 2), torch.nan)], 1)
+        assert (model(images, absent)[:, -1] - wanted[:, -1]).abs().max() > 1e-4
+        assert model(images, absent).isfinite().all()
+    (tmp_path / "merged").mkdir()
+    page = MODELS["sam"].save(tmp_path / "merged", model, *_job("sam", made, task), None)  # type: ignore[misc]
+    torch.testing.assert_close(_page(page, tmp_path / "merged", monkeypatch)(images, points), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Made:
     made = make(tmp_path_factory.mktemp("clip"), "clip", CLASSIFIERS["clip"])

@@ -95,8 +95,30 @@ def test_box_prompts_equal_meta_sam_and_nan_means_the_whole_image(small_vit_b: P
     theirs = sam.Sam.forward(model, one, multimask_output=False)[0]["low_res_logits"]
     up = torch.nn.functional.interpolate(theirs, (64, 64), mode="bilinear", align_corners=False)
     assert torch.allclose(model(images, boxes)[0], up[:, 0], atol=1e-5)
-    with pytest.raises(ConfigError, match="given no boxes"):
+    with pytest.raises(ConfigError, match="given no box"):
         model(images)
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_point_prompts_equal_meta_sam_and_nan_is_no_point(classes: int, small_vit_b: Path) -> None:
+    """One class is SAM's single mask, several are its first, each by its own point; SAM's label -1 says that there is none."""
+    model = build_sam("vit_b", small_vit_b, None, classes, prompt="point", attention="original")
+    image = torch.rand(3, 64, 64) * 255
+
+    def meta(point: list[float], label: int) -> Tensor:
+        coords = {"point_coords": torch.tensor([[point]]), "point_labels": torch.tensor([[label]])}
+        record = {"image": image, "original_size": (64, 64)} | coords
+        low = sam.Sam.forward(model, [record], multimask_output=classes > 1)[0]["low_res_logits"]
+        return F.interpolate(low, (64, 64), mode="bilinear", align_corners=False)[0]
+
+    points = [[7.0, 40.0], [33.0, 12.0]][:classes]
+    found = model(image[None], torch.tensor([points]))[0]
+    assert torch.allclose(found, torch.stack([meta(point, 1)[c] for c, point in enumerate(points)]), atol=1e-5)
+    absent = model(image[None], torch.tensor([[*points[:-1], [float("nan")] * 2]]))[0]
+    assert torch.allclose(absent[-1], meta([0.0, 0.0], -1)[classes - 1], atol=1e-5)
+    assert not torch.allclose(absent[-1], found[-1], atol=1e-3)
+    with pytest.raises(ConfigError, match="given no point"):
+        model(image[None])
 
 
 @pytest.mark.parametrize(("classes", "tokens"), [(1, [0]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 3, 4, 5])])

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("README.md") if not {".venv", "runs", "build"} & set(p.parts))
+DEPLOYMENT = [
+    f"provisioning/{page}.md"
+    for page in ("README", "engineer", "installation", "administrator", "security-officer", "data-protection-officer")
+]
+"""In the order in which a deployment goes: each page's commands take what those before have made."""
+_FIRST = {str(p.relative_to(ROOT)) for p in ROOT.rglob("README.md") if not {".venv", "runs", "build"} & set(p.parts)}
+PAGES = sorted(_FIRST | set(DEPLOYMENT))
 
 _FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _HOME = re.compile(r"# (?P<path>custom/\S+\.py)(?:, in (?P<mapping>[A-Z]+))?$")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.pages.reading import PAGES, ROOT, Block, blocks
+from tests.pages.reading import DEPLOYMENT, PAGES, ROOT, Block, blocks
 
 pytestmark = pytest.mark.slow
 LEFT_OUT = (".git", ".venv", "runs", "build", "__pycache__", "*.egg-info", ".*_cache")
@@ -49,9 +49,12 @@ def _script(path: Path, arguments: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(_runs(block) for block in blocks(page))])
-def test_commands_of_a_page(page: str, copy: Path, environment: dict[str, str]) -> None:
-    for block in blocks(page):
+ALONE = [[page] for page in PAGES if page not in DEPLOYMENT and any(_runs(block) for block in blocks(page))]
+
+
+@pytest.mark.parametrize("pages", [*ALONE, DEPLOYMENT], ids=lambda pages: pages[0])
+def test_commands_of_a_page(pages: list[str], copy: Path, environment: dict[str, str]) -> None:
+    for block in (block for page in pages for block in blocks(page)):
         if block.home:
             _put(copy, block)
         elif block.language == "yaml" and block.first.startswith("# ages.yaml"):

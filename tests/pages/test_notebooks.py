@@ -64,3 +64,5 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if path.stem == "your_images":
         table = (place / "table.tex").read_text()
         assert all(name in table for name in ("local only", "FedIT", "IAT"))
+        made = ("masks/first.png", "masks/second_overlay.png", "report.html", "cork.html")
+        assert [name for name in made if not (place / name).is_file()] == []

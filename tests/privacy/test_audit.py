@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import RefusedError
+from consilium.errors import ConfigError, RefusedError
 from consilium.federation.build import Job
 from consilium.federation.engine import simulate
+from consilium.flare.evidence import chains
 from consilium.privacy import audit
+from consilium.privacy.accounting import gaussian_epsilon
 from consilium.privacy.ledger import Ledger, summary
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
@@ -126,6 +128,76 @@ def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
     assert audit.read(tmp_path / audit.FILE)["broken_line"] == 1
     with pytest.raises(RefusedError, match="a line is damaged"):
         audit.Record(tmp_path / audit.FILE).add({"kind": "hello"})
+
+
+SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
+
+
+def spends(folder: Path, *events: dict) -> Path:
+    """Write a record of one release a round, of these costs, and return it."""
+    record = audit.Record(folder / audit.FILE)
+    for round, spend in enumerate(events):
+        record.add({"kind": "update", "round": round, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
+    return record.path
+
+
+def test_epsilon_goes_by_what_was_spent_so_far_and_a_place_counts_once(tmp_path: Path) -> None:
+    """Gaussians of multiplier 2 and 1 are one of 1 / sqrt(1/4 + 1); round 0 is charged as it was released last."""
+    path = spends(tmp_path, SPEND, SPEND | {"noise_multiplier": 1.0})
+    audit.Record(path).add({"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}})
+    found = [line["privacy"]["epsilon"] for line in audit.read(path)["messages"]]
+    expected = [gaussian_epsilon(mu, 1e-5) for mu in (1 / 2, (1 / 4 + 1) ** 0.5, (1 / 16 + 1) ** 0.5)]
+    assert found == pytest.approx(expected, abs=1e-8)
+
+
+def test_a_record_is_verified_without_counting_what_it_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signed archive may hold any number of costs, each of which takes an accountant a while."""
+    path = spends(tmp_path, *(SPEND | {"noise_multiplier": 1 + n / 7, "sample_rate": 0.1} for n in range(50)))
+    monkeypatch.setattr(audit, "epsilon_of", lambda *_: pytest.fail("counted"))
+    assert chains({"audit-1.jsonl": path.read_bytes()}) == {"messages": 50, "record": None, "rows": 0, "ledger": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": 1e-300},
+        {"noise_multiplier": math.nan},
+        {"sample_rate": 2},
+        {"count": 1.5},
+        {"count": 2**60},
+        {"slack": "0"},
+        {"more": 1},
+    ],
+)
+def test_a_cost_that_nobody_could_count_is_damage_by_its_line(change: dict, tmp_path: Path) -> None:
+    path = tmp_path / audit.FILE
+    spends(tmp_path, SPEND)
+    line = {"round": 1, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | change}, "previous": audit.read(path)["seal"]}
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    for found in (audit.verified(path), audit.read(path)):
+        assert (found["broken_line"], len(found["messages"])) == (2, 1)
+    assert chains({"audit-1.jsonl": path.read_bytes()})["record"] == "audit-1.jsonl, line 2"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"privacy": {"delta": 1e-5, "spend": SPEND, "clip": "x"}},
+        {"tensors": [1]},
+        {"time": "x"},
+        {"masked": 3},
+        {"scalars": [1]},
+    ],
+)
+def test_a_message_that_no_guard_writes_ends_in_a_line(change: dict, tmp_path: Path) -> None:
+    (tmp_path / audit.FILE).write_text(
+        json.dumps({"time": 1.0, "kind": "update", "round": 0, "phase": 0, "previous": ""} | change)
+    )
+    with pytest.raises(
+        ConfigError, match=r"audit\.jsonl: a message in it is none that a guard writes .*compare it with a copy"
+    ):
+        CliRunner().invoke(app, ["audit", str(tmp_path)], catch_exceptions=False)
 
 
 def test_the_command_prints_a_page_and_json_and_tells_a_change(private_runs: dict[str, Path], tmp_path: Path) -> None:

@@ -32,17 +32,18 @@ Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Ten
 
 
 def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
-    """Windowed attention (several rows a sample), two classes, and boxes (one decoding a class)."""
+    """Windowed attention (several rows a sample), two classes, and boxes or points (one decoding a class)."""
     torch.manual_seed(0)
     model = build_sam("tiny", None, 64, 2, prompt=prompt)
     lora.inject(model, 2, 2.0, SAM.target("paper"))
     for name, parameter in layers.tensors(model).items():
         nn.init.normal_(parameter, std=0.1 if name.endswith("A") else 0.02)
     images, labels = torch.rand(3, 3, 64, 64) * 255, (torch.rand(3, 2, 64, 64) > 0.5).float()
-    boxes = torch.tensor([[[4.0, 4, 40, 50], [8, 8, 20, 30]]] * 3) if prompt == "box" else None
+    given = {"box": [[4.0, 4, 40, 50], [8, 8, 20, 30]], "point": [[20.0, 30], [14, 18]]}
+    prompts = torch.tensor([given[prompt]] * 3) if prompt in given else None
 
     def loss(indices: list[int]) -> torch.Tensor:
-        logits = model(images[indices], None if boxes is None else boxes[indices])
+        logits = model(images[indices], None if prompts is None else prompts[indices])
         return nn.functional.binary_cross_entropy_with_logits(logits, labels[indices])
 
     return model, layers.tensors(model), loss
@@ -75,7 +76,13 @@ def clip_case() -> Case:
     return model, layers.tensors(model), lambda indices: nn.functional.cross_entropy(model(images[indices]), labels[indices])
 
 
-CASES = {"clip": clip_case, "sam": lambda: sam_case("none"), "sam box": lambda: sam_case("box"), "causal lm": llama_case}
+CASES = {
+    "clip": clip_case,
+    "sam": lambda: sam_case("none"),
+    "sam box": lambda: sam_case("box"),
+    "sam point": lambda: sam_case("point"),
+    "causal lm": llama_case,
+}
 
 
 @pytest.mark.parametrize("kind", CASES)

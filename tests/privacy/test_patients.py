@@ -16,16 +16,20 @@ from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
 from consilium.data.patients import by_patient, most_of_one
+from consilium.data.tally import tally
+from consilium.data.text import read_texts
 from consilium.errors import ConfigError, DataError, RefusedError
-from consilium.federation.build import build_guard
+from consilium.federation.build import assemble_job, build_guard
 from consilium.federation.doctor import examine_datasets
+from consilium.federation.engine import simulate
 from consilium.federation.samples import of_patients, units_of
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon
 from consilium.privacy.composition import Entry, epsilon_for
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, UnitGradients
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
-from tests.conftest import assembled, small_cells, small_config, training_only
+from tests.conftest import assembled, small_cells, small_config, small_text, training_only
+from tests.data.writing import write
 
 PATIENT = {"unit": "patient", "epsilon": 8, "per_patient": 2}
 
@@ -48,6 +52,36 @@ def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
     assert most_of_one(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
     assert units_of(config(), listed("b", "a", "b")) == 2
     assert units_of(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
+
+
+def test_texts_have_patients_as_pictures_have(tmp_path: Path) -> None:
+    notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate("abaa")]
+    data = read_texts(write(tmp_path, "training.jsonl", *notes))
+    assert by_patient(data) == ((0, 2, 3), (1,))
+    job = JobConfig.model_validate(training_only(small_text("fedit")).model_dump() | {"privacy": PATIENT})
+    assert units_of(job, data) == 2
+    assert tally(data, job.task, 4).patients["training"]
+    assert len(set(tally(data, job.task, 4).people["training"])) == 2  # small counts are of patients, not of notes
+    with pytest.raises(DataError, match=r"1 of 1 training samples name no patient, such as training\.jsonl:1"):
+        by_patient(read_texts(write(tmp_path / "nameless", "training.jsonl", {"input": "a", "output": "b"})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trust", ["local", "distributed"])
+def test_a_language_model_trains_by_patients(trust: str, tmp_path: Path) -> None:
+    """Of 6 patients with up to 3 notes; rows count patients, by the rate of one in three batches or of the job."""
+    notes = [{"input": f"note {n} of the ward", "output": "soon", "patient": n % 6} for n in range(15)]
+    sites = {}
+    for name in ("site-1", "site-2", "site-3"):
+        folder = write(tmp_path / name, "training.jsonl", *notes)
+        sites[name] = SiteConfig(datalist=write(folder, "test.jsonl", *notes[:1]))
+    raw = training_only(small_text("fedit", local_steps=1, rounds=2)).model_dump()
+    raw["data"], raw["federation"] = {}, raw["federation"] | {"min_sites": 3}
+    steps = {"trust": "distributed", "sample_rate": 0.5, "divisor": 9.0} if trust == "distributed" else {}
+    raw |= {"privacy": PATIENT | steps} | ({"secure_aggregation": {}} if steps else {})
+    simulate(assemble_job(JobConfig.model_validate(raw)), sites, tmp_path / "run", lambda event: None)
+    rows = [row for row in Ledger(tmp_path / "run/sites/site-1/ledger.sqlite").entries() if row.count]
+    assert [(row.unit, row.trust, row.sample_rate) for row in rows] == [("patient", trust, 0.5 if steps else 1 / 3)] * 2
 
 
 def test_a_sample_of_nobody_is_refused_and_named() -> None:

@@ -23,6 +23,7 @@ PICTURE, BEGIN, END = 590, 591, 592
 SHOWN = {  # tokens of a picture of 32 pixels, by hand: patches of 4 merged 2 x 2, of 8; four of Gemma's own
     "qwen2_vl": [BEGIN, *[PICTURE] * 16, END],
     "qwen2_5_vl": [BEGIN, *[PICTURE] * 16, END],
+    "qwen3_vl": [BEGIN, *[PICTURE] * 16, END],
     "paligemma": [PICTURE] * 16,
     "gemma3": [BEGIN, *[PICTURE] * 4, END],
     "llava": [PICTURE] * 16,

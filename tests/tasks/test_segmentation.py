@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
 from consilium.tasks.segmentation.measures import counts, overlaps
-from consilium.tasks.segmentation.task import SegmentationTask, boxes
+from consilium.tasks.segmentation.prompts import boxes, points
+from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import batches
 
 
@@ -122,9 +123,26 @@ def test_boxes_around_masks_and_their_jitter() -> None:
     assert torch.equal(moved[0], boxes(label, seed=1)[0])
 
 
-def test_box_prompts_travel_with_the_batch(tmp_path: Path) -> None:
-    batch = make_task(tmp_path, prompt="box", augment=False).batch([0, 1], 0)
-    assert batch["box"].shape == (2, 2, 4)
+@pytest.mark.parametrize(("prompt", "numbers"), [("box", 4), ("point", 2)])
+def test_prompts_travel_with_the_batch(prompt: str, numbers: int, tmp_path: Path) -> None:
+    batch = make_task(tmp_path, prompt=prompt, augment=False).batch([0, 1], 0)
+    assert batch["prompt"].shape == (2, 2, numbers)
+
+
+def test_a_point_is_deepest_in_its_mask_or_any_of_it_as_the_seed_says() -> None:
+    """A thin frame around a 5 x 5 square: its centre is deepest. At the picture's edge the edge counts; two columns tie."""
+    label = torch.zeros(3, 20, 20)
+    label[0, 2:17, 2] = label[0, 2, 2:17] = 1
+    label[0, 8:13, 10:15] = 1
+    label[1, :, 18:] = 1
+    assert points(label)[:2].tolist() == [[12, 10], [18, 0]]
+    assert points(label)[2].isnan().all()
+    drawn = torch.stack([points(label, seed)[:2] for seed in range(40)]).long()
+    assert all(label[c, y, x] for one in drawn.tolist() for c, (x, y) in enumerate(one))
+    assert len(set(map(tuple, drawn[:, 1].tolist()))) > 15  # of 40 pixels; never one and the same
+    assert torch.equal(points(label, 3)[:2], drawn[3].float())
+    alone = points(label[1:], 3)[0]
+    assert label[1, int(alone[1]), int(alone[0])]
 
 
 def test_examples_are_the_first_three_with_what_the_model_says_and_its_dice(tmp_path: Path) -> None:

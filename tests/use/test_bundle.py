@@ -143,7 +143,7 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
     file = picture(tmp_path / "one.png", (128, 128, 3))
     image = read_picture(Item(file, None), 64)[None]
     box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
-    wanted = [probe.answer(model, {"images": image, "boxes": boxes}) for boxes in (box, whole)]
+    wanted = [probe.answer(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
     bound = probe.tolerance(model, torch.cat(wanted))
     bundle.write(folder, model, config, card(config))
     (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")
@@ -152,6 +152,20 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
         plane = F.interpolate(logits, (128, 128), mode="bilinear", align_corners=False)[0, 0]
         mask, sure = torch.from_numpy(np.asarray(Image.open(folder / "out/one_a.png")).copy()) > 0, plane.abs() > bound
         assert torch.equal(mask[sure], (plane > 0)[sure])
+
+
+def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
+    config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
+    made = bundle.inference(config)
+    assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
+    file = picture(tmp_path / "one.png", (128, 96, 3))
+    (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
+    own = {key: made["datalist"][key] for key in ("classes", "columns")}
+    (data,) = bundle_pictures.find_pictures(str(file), str(tmp_path / "points.csv"), **own)
+    told = made["preprocessing"]["transforms"][0]
+    found = bundle_pictures.ReadPicture(told["side"], told["resize"], told["padding"], told["window"])(data)["prompts"]
+    assert found[1].tolist() == [32, 16]  # 64 pixels a side
+    assert found[0].isnan().all()
 
 
 @pytest.mark.parametrize("resize", ["stretch", "pad"])

@@ -28,6 +28,7 @@ PICTURES: dict[str, JobConfig] = {
     "q and v apart, four classes": changed(FUNDUS, task=FOUR, adapter={"rank": 2, "alpha": 4, "targets": "qv"}),
     "a decoder that trained": changed(FUNDUS, adapter={"rank": 2, "targets": "encoder-qkv", "decoder": "share"}),
     "boxes": changed(FUNDUS, task=THREE | {"prompt": "box"}),
+    "points": changed(FUNDUS, task=FOUR | {"prompt": "point"}),
     "dual rank": changed(small_config("fedhera"), task=THREE),
     "all of it": changed(FUNDUS, adapter={"kind": "full"}),
     "a vector behind the encoder": changed(FUNDUS, strategy="feddbe"),

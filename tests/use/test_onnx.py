@@ -11,7 +11,14 @@ from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 
 BOXES = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "box"})
-JOBS = {"encoder and decoder": FUNDUS, "boxes": BOXES, "bottlenecks, not merged": small_config("fedsca"), "a classifier": CELLS}
+POINTS = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point"})
+JOBS = {
+    "encoder and decoder": FUNDUS,
+    "boxes": BOXES,
+    "points": POINTS,
+    "bottlenecks, not merged": small_config("fedsca"),
+    "a classifier": CELLS,
+}
 
 
 @pytest.mark.slow  # the exporter takes seconds for each

@@ -17,9 +17,9 @@ from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
-from consilium.errors import DataError
+from consilium.errors import ConfigError, DataError
 from consilium.use.asking import Asked, Asking, joined
-from consilium.use.inputs import Input, find_inputs, read_boxes
+from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
 from tests.conftest import run
@@ -183,6 +183,21 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         one.SeriesInstanceUID = f"1.2.{number}"
         one.save_as(path)
     assert len(find_inputs(tmp_path / "in", False, tmp_path / "out")) == 2
+    (tmp_path / "in/damaged.dcm").write_bytes(bytes(128) + b"DICM" + bytes(9))
+    assert len(find_inputs(tmp_path / "in", False, tmp_path / "out")) == 3  # it is named alone, the others go on
+    (tmp_path / "in/damaged.dcm").unlink()
+    masks, beside = sorted((tmp_path / "made/masks").rglob("*.dcm")), list[Path]()
+    shutil.copy(masks[0], tmp_path / "in/earlier.dcm")
+    (tmp_path / "in/results").mkdir()
+    shutil.copy(masks[0], tmp_path / "in/results/mask.dcm")
+    report = pydicom.dcmread(masks[0], stop_before_pixels=True)
+    report.SOPClassUID = report.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.88.33"  # Comprehensive SR, PS3.6
+    del report.Rows
+    report.save_as(tmp_path / "in/results/report.dcm")
+    assert len(find_inputs(tmp_path / "in", False, tmp_path / "out", beside)) == 2
+    assert [path.name for path in beside] == ["earlier.dcm", "mask.dcm", "report.dcm"]
+    with pytest.raises(ConfigError, match=r"results: holds no pictures, NIfTI or DICOM images"):
+        find_inputs(tmp_path / "in/results", False, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -192,18 +207,62 @@ def test_radiographs_in_a_folder_are_images_of_their_own_and_slices_are_a_series
         ("image,class,left,top,right,bottom\na.png,liver,1,2,3,4", "none of the model's: disc, cup"),
         ("image,class,left,top,right,bottom\na.png,disc,5,2,3,4", "left < right"),
         ("image,class,left,top,right,bottom\na.png,disc,nan,2,3,4", "left < right"),
-        ("image,class,left,top,right,bottom\na.png,disc,1,2,3,4\na.png,disc,1,2,3,4", "two boxes"),
+        ("image,class,left,top,right,bottom\na.png,disc,1,2,3,4\na.png,disc,1,2,3,4", "has two for 'disc'"),
         ("", "holds no box"),
     ],
 )
 def test_boxes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "boxes.csv").write_text(text)
     with pytest.raises(DataError, match=said):
-        read_boxes(tmp_path / "boxes.csv", ["disc", "cup"])
+        read_prompts(tmp_path / "boxes.csv", "box", ["disc", "cup"])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"), [("a.png,disc,1", "lacks y"), ("a.png,disc,-1,3", "0 or more"), ("a.png,disc,1,inf", "0 or")]
+)
+def test_points_that_cannot_be_are_refused(tmp_path: Path, row: str, said: str) -> None:
+    (tmp_path / "points.csv").write_text(f"image,class,x,y\n{row}")
+    with pytest.raises(DataError, match=said):
+        read_prompts(tmp_path / "points.csv", "point", ["disc", "cup"])
+
+
+def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(finished / "adapters/global", tmp_path / "adapter"))
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    job["task"]["prompt"] = "point"
+    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
+    Image.fromarray(noise((128, 96, 3))).save(tmp_path / "a.png")
+    words = ("predict", folder, tmp_path / "a.png", "-o", tmp_path / "out", "--probabilities")
+    assert run(monkeypatch, *words) == 2
+    assert "--points: the model was trained with points" in capsys.readouterr().err
+    (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "x": 60, "y": 32}]))
+    assert run(monkeypatch, *words, "--boxes", tmp_path / "p.json") == 2
+    assert "--boxes: the model takes points" in capsys.readouterr().err
+    assert run(monkeypatch, *words, "--points", tmp_path / "p.json") == 0
+    opened = open_model(folder)
+    side = opened.config.model.image_side
+    small = np.asarray(Image.open(tmp_path / "a.png").resize((side, side), Image.Resampling.BILINEAR))
+    point = torch.tensor([[[60 * side / 96, 32 * side / 128], [float("nan")] * 2]])
+    with torch.no_grad():
+        logits = opened.model(torch.from_numpy(small.transpose(2, 0, 1).copy())[None].float(), point)
+    wanted = torch.nn.functional.interpolate(logits, (128, 96), mode="bilinear", align_corners=False).sigmoid()[0, 0]
+    with Image.open(tmp_path / "out/a_probabilities.tif") as pages:
+        assert np.asarray(pages) == pytest.approx(wanted.numpy(), abs=1e-4)
+        pages.seek(1)
+        assert not np.asarray(pages).any()  # no point of the cup: it was not asked for
+    capsys.readouterr()
+    for image, x, said in (("b.png", 5, "the points name no image 'a.png'"), ("a.png", 96, "96, 32 lies outside its 96x128")):
+        (tmp_path / "p.json").write_text(json.dumps([{"image": image, "class": "disc", "x": x, "y": 32}]))
+        assert run(monkeypatch, *words, "--force", "--points", tmp_path / "p.json") == 1
+        assert said in capsys.readouterr().err
 
 
 def test_a_box_is_cut_to_each_tile() -> None:
     asking = Asking(None, 1, {("a.png", None, "disc"): (10.0, 20.0, 70.0, 50.0)})  # type: ignore[arg-type]
     one, parts = Input(Path("a.png"), "a.png"), [(0, 0, 64, 64), (48, 0, 64, 64), (96, 0, 64, 64)]
-    found = [asking._box(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
+    found = [asking._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
     assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]
+    pointed = Asking(None, 1, {("a.png", None, "disc"): (50.0, 63.0)})  # type: ignore[arg-type]
+    assert [pointed._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts] == [(50, 63), (2, 63), None]

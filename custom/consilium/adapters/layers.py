@@ -7,7 +7,7 @@ has them. In the model they are parameters; sites and server keep and send their
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from consilium.seeding import seed_for
 
 LARGEST = 2**29
 """Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""
-_PLACES = "adapter_places"
-"""The attribute of a model that keeps its `Places`."""
+_PLACES, _LEFT_OUT = "adapter_places", "adapter_left_out"
+"""The attributes of a model that keep its `Places`, and the names of what `leave_out` left out last."""
+
+Found = TypeVar("Found")
 
 
 def check_size(numbers: int) -> None:
@@ -40,13 +42,15 @@ class Adapted:
 
 
 class Places(NamedTuple):
-    """Where an adapter is in its model: its parameters as (name, module, own name), and its modules by name.
+    """Where an adapter is in its model: its parameters as (name, module, own name), its modules by name, and the
+    modules of a class, for those that were asked for.
 
     To walk a model for them takes longer than a small one's forward pass, and a site asks in every round a dozen times.
     """
 
     parameters: list[tuple[str, nn.Module, str]]
     modules: list[tuple[str, "AdapterModule"]]
+    of_class: dict[type, list[Any]]
 
 
 class AdapterModule(nn.Module):
@@ -109,7 +113,7 @@ def _places(model: nn.Module) -> Places:
     """Return where the adapter is, which is looked up once: until more names are noted or a module is replaced."""
     adapted, found = _adapted(model), vars(model).get(_PLACES)
     if not isinstance(found, Places):
-        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Places([], [])
+        of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Places([], [], {})
         for name, module in model.named_modules():
             if isinstance(module, AdapterModule):
                 found.modules.append((name, module))
@@ -120,6 +124,14 @@ def _places(model: nn.Module) -> Places:
                 seen.add(parameter)
         object.__setattr__(model, _PLACES, found)
     return found
+
+
+def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
+    """Return the model's modules of a class."""
+    known = _places(model).of_class
+    if kind not in known:
+        known[kind] = [module for module in model.modules() if isinstance(module, kind)]
+    return cast(list[Found], known[kind])
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -180,15 +192,19 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
     vars(model).pop(_PLACES, None)
+    vars(model).pop(_LEFT_OUT, None)
 
 
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:
     """Let the modules named `blocks` hand on what they get, and all others run: the net without those blocks."""
+    if vars(model).get(_LEFT_OUT) == blocks:
+        return  # as in nearly every round; a walk takes longer than a small model's step
     for name, module in model.named_modules():
         if name in blocks:
             vars(module)["forward"] = _hand_on
         elif vars(module).get("forward") is _hand_on:
             del vars(module)["forward"]
+    object.__setattr__(model, _LEFT_OUT, frozenset(blocks))
 
 
 def left_out(model: nn.Module) -> list[str]:

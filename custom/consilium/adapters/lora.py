@@ -111,7 +111,7 @@ def scale(model: nn.Module, value: float) -> None:
     """Set what every layer multiplies B A by; alpha / rank unless a strategy says otherwise."""
     from peft.tuners.lora import LoraLayer
 
-    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+    for layer in layers.modules_of(model, LoraLayer):
         layer.scaling["default"] = value
 
 
@@ -151,7 +151,7 @@ def mix(model: nn.Module, scaling: float, share: float | Tensor) -> None:
     parts: Any = {"default": scaling * (1 - share), "local": scaling * share}
     if isinstance(share, Tensor):
         parts = {name: PerSample(part) for name, part in parts.items()}
-    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+    for layer in layers.modules_of(model, LoraLayer):
         layer.scaling.update(parts)
 
 

@@ -1,4 +1,4 @@
-"""The command `consilium privacy attack`."""
+"""The commands `consilium privacy attack` and `invert`."""
 
 import json
 import tempfile
@@ -20,6 +20,7 @@ from consilium.report.clean import shown
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig
     from consilium.use.attack import Guessed
+    from consilium.use.invert import Inversion
     from consilium.use.model import TrainedModel
 
 
@@ -58,6 +59,62 @@ def attack(
         lost = bar.add_task("losses", total=None)
         found = run(opened, given, name, shadows, Path(place), confidence, lambda: bar.advance(lost))
     _print(found, opened, format)
+
+
+def invert(
+    model: ModelArgument,
+    data: Annotated[
+        Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")
+    ] = None,
+    site: SiteOption = None,
+    batch: Annotated[int, typer.Option(min=1, max=16, help="pictures in the site's step")] = 1,
+    sum: Annotated[int, typer.Option(min=2, max=100, help="sites in the sum that secure aggregation would open")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="of the attacker's search")] = 400,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the picture to write (PNG)")] = Path("inversion.png"),
+    stage: StageOption = None,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Try to draw a site's training pictures from one update of a model: as it is, in a sum of sites, and under masks.
+
+    The picture that is written shows training pictures: it is the site's own to keep. A bad drawing proves no privacy.
+    """
+    from consilium.use.invert import draw, inversion
+    from consilium.use.model import open_model
+
+    opened = open_model(model, site, stage, site_of(device, checkpoints))
+    given, name = _data(opened, data, site)
+    console = Console(stderr=True, quiet=format is Format.JSON)
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        search = bar.add_task("search", total=3 * steps)
+        found = inversion(opened, given, name, Path(place), batch, sum, steps, lambda: bar.advance(search))
+    draw(output, found)
+    _print_inversion(found, output, format)
+
+
+def _print_inversion(found: "Inversion", output: Path, format: Format) -> None:
+    values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
+    about = {
+        "picture": str(output),
+        "pictures": len(found.pictures),
+        "candidates": found.candidates,
+        "psnr_of_mean": found.guess,
+    }
+    if format is Format.JSON:
+        print(json.dumps(about | {"attacks": values}, indent=1))
+        return
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left"):
+        table.add_column(heading, justify="left" if heading == "seen" else "right")
+    for one in found.attacks:
+        told = f"{one.told} of {len(found.pictures)}"
+        table.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
+    page().print(table)
+    typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
 
 
 def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple[SiteConfig, str]":

@@ -19,7 +19,7 @@ def audit(
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
     found = [_report(path) for path in _records(where)]
-    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(markdown, found)))
+    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
 
@@ -31,6 +31,15 @@ def _report(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+
+
+def _page(found: dict[str, Any]) -> str:
+    """Return a record as a page. Raises ConfigError for one with a message that no guard has written."""
+    try:
+        return markdown(found)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        what = f"a message in it is none that a guard writes ({type(error).__name__}), so it was altered"
+        raise ConfigError(f"{found['file']}: {what}; look at it with --format json, and compare it with a copy") from None
 
 
 def _records(where: Path) -> list[Path]:

@@ -26,8 +26,8 @@ def bench(
     data: Annotated[Path | None, typer.Option(help="a site's folder; without it the job's generated data")] = None,
     checkpoints: Annotated[Path | None, typer.Option(help="what ${SITE} stands for")] = None,
     device: DeviceOption = "auto",
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="optimizer steps of a turn")] = 5,
-    turns: Annotated[int, typer.Option(min=1, max=1_000, help="turns; ratios are their medians")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="optimizer steps of a turn")] = 2,
+    turns: Annotated[int, typer.Option(min=1, max=1_000, help="turns; ratios are their medians")] = 15,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Measure steps of a job here: time beside a bare loop, data wait, samples or tokens a second, memory, FLOP/s."""
@@ -48,13 +48,15 @@ def _table(found: dict[str, Any], steps: int, turns: int) -> str:
     """Return the figures in lines of 80 characters at most."""
     lines = [
         f"{found['device']}: {turns} turns of {steps} steps"[:80],
-        f"{'':32}{'s a step':>10}{'x bare':>10}{'peak GiB':>10}",
+        f"{'':28}{'s a step':>9}{'x bare (95 %)':>22}{'its CPU':>9}{'peak GiB':>10}",
     ]
     for name, way in found["ways"].items():
         seconds = sorted(way["seconds"])[len(way["seconds"]) // 2]
-        ratio = found["ratios"].get(f"{name}/bare", 1.0)
+        ratio, *ends = found["intervals"].get(f"{name}/bare", (1.0, 1.0, 1.0))
+        said = f"{ratio:.3f} ({ends[0]:.3f}-{ends[1]:.3f})" if name != "bare" else "1"
+        own = f"{found['processor'][f'{name}/bare'][0]:.3f}" if f"{name}/bare" in found["processor"] else "-"
         peak = f"{way['peak_bytes'] / 2**30:.2f}" if way["peak_bytes"] else "-"
-        lines.append(f"{WORDS[name]:32}{seconds:>10.4f}{ratio:>10.3f}{peak:>10}")
+        lines.append(f"{WORDS[name]:28}{seconds:>9.4f}{said:>22}{own:>9}{peak:>10}")
     share = found["share_of_peak"]
     known = f", {share:.0%} of the device's peak" if share is not None else ""
     lines += [

@@ -102,7 +102,7 @@ app.command("cache")(data_cache)
 @app.command("phantoms")
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus, nuclei, organ, cells or sentences")] = "fundus",
+    kind: Annotated[str, typer.Option(help="fundus, nuclei, organ, cells, sentences or codes")] = "fundus",
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
     volumes: Annotated[bool, typer.Option("--volumes", help="studies of a lesion in an organ, as --kind organ")] = False,
     files: Annotated[
@@ -119,11 +119,11 @@ def data_phantoms(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
-    from consilium.data.synthetic.phantoms import LABELS, check_own, make_phantoms
+    from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
 
     check_finite(appearance=appearance, annotation=annotation)
-    if kind not in LABELS:
-        raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(LABELS)}")
+    if kind not in KINDS:
+        raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")
     if volumes and kind not in ("fundus", "organ"):
         raise ConfigError(f"--volumes: there are none of {kind!r}; take --kind organ")
     kind = "organ" if volumes else kind

@@ -21,7 +21,9 @@ CLAIMS = """# Evidence of {site} on run {experiment}
 For the ethics board and the data protection officer. `what-left.md` is the record in words; `audit-1.jsonl` is the record
 itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
 because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
-`packages.txt` all that is installed: both as they were when this was made.
+`packages.txt` all that is installed, and `sbom.cdx.json` the same as a bill of materials in CycloneDX: as they were when
+this was made. `attack-*.json`, where there is one, is what an attack on the run's models found: a bound over the promised
+epsilon disproves the promise, one under it proves nothing.
 
 What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package sent it;
 the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
@@ -40,11 +42,16 @@ def evidence(
     verify: Annotated[
         bool, typer.Option("--verify", help="check an archive; exit code 1 if it is not as it was signed")
     ] = False,
+    attack: Annotated[
+        list[Path] | None, typer.Option(help="what `consilium privacy attack --format json` printed of this run; repeat")
+    ] = None,
     fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
     """Make a signed archive of a run at this site: policy, job, record, ledger, what left in words, versions. Or check one."""
-    found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output)
+    if verify and attack:
+        raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
+    found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output, attack or [])
     whole = not found["record"] and not found["ledger"]
     if format is Format.JSON:
         print(json.dumps(found | {"intact": whole}, indent=1))
@@ -68,14 +75,29 @@ def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
     return {"archive": str(archive)} | check(archive, root_fingerprint(kit) if kit else fingerprint)
 
 
-def _make(experiment: str, kit: Path | None, output: Path | None) -> dict[str, Any]:
+def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
     from consilium.flare.evidence import pack, root_fingerprint, verify
 
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
     archive = output or Path(f"{experiment}.evidence.zip")
-    pack(kit, experiment, _files(experiment, kit), archive)
+    said = {f"attack-{i + 1}.json": _attack(experiment, path) for i, path in enumerate(attacks)}
+    pack(kit, experiment, _files(experiment, kit) | said, archive)
     return {"archive": str(archive)} | verify(archive, root_fingerprint(kit))
+
+
+def _attack(experiment: str, path: Path) -> bytes:
+    """Return what an attack found, as its file has it. Raises ConfigError for a file that is none, or of another run."""
+    try:
+        content = path.read_bytes()
+        found = json.loads(content)
+        model, attacks = Path(found["model"]), found["attacks"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        why = f"cannot be read ({type(error).__name__})"
+        raise ConfigError(f"--attack: {path}: {why}; give what `consilium privacy attack --format json` printed") from None
+    if experiment not in model.parts or not attacks:
+        raise ConfigError(f"--attack: {path}: is of {shown(str(model), 200)}, no model of run {experiment}; attack one of its")
+    return content
 
 
 def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
@@ -98,6 +120,7 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return what the archive holds beside its signature, by name."""
     from consilium.flare.evidence import LEDGER, chains, copy_ledger
+    from consilium.flare.install.sbom import environment
     from consilium.flare.kits import kit_name
     from consilium.privacy.audit import FILE
     from consilium.privacy.audit import read as read_record
@@ -108,7 +131,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
     found = {f"audit-{i + 1}.jsonl": path.read_bytes() for i, path in enumerate(records)}
-    found["versions.json"] = json.dumps(versions(), indent=1).encode()
+    found |= {"versions.json": json.dumps(versions(), indent=1).encode(), "sbom.cdx.json": environment().encode()}
     if copy := copy_ledger(ledger):
         found[LEDGER] = copy
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}

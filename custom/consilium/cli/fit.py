@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, check_finite, load
+from consilium.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
@@ -20,6 +21,8 @@ def fit(
     within: Annotated[
         float | None, typer.Option(min=0.01, max=1e6, help="GiB that a card has: says whether a step fits, exit code 1 if not")
     ] = None,
+    devices: Annotated[int, typer.Option(min=1, max=1024, help="so many share every batch, as `devices` of a site.yaml")] = 1,
+    sharded: Annotated[bool, typer.Option("--sharded", help="and the base, as `base: sharded` of a site.yaml")] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Predict the peak memory of a training step, without weights and without a GPU, and what takes less."""
@@ -28,12 +31,14 @@ def fit(
 
     check_finite(within=within)
     config, source = load(job, override or [])
-    rows = {"as the job is": memory_of(assemble_job(config, source))}
-    for said, changed in remedies(config):
+    if sharded and devices == 1:
+        raise ConfigError("--sharded: is for several devices; give --devices too")
+    rows = {"as the job is": memory_of(assemble_job(config, source), devices, sharded)}
+    for said, changed in remedies(config, sharded):
         enough = "batch_size" in said if within is None else min(row.peak for row in rows.values()) <= within * GIB
         if enough:
             break
-        rows[said] = memory_of(assemble_job(changed, source))
+        rows[said] = memory_of(assemble_job(changed, source), devices, sharded)
     _print(config, rows, within, format)
     raise typer.Exit(1 if within is not None and rows["as the job is"].peak > within * GIB else 0)
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,14 +19,24 @@ def renew(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="a participant; several times for several; default: all")
     ] = None,
+    root: Annotated[
+        Literal["keep", "new", "only-new"],
+        typer.Option(help="new: a root with another key, beside the former; only-new: the server trusts the former no longer"),
+    ] = "keep",
     format: FormatOption = Format.TXT,
 ) -> None:
     """Make kits with new keys, certificates and a new end of the root's, before the old ones end. Old kits stay valid."""
     from consilium.flare.renewal import renew as make
+    from consilium.flare.roots import fingerprint
 
-    kits = make(sites, output, only or ())
+    if root == "new" and only:
+        raise ConfigError("--only: not with --root new, which makes everybody's kit anew; leave it out")
+    kits = make(sites, output, only or (), root)
     told = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
-    _print({"kits": str(kits), "renewed": sorted(only or [p.name for p in kits.iterdir()])}, told, format)
+    if root != "keep":
+        told += f". The new root's fingerprint, to tell by telephone: {fingerprint(kits.parent / 'state')}"
+    renewed = sorted(only or [p.name for p in kits.iterdir()])
+    _print({"kits": str(kits), "renewed": renewed, "root": fingerprint(kits.parent / "state")}, told, format)
 
 
 @app.command()

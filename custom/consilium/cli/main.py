@@ -22,6 +22,7 @@ from consilium.cli.evaluate import evaluate
 from consilium.cli.evidence import app as evidence_app
 from consilium.cli.export_model import export_model
 from consilium.cli.fit import fit
+from consilium.cli.install import app as install_app
 from consilium.cli.kits import app as kits_app
 from consilium.cli.options import (
     ASSUMED,
@@ -37,8 +38,10 @@ from consilium.cli.options import (
 )
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
+from consilium.cli.rank import rank
 from consilium.cli.report import report
 from consilium.cli.simulate import simulate
+from consilium.cli.sites import sites
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
@@ -54,6 +57,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(deploy_app)
 app.add_typer(kits_app)
+app.add_typer(install_app)
 app.add_typer(evidence_app)
 app.add_typer(submit_app)
 app.command()(compare)
@@ -63,6 +67,8 @@ app.command()(export_model)
 app.command()(report)
 app.command()(fit)
 app.command()(bench)
+app.command()(sites)
+app.command()(rank)
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from consilium.report.clean import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig
-    from consilium.use.inputs import Boxes, Input
+    from consilium.use.inputs import Input, Prompts
     from consilium.use.model import TrainedModel
     from consilium.use.predict import Outcome
 
@@ -39,6 +39,7 @@ def predict(
     overlays: Annotated[bool, typer.Option("--overlays", help="also a picture with the mask drawn on it")] = False,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,
     boxes: Annotated[Path | None, typer.Option(help="CSV or JSON of boxes, for a task prompted with them")] = None,
+    points: Annotated[Path | None, typer.Option(help="CSV or JSON of points, for a task prompted with them")] = None,
     batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures at once; 0: as in training")] = 0,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
@@ -53,8 +54,9 @@ def predict(
     from consilium.use.predict import predict as run
 
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
-    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out)
-    asking = Asking(opened, batch or opened.config.training.batch_size, _boxes(opened, boxes))
+    beside: list[Path] = []
+    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
+    asking = Asking(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
     console = Console(stderr=True, quiet=format is Format.JSON)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -64,7 +66,7 @@ def predict(
             progress.advance(bar)
 
         outcome = run(asking, inputs, Wanted(out, overlays, probabilities, force), done)
-    _print(outcome, out, format)
+    _print(outcome, beside, out, format)
     if outcome.bad:
         raise typer.Exit(1)
 
@@ -81,21 +83,30 @@ def site_of(device: str, checkpoints: Path | None) -> "SiteConfig":
         raise ConfigError(f"--device: {shown(device, 40)!r}: expected auto, cpu, cuda, cuda:NUMBER or mps") from None
 
 
-def _boxes(opened: "TrainedModel", path: Path | None) -> "Boxes | None":
-    from consilium.use.inputs import read_boxes
+def _prompts(opened: "TrainedModel", given: dict[str, Path | None]) -> "Prompts | None":
+    """Return the prompts that the model takes, of the files given by kind. Raises ConfigError where they are not its own."""
+    from consilium.tasks.segmentation import PROMPTS
+    from consilium.use.inputs import read_prompts
 
-    by_box = getattr(opened.config.task, "prompt", "none") == "box"
-    if by_box and path is None:
-        raise ConfigError("--boxes: the model was trained with boxes as prompts (task.prompt: box); give a CSV or JSON of them")
-    if path is not None and not by_box:
-        raise ConfigError("--boxes: the model takes no prompts (task.prompt: none); leave the boxes out")
-    return None if path is None else read_boxes(path, list(opened.config.task.classes))  # type: ignore[attr-defined]
+    kind, found = getattr(opened.config.task, "prompt", "none"), None
+    for one, path in given.items():
+        many = PROMPTS[one].many
+        if one == kind and path is None:
+            what = f"the model was trained with {many} as prompts (task.prompt: {kind})"
+            raise ConfigError(f"--{many}: {what}; give a CSV or JSON of them")
+        if one != kind and path is not None:
+            takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
+            raise ConfigError(f"--{many}: the model takes {takes} (task.prompt: {kind}); leave the {many} out")
+        if path is not None:
+            found = read_prompts(path, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
+    return found
 
 
-def _print(outcome: "Outcome", out: Path, format: Format) -> None:
+def _print(outcome: "Outcome", beside: list[Path], out: Path, format: Format) -> None:
     if format is Format.JSON:
         bad = [{"input": name, "reason": why} for name, why in outcome.bad]
-        print(json.dumps({"out": str(out), "written": outcome.written, "bad": bad}, indent=1))
+        told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
+        print(json.dumps(told, indent=1))
         return
     errors = Console(stderr=True, soft_wrap=True)
     for _, why in outcome.bad[:NAMED]:
@@ -103,4 +114,6 @@ def _print(outcome: "Outcome", out: Path, format: Format) -> None:
     if len(outcome.bad) > NAMED:
         errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
     count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
+    if beside:
+        count += f", {len(beside)} skipped (DICOM objects that are no images)"
     Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))

@@ -1,4 +1,4 @@
-"""The commands `consilium privacy ledger` and `accept`; `plan` and `attack` have files of their own."""
+"""The commands `consilium privacy ledger` and `accept`; `plan`, `attack` and `invert` have files of their own."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from consilium.cli.attack import attack
+from consilium.cli.attack import attack, invert
 from consilium.cli.options import Format, FormatOption
 from consilium.cli.privacy_plan import plan
 from consilium.errors import ConfigError, ConsiliumError
@@ -19,6 +19,7 @@ from consilium.report.clean import line
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
 app.command()(attack)
+app.command()(invert)
 app.command()(plan)
 
 

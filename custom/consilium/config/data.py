@@ -14,6 +14,7 @@ PHANTOMS = {
     "organ": "segmentation",
     "cells": "classification",
     "sentences": "language",
+    "codes": "language",
 }
 """The task each kind of generated data is for."""
 
@@ -21,14 +22,14 @@ PHANTOMS = {
 class PhantomConfig(Section):
     """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
 
-    `annotation` is the shift of labels: how raters draw masks, and for `cells` and `sentences` how unevenly a site sees the
-    classes. `classes`: a site learns from so many of the five kinds of cells instead, and sites 1, 2, ... go round all of them;
-    the test split has all at every site. `groups`: sites 1, 2, ... take turns to belong to one of so many groups, whose sites
-    have the same shifts; without it no two sites have. An `organ` is a volume with a lesion in it, a study per count; PNG are
-    pictures of all its slices.
+    `annotation` is the shift of labels: how raters draw masks, and for `cells` and texts how unevenly a site sees the
+    classes, or the codes. `classes`: a site learns from so many of the five kinds of cells instead, and sites 1, 2, ... go
+    round all of them; the test split has all at every site. `groups`: sites 1, 2, ... take turns to belong to one of so many
+    groups, whose sites have the same shifts; without it no two sites have. An `organ` is a volume with a lesion in it, a study
+    per count; PNG are pictures of all its slices.
     """
 
-    kind: Literal["fundus", "nuclei", "organ", "cells", "sentences"]
+    kind: Literal["fundus", "nuclei", "organ", "cells", "sentences", "codes"]
     training: Annotated[int, Field(ge=1, le=100_000)] = 24
     validation: Annotated[int, Field(ge=0, le=100_000)] = 8
     test: Annotated[int, Field(ge=0, le=100_000)] = 16
@@ -40,8 +41,8 @@ class PhantomConfig(Section):
 
     @model_validator(mode="after")
     def _groups_are_drawn(self) -> Self:
-        if self.groups and self.kind == "sentences":
-            raise ValueError("groups: sites that write sentences have none; leave it out")
+        if self.groups and PHANTOMS[self.kind] == "language":
+            raise ValueError("groups: sites that write texts have none; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ from consilium.config.privacy import (
 )
 from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
 from consilium.config.server import ServerConfig
-from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
+from consilium.config.site import CacheConfig, NodesConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.models.registry import MODELS
 from consilium.registry import KindField
@@ -258,22 +258,24 @@ def job_reference() -> str:
 
 
 def site_reference() -> str:
-    """Return all of site.yaml and sites.yml."""
-    site = [
-        ("site.yaml", SiteConfig),
-        ("An entry of `datasets:`", DatasetConfig),
-        ("`cache:`", CacheConfig),
-        ("`tracking:`", TrackingConfig),
-        ("`capacity:`", CapacityConfig),
-        ("`privacy:`", HospitalPrivacyPolicy),
-        ("`secure_aggregation:`", SitePartnersConfig),
-    ]
-    deployment = [("sites.yml", DeploymentConfig), ("`server:`", ServerEntry), ("An entry of `sites:`", SiteEntry)]
-    chapters = [*site, ("An entry of `privacy: {budgets:}`", BudgetConfig), *deployment, ("An entry of `admins:`", AdminEntry)]
-    return "\n\n".join(chapter(title, section) for title, section in chapters)
+    """Return all of site.yaml."""
+    parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
+    parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
+    parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
+    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig), chapter("`nodes:`", NodesConfig)])
 
 
-PAGES: dict[str, Callable[[], str]] = {"jobs/README.md": job_reference, "provisioning/README.md": site_reference}
+def deployment_reference() -> str:
+    """Return all of sites.yml."""
+    parts = [chapter("The whole file", DeploymentConfig), chapter("`server:`", ServerEntry)]
+    return "\n\n".join([*parts, chapter("An entry of `sites:`", SiteEntry), chapter("An entry of `admins:`", AdminEntry)])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "jobs/README.md": job_reference,
+    "provisioning/administrator.md": site_reference,
+    "provisioning/engineer.md": deployment_reference,
+}
 
 
 def rewritten(page: str, reference: str) -> str:

@@ -37,6 +37,33 @@ class CacheConfig(Section):
     gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 20.0
 
 
+class NodesConfig(Section):
+    """A site's devices in other machines, where `consilium rank` runs: `ranks` of them call rank 0, the site itself.
+
+    `address`: where it listens meanwhile, one of its own, HOST:PORT; `secret`: a file that all have, and others cannot read;
+    `wait`: seconds that the ranks have to call. All machines see data and checkpoints under the same paths.
+    """
+
+    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$", max_length=300)]
+    secret: Path
+    ranks: Annotated[int, Field(ge=1, le=1024)]
+    wait: Annotated[int, Field(ge=1, le=86_400)] = 300
+
+    @field_validator("address")
+    @classmethod
+    def _one_place(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if host in ("0.0.0.0", "localhost") or not 0 < int(port) < 65_536:
+            raise ValueError("is no address of one network; give that of the network between the machines, as 10.0.0.1:29500")
+        return value
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
+
 class TrackingConfig(Section):
     """Where the server hands a run's numbers, settings and shared files to, while it goes on and at its end.
 
@@ -80,7 +107,8 @@ class SiteConfig(Section):
     `skip` leaves the sample out and counts it in the result.
 
     `devices`: several GPUs by number (or names, as of `device`) that share every batch of training, instead of `device`; the
-    first also does all the rest. Not for record-level privacy.
+    first also does all the rest. Not for privacy by records or patients. `base`: `sharded` gives each of them a part of every
+    frozen block, for a base over one device; `replicated` all of it. `nodes`: more of them in other machines.
 
     `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
     trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
@@ -94,6 +122,8 @@ class SiteConfig(Section):
     state: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
     devices: Annotated[tuple[DeviceName, ...], Field(max_length=64)] = ()
+    base: Literal["replicated", "sharded"] = "replicated"
+    nodes: NodesConfig | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     cache: CacheConfig = CacheConfig()
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
@@ -129,7 +159,16 @@ class SiteConfig(Section):
             raise ValueError("device is for one; give it or devices")
         if len(gpus := [one for one in self.devices if one != "cpu"]) > len(set(gpus)):
             raise ValueError("devices: a GPU is there twice; name each once")
+        if self.base == "sharded" and self.ranks < 2:
+            raise ValueError("base: 'sharded' is for several devices; name them in `devices`, or leave it out")
+        if self.base == "sharded" and len({one.partition(":")[0] for one in self.devices}) > 1:
+            raise ValueError("base: 'sharded' lies on GPUs or on processors, not on both; name either in `devices`")
         return self
+
+    @property
+    def ranks(self) -> int:
+        """How many devices share a batch, those of other machines counted in."""
+        return max(len(self.devices), 1) + (self.nodes.ranks if self.nodes else 0)
 
     @property
     def main_device(self) -> str:
@@ -170,6 +209,8 @@ def load_site(path: Path) -> SiteConfig:
     paths["datasets"] = {n: d.model_copy(update={"datalist": path.parent / d.datalist}) for n, d in site.datasets.items()}
     if site.privacy.dataset is None:  # else all data sets are one in the ledger
         check_apart(path, paths["datasets"])
+    if site.nodes is not None:
+        paths["nodes"] = site.nodes.model_copy(update={"secret": path.parent / site.nodes.secret})
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)

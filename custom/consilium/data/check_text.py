@@ -15,7 +15,8 @@ from consilium.data.text import Text, read_texts
 def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int = 0) -> Findings:
     """Read every record and report; with a tokenizer also lengths in tokens, and which exceed `max_length`.
 
-    Equal prompts in two splits leak the test into training and are problems. Raises DataError where a file cannot be read.
+    Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
+    cannot be read.
     """
     data = read_texts(path)
     report = Findings.of(path, data)
@@ -23,8 +24,8 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
         for text in data.splits[split]:
             _check(report, text, tokenizer, max_length)
             key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
-            mark = ("duplicate between {}", key)
-            report.traces.append(Trace(split, text.name, (mark,), training=split == "training"))
+            marks = (("duplicate between {}", key), *([("patient in two {}", text.patient)] if text.patient else []))
+            report.traces.append(Trace(split, text.name, marks, training=split == "training"))
     find_copies(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
     for split, count in within.items():

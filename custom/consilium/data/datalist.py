@@ -171,7 +171,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
     axis = entry.get("axis", "stored")
     if axis not in get_args(Axis):
         raise DataError(f"{where}: axis {_brief(axis)} is none of {', '.join(get_args(Axis))}")
-    patient, study = (pseudonym(_identifier(where, entry, key)) for key in ("patient", "study"))
+    patient, study = (pseudonym(identifier(where, entry, key)) for key in ("patient", "study"))
     own = _annotated(where, entry.get("annotated"))
     known = annotated if own is None else own
     found = Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
@@ -189,7 +189,8 @@ def _check_parts(where: str, item: Item) -> None:
         raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
 
 
-def _identifier(where: str, entry: dict[str, Any], key: str) -> str:
+def identifier(where: str, entry: dict[str, Any], key: str) -> str:
+    """Return what an entry says of its patient or study, "" for nothing. Raises DataError for what names nobody."""
     value = entry.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise DataError(f"{where}: {key} {_brief(value)} is neither text nor a whole number; write what names the {key}")

@@ -34,5 +34,5 @@ def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def item_patient(item: Any) -> str:
-    """Return who a sample is of, "" where nobody knows; a list of texts does not say."""
+    """Return who a sample is of, "" where nobody knows."""
     return str(getattr(item, "patient", ""))

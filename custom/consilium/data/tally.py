@@ -79,7 +79,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
     for split in SPLITS:
         items = data.splits[split]
         found.people[split] = [person(item) for item in items]
-        found.patients[split] = bool(items) and all(isinstance(item, Item) and item.patient for item in items)
+        found.patients[split] = bool(items) and all(item.patient for item in items)
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             stop()
@@ -93,7 +93,7 @@ def person(item: Any) -> str:
     """Return who a sample is of: its patient, else its study, else nobody knows and it counts as its own."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)
-    return str(getattr(item, "name", item))
+    return str(item.patient or item.name)
 
 
 def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings) -> None:

@@ -2,7 +2,7 @@
 
 A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction. Optional: "outputs", a list of
 references instead of "output"; "final_answer", what exact match compares with; "labels", the record's own answers to choose
-from. Other keys are left alone.
+from; "patient", whose it is, as in a list of pictures. Other keys are left alone.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from consilium.data.datalist import SPLITS, DataList
+from consilium.data.datalist import SPLITS, DataList, identifier, pseudonym
 from consilium.data.opening import read_text, whole
 from consilium.errors import DataError
 
@@ -34,7 +34,7 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 class Text:
     """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
 
-    `image`: the picture that it is about, for a task that looks at one.
+    `image`: the picture that it is about, for a task that looks at one. `patient`: a pseudonym, "" where nobody knows.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Text:
     final_answer: str | None = None
     labels: tuple[str, ...] = ()
     image: Path | None = None
+    patient: str = ""
 
     @property
     def prompt_words(self) -> str:
@@ -121,7 +122,8 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
     final = None if raw.get("final_answer") is None else str(raw["final_answer"])
     if not all(whole(part) for part in (*parts, *labels, final or "")):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
-    return Text(f"{file}:{number}", parts[0], parts[1], tuple(parts[2:]), final, labels)
+    patient = pseudonym(identifier(where, raw, "patient"))
+    return Text(f"{file}:{number}", parts[0], parts[1], tuple(parts[2:]), final, labels, patient=patient)
 
 
 def _parse(where: str, line: str) -> Any:

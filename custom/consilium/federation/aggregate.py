@@ -3,9 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from consilium.config.server import ServerConfig
 from consilium.errors import RefusedError
 from consilium.federation.server_step import robust_mean
+from consilium.linalg.together import together
 from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.strategies.strategy import Gathered, SiteResult, Strategy
@@ -17,15 +20,19 @@ PARTIES = 1024
 """How many updates a mean has room for, unless it is told."""
 
 
+Piece = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of the tensors whose numbers are summed in one."""
+
+
 class ExactMean:
     """Weighted mean that keeps one running sum and does not depend on the order of arrival.
 
     Updates are summed as 64-bit integers in units of `MEAN_UNIT`: integer addition never rounds, so it is associative.
-    Memory: one int64 tensor per name, however many sites report.
+    Memory: one int64 number for each of an update's, however many sites report.
     """
 
     def __init__(self, parties: int = PARTIES) -> None:
-        self._sums: Tensors = {}
+        self._sums, self._names = dict[Piece, Tensor](), dict[str, None]()
         self._weight, self._parties = 0.0, parties
 
     def add(self, update: Tensors, weight: int) -> None:
@@ -33,23 +40,35 @@ class ExactMean:
 
         Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
         """
-        largest = max((float(t.abs().max()) for t in update.values() if t.numel()), default=0.0)
+        pieces = _pieces(update)
+        largest = max((float(t.abs().max()) for t in pieces.values() if t.numel()), default=0.0)
         if largest / MEAN_UNIT * weight >= 2.0**62 / self._parties:
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
-        for name, tensor in update.items():
-            term = quantize({name: tensor})[name] * weight
-            self._sums[name] = self._sums[name].add_(term) if name in self._sums else term
+        for piece, numbers in pieces.items():
+            term = quantize({"": numbers})[""] * weight
+            self._sums[piece] = self._sums[piece].add_(term) if piece in self._sums else term
+        self._names |= dict.fromkeys(update)
         self._weight += weight
 
     def put(self, sums: Tensors, weight: float) -> None:
         """Take sums that were made elsewhere: int64 in units of `MEAN_UNIT`, and their weights' (or another divisor)."""
-        self._sums, self._weight = sums, weight
+        self._sums = {((name, tuple(total.shape)),): total.reshape(-1) for name, total in sums.items()}
+        self._names, self._weight = dict.fromkeys(sums), weight
 
     def value(self) -> Tensors:
         """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""
         if not self._weight:
             raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
-        return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self._sums.items()}
+        sums: Tensors = {}
+        for piece, total in self._sums.items():
+            for (name, shape), part in zip(piece, total.split([math.prod(shape) for _, shape in piece]), strict=True):
+                sums[name] = sums[name] + part.view(shape) if name in sums else part.view(shape)
+        return {name: sums[name].double().mul_(MEAN_UNIT / self._weight) for name in self._names}
+
+
+def _pieces(update: Tensors) -> dict[Piece, Tensor]:
+    """Return an update's numbers (n,) by piece."""
+    return {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
 
 
 class RoundAggregate:

@@ -1,11 +1,16 @@
 """How fast a job trains on this machine: our step beside the same model in a bare loop, in one run, as ratios.
 
-The ways take turns, so that what else the machine does falls on all of them; a ratio is the median over turns. `job`: the loop
-as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over these, on a model
-of its own with adapters by PEFT (our `inject` calls it), the task's loss and PyTorch's default optimizer; it encodes every
-picture. `original`: as `ready`, with the attention of the model's publishers, where ours differs.
+The ways take short turns, each second time in reverse order, so that what else the machine does falls on all of them. A ratio
+is the median over turns, with the interval of 95 % that their order gives it. On a processor there are ratios of its own time
+too, of which waiting for other programs is no part.
+
+`job`: the loop as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over
+these, on a model of its own with adapters by PEFT (our `inject` calls it), the task's loss and PyTorch's default optimizer; it
+encodes every picture. `original`: as `ready`, with the attention of the model's publishers, where ours differs.
 """
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +26,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, assemble_job, build_model, build_task
 from consilium.federation.flops import step_flops, work_of
+from consilium.federation.memory import Live
 from consilium.federation.quicken import quicken
 from consilium.federation.samples import site_data
 from consilium.tasks.base import Batch, Task
@@ -56,18 +62,29 @@ class Way:
 
     name: str
     run: Callable[[int], None]
+    model: nn.Module
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     peak_bytes: float = 0.0
 
     def timed(self, steps: int, device: torch.device) -> None:
-        """Take steps and note the seconds of one."""
+        """Take steps and note the seconds of one, by the clock and of the processor."""
         with peak_memory(device) as peak:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             self.run(steps)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.seconds.append((time.perf_counter() - began) / steps)
+            self.cpu.append((time.process_time() - busy) / steps)
         self.peak_bytes = max(self.peak_bytes, peak.get("peak_bytes", 0.0))
+
+    def weighed(self) -> None:
+        """Take a step on a processor and note the most bytes that the model and the step's tensors took."""
+        storages = [one.untyped_storage() for one in (*self.model.parameters(), *self.model.buffers())]
+        held = {storage._cdata: storage.nbytes() for storage in storages}
+        with Live(held.keys()) as live:
+            self.run(1)
+        self.peak_bytes = float(sum(held.values()) + live.most)
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class Bench:
     units: float
     flops: int
     peak_tflops: float | None
+    on_processor: bool = False
 
     def seconds(self, name: str) -> float:
         """Return the median seconds of a step."""
@@ -87,24 +105,45 @@ class Bench:
 
     def ratio(self, name: str, to: str) -> float:
         """Return the median over turns of one way's seconds over another's."""
-        one, other = (next(way for way in self.ways if way.name == wanted).seconds for wanted in (name, to))
-        return statistics.median(a / b for a, b in zip(one, other, strict=True))
+        return statistics.median(self._ratios(name, to, "seconds"))
+
+    def intervals(self, clock: str) -> dict[str, tuple[float, float, float]]:
+        """Return every way's ratio to the bare loop by a clock, "seconds" or "cpu": median, and its interval's ends."""
+        found = {way.name: self._ratios(way.name, "bare", clock) for way in self.ways if way.name != "bare"}
+        return {f"{name}/bare": (statistics.median(some), *interval(some)) for name, some in found.items()}
+
+    def _ratios(self, name: str, to: str, clock: str) -> list[float]:
+        one, other = (getattr(next(way for way in self.ways if way.name == wanted), clock) for wanted in (name, to))
+        return [a / b for a, b in zip(one, other, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         ways = {way.name: {"seconds": way.seconds, "peak_bytes": way.peak_bytes} for way in self.ways}
         tflops = self.flops / self.seconds("job") / 1e12
         share = None if self.peak_tflops is None else tflops / self.peak_tflops
-        ratios = {f"{way.name}/bare": self.ratio(way.name, "bare") for way in self.ways if way.name != "bare"}
+        ratios = {name: found[0] for name, found in self.intervals("seconds").items()}
         waits = max(1 - 1 / self.ratio("job", "ready"), 0.0)
         return {
-            "device": self.device, "ways": ways, "ratios": ratios, "data_wait": waits, "unit": self.unit,
+            "device": self.device, "ways": ways, "ratios": ratios, "intervals": self.intervals("seconds"),
+            "processor": self.intervals("cpu") if self.on_processor else {}, "data_wait": waits, "unit": self.unit,
             "per_second": self.units / self.seconds("job"), "tflops": tflops, "share_of_peak": share,
         }  # fmt: skip
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the interval in which the median lies with 95 %, of the values' order alone; of under six, all.
+
+    That the k-th smallest of n is over the median has the odds of under k heads in n throws of a coin.
+    """
+    ordered, count = sorted(values), len(values)
+    tails = itertools.accumulate(math.comb(count, heads) for heads in range(count))
+    out = sum(1 for tail in tails if 2 * tail <= 0.05 * 2**count)
+    first = max(out - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
+
+
 def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: int) -> Bench:
-    """Measure `turns` turns of `steps` steps each way, after one that does not count. Raises what a site's start raises.
+    """Measure `turns` turns of `steps` steps each way, after some that do not count. Raises what a site's start raises.
 
     Raises ConfigError under record-level privacy, whose steps a bare loop does not have.
     """
@@ -114,15 +153,17 @@ def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: i
     data, device = site_data(config, "site-1", site, folder), pick_device(site.device)
     task = build_task(config, data, site)
     ways = _ways(job, site, task, build_task(config, data, site), steps)
-    for turn in range(turns + 1):
-        for way in ways:
+    for way in ways:
+        way.run(steps)
+        if device.type == "cpu" and not config.training.compile:
+            way.weighed()
+    for turn in range(turns):
+        for way in ways[:: 1 if turn % 2 else -1]:
             way.timed(steps, device)
-            if not turn:
-                way.seconds.clear()
     unit, units = _units(task, config, steps)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
     peak = next((float(tflops) for part, tflops in PEAKS.items() if device.type == "cuda" and part in name), None)
-    return Bench(name, tuple(ways), unit, units, step_flops(job, work_of(job)), peak)
+    return Bench(name, tuple(ways), unit, units, step_flops(job, work_of(job)), peak, device.type == "cpu")
 
 
 def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> list[Way]:
@@ -131,8 +172,8 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
     ready: Any = Ready(task, batches, task.num_samples)
     quicken(config, model, task)
     ways = [
-        Way("job", lambda count: _ours(model, task, params, config, count)),
-        Way("ready", lambda count: _ours(model, ready, params, config, count)),
+        Way("job", lambda count: _ours(model, task, params, config, count), model),
+        Way("ready", lambda count: _ours(model, ready, params, config, count), model),
         _bare(config, _loaded(job, site), Ready(plain, batches, task.num_samples)),
     ]
     if getattr(config.model, "attention", "") == "fused":
@@ -140,7 +181,7 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
             job, config=config.model_copy(update={"model": config.model.model_copy(update={"attention": "original"})})
         )
         slow, own = _loaded(other, site)
-        ways.append(Way("original", lambda count: _ours(slow, ready, own, config, count)))
+        ways.append(Way("original", lambda count: _ours(slow, ready, own, config, count), slow))
     return ways
 
 
@@ -193,4 +234,4 @@ def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: 
             optimizer.zero_grad()
         model.eval()
 
-    return Way("bare", run)
+    return Way("bare", run, model)

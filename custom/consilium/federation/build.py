@@ -17,10 +17,12 @@ from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.ranks import ranks_of
+from consilium.federation.quicken import quicken
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of
+from consilium.federation.several import ranks_of
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
+from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
@@ -48,6 +50,11 @@ class Job:
         if rank is None or self.config.adapter_kind.unequal_ranks:
             return self.config.strategy
         return self.config.strategy.at_rank(rank)
+
+    @cached_property
+    def norm(self) -> float:
+        """The Euclidean norm of the adapter as every site starts from it."""
+        return norm(self.initial)
 
 
 def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
@@ -125,11 +132,15 @@ def _check_optimizers(job: Job, source: Path | str) -> None:
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
-    """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError."""
-    from consilium.training.device import pick_device
+    """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError.
+
+    A base that is to be sharded is on the processor: it may be over one device.
+    """
+    from consilium.training.device import CPU, pick_device
 
     model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
-    return store(model, config.model.dtype, layers.tensors(model).values()).to(pick_device(site.main_device)).eval()
+    device = CPU if site.base == "sharded" else pick_device(site.main_device)
+    return store(model, config.model.dtype, layers.tensors(model).values()).to(device).eval()
 
 
 def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
@@ -161,6 +172,9 @@ def build_site(
 
     `model` lets sites of one process share the frozen base.
     """
+    if model is not None and site.base == "sharded":
+        what = "the sites of a simulation in one process share their base"
+        raise ConfigError(f"{name}: site.yaml: base: 'sharded': {what}; use --engine flare, or replicated")
     if site.threads:
         torch.set_num_threads(site.threads)
     observer(loading("data", name))
@@ -238,6 +252,8 @@ def _site(
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
     found.ranks = ranks_of(job.config, name, site, folder, root)
+    if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
+        quicken(job.config, model, task)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
     return found
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consilium import __version__
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
+from consilium.federation.versions import check_versions
+from consilium.linalg.together import norm
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
@@ -36,7 +37,7 @@ _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 
 
 def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
-    """Raise RefusedError unless every value has its kind and range, and versions are the server's.
+    """Raise RefusedError unless every value has its kind and range, and versions may take part with the server's.
 
     `packages`: the other packages that the job's kinds come from at the server, with their versions.
     """
@@ -47,10 +48,8 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         or len(hello.name.encode()) > 128
     ):
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
-    name, version = hello.name, hello.version
-    if version != __version__:
-        told = version if isinstance(version, str) and re.fullmatch(r"[0-9A-Za-z.+-]{1,40}", version) else "of no known version"
-        raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
+    check_versions(hello)
+    name = hello.name
     if type(hello.plugins) is not dict or not _same(hello.plugins, packages):
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
         raise RefusedError(
@@ -177,17 +176,13 @@ def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
     further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
     it is expected to add is allowed for.
     """
-    adapter, update = _norm(job.initial) or 1.0, _norm(result.tensors)
+    adapter, update = job.norm or 1.0, norm(result.tensors)
     numbers = sum(tensor.numel() for tensor in result.tensors.values())
     noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
     limit = job.config.federation.max_norm_ratio
     if update > limit * (adapter + noise):
         against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
         raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
-
-
-def _norm(tensors: Tensors) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
 def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:

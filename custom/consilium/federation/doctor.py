@@ -20,11 +20,11 @@ from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.patients import item_patient, most_of_one
 from consilium.data.text import has_texts, read_texts
 from consilium.errors import ConsiliumError
+from consilium.federation.versions import Verdict, judge
+from consilium.messages import LIBRARIES
 from consilium.storage import file_hash
 from consilium.training.device import pick_device
 
-PACKAGES = ("nvflare", "torch", "peft", "transformers")
-"""What must be the pinned version, or sites' results would differ."""
 DISK_GIB = 5.0
 """Free space under which a site may fail in the middle of a job: logs, adapters, releases."""
 
@@ -69,11 +69,18 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), old)
     pins = dict(line.split("==") for line in _requirements())
     yield Finding("consilium", _installed("consilium") or "not installed", "" if pins else "pip install it at this site")
-    for name in PACKAGES:
-        found = _installed(name)
-        same = found is not None and found.split("+")[0] == pins.get(name, found.split("+")[0])  # 2.13.0+cpu is 2.13.0
-        yield Finding(name, found or "not installed", "" if same else f"pip install {name}=={pins.get(name, '')}")
+    for name in LIBRARIES:
+        yield _beside_pin(name, _installed(name), pins.get(name))
     yield _torchvision()
+
+
+def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
+    """Return what a package's version leads to beside the pinned one, as the server would judge a site's."""
+    verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
+    remedy = f"pip install {name}=={pin or ''}"
+    if verdict is Verdict.WARN:
+        return Finding(name, str(found), advice=f"numbers may differ in the last bits from other sites'; {remedy}")
+    return Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "")
 
 
 def examine_data(site: SiteConfig) -> Finding:

@@ -169,10 +169,15 @@ def run_phase(
     aside = _aside(coordinator, members)
     asked = _asked(members, "train", coordinator.run, payloads)
     _take_aside(coordinator, aside)
-    for name, answer in asked.items():
-        result = _exchange(coordinator, name, answer, coordinator.accept)
-        if inside and result and name in coordinator.accepted:
+
+    def accept(name: str, result: Payload) -> str | None:
+        refusal = coordinator.accept(name, result)
+        if inside and refusal is None:
             inside.after(coordinator.asked[name], payloads[name], result)
+        return refusal
+
+    for name, answer in asked.items():
+        _exchange(coordinator, name, answer, accept)  # none is kept here while the next site trains
     coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
 
 
@@ -207,15 +212,14 @@ def _ask(
 
 def _exchange(
     coordinator: Coordinator, name: str, answer: Callable[[], Payload], take: Callable[[str, Payload], str | None]
-) -> Payload | None:
-    """Wait for a site's answer and take it; return it, or None where it gave none."""
+) -> None:
+    """Wait for a site's answer and take it; one that gives none is refused."""
     try:
         result = answer()
     except ConsiliumError as error:
         coordinator.refuse(name, str(error))
-        return None
-    take(name, result)
-    return result
+    else:
+        take(name, result)
 
 
 def _evaluate(coordinator: Coordinator, members: Members) -> None:

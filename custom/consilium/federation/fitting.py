@@ -22,13 +22,14 @@ _log = logging.getLogger(__name__)
 
 def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     """Return whether a step of this job fits into what is free of the site's device. Raises ConfigError, see memory_of."""
-    config, free = load_job(job, plugins=frozenset(site.plugins or ())), _free(pick_device(site.device))
-    peak = memory_of(assemble_job(config, job)).peak
+    config, free = load_job(job, plugins=frozenset(site.plugins or ())), _free(pick_device(site.main_device))
+    spread = (site.ranks, site.base == "sharded")
+    peak = memory_of(assemble_job(config, job), *spread).peak
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:
         return said
-    for name, changed in remedies(config):
-        if (less := memory_of(assemble_job(changed, job)).peak) <= free:
+    for name, changed in remedies(config, spread[1]):
+        if (less := memory_of(assemble_job(changed, job), *spread).peak) <= free:
             return Finding("memory", said, f"ask for the job with {name} ({less / GIB:.2f} GiB), or use a larger device")
     return Finding("memory", said, "use a larger device; nothing that `consilium fit` knows makes it fit")
 
@@ -40,10 +41,10 @@ def _free(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def compare_peak(config: JobConfig, site: str, peak: float) -> None:
+def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
     """Log the peak that a GPU has measured beside the predicted one, so that the next prediction is known for what it is."""
     try:
-        predicted = memory_of(assemble_job(config)).peak
+        predicted = memory_of(assemble_job(config), devices, sharded).peak
     except ConfigError as error:
         _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {error}")
         return

@@ -17,6 +17,7 @@ from consilium.config.job import JobConfig
 from consilium.federation.build import Job, laid_out
 from consilium.messages import Stage
 from consilium.strategies.strategy import Role
+from consilium.tasks.segmentation import prompts_of
 
 WRITTEN = frozenset({"label", "exact", "generation"})
 """Evaluations of texts that write answers beside the loss: each token once more, if earlier ones are remembered."""
@@ -95,7 +96,7 @@ def _score(job: Job, work: Work) -> int:
 
 
 def _sample(config: JobConfig) -> dict[str, Tensor]:
-    """Return one sample as the model takes it, of the job's size: tokens to the last, a picture, its boxes."""
+    """Return one sample as the model takes it, of the job's size: tokens to the last, a picture, its prompts."""
     if length := getattr(config.model, "max_length", 0):
         ids = torch.zeros(1, length, dtype=torch.long)
         return {
@@ -104,8 +105,9 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
         }  # of two dimensions it would be looked at
     side = config.model.image_side
     found = {"image": torch.zeros(1, 3, side, side)}
-    boxed = getattr(config.task, "prompt", "none") == "box"
-    return found | ({"box": torch.zeros(1, len(getattr(config.task, "classes", ())), 4)} if boxed else {})
+    if kind := prompts_of(config.task):
+        found["prompt"] = torch.zeros(1, len(getattr(config.task, "classes", ())), len(kind.numbers))
+    return found
 
 
 def _answer(model: nn.Module, given: dict[str, Tensor]) -> Tensor:

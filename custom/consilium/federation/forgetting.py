@@ -12,7 +12,7 @@ import psutil
 
 from consilium.errors import ConfigError
 from consilium.federation.runs import OWNER, RUNS
-from consilium.privacy.audit import FILE, Record, read
+from consilium.privacy.audit import FILE, Record, verified
 
 KIND = "forgotten"
 KEPT = frozenset({FILE, OWNER})
@@ -34,7 +34,7 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
 
     Returns what was recorded. Raises ConfigError for a run that goes on.
     """
-    messages = [line for path in folder.rglob(FILE) for line in read(path)["messages"]]
+    messages = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
     if going := next((one for one in jobs if _runs(one)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")

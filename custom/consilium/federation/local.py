@@ -127,7 +127,8 @@ class LocalTraining:
         if peak and not before + number:  # a run's first
             from consilium.federation.fitting import compare_peak
 
-            compare_peak(self.config, self.name, peak["peak_bytes"])
+            spread = (self.ranks.site.ranks, self.ranks.sharded) if self.ranks else ()
+            compare_peak(self.config, self.name, peak["peak_bytes"], *spread)
         return found | peak
 
     def private(self, payload: Payload, number: int = 0) -> DpSgd | None:

@@ -22,6 +22,7 @@ from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, laid_out
 from consilium.federation.packed import pack
+from consilium.federation.sharding import spared
 from consilium.models.stored import QUANTIZED, store
 from consilium.tasks.registry import TASKS
 
@@ -50,7 +51,7 @@ class StepMemory:
         return self.base + self.trained + self.activations
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of the storages that are alive, those of `known` left out, and the most there were."""
 
     def __init__(self, known: Set[int]) -> None:
@@ -78,10 +79,11 @@ class _Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key, 0)
 
 
-def memory_of(job: Job) -> StepMemory:
+def memory_of(job: Job, devices: int = 1, sharded: bool = False) -> StepMemory:
     """Return what a step of the job's first round takes at a site whose samples all have full size, in bf16 unless it is fp32.
 
-    Raises ConfigError for a task that cannot be rehearsed.
+    It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
+    task that cannot be rehearsed.
     """
     config = job.config
     task = TASKS[config.task.name]
@@ -98,11 +100,11 @@ def memory_of(job: Job) -> StepMemory:
         storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()
-        with _Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=config.training.precision != "fp32"):
-            task.rehearse(config.task, config.model, model, config.training.batch_size).backward()
+        with Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=config.training.precision != "fp32"):
+            task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
         own = sum(p.numel() for p in trained)
         gradients = 4 * own
-    frozen = sum(held.values()) - 4 * own
+    frozen = sum(held.values()) - 4 * own - (spared(model, devices) if sharded else 0)
     return StepMemory(frozen, _kept(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
 
 
@@ -132,13 +134,13 @@ def _stepping(config: JobConfig, own: int) -> int:
     return 4 * own if MOMENTS[config.training.optimizer] else 0
 
 
-def remedies(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, JobConfig]]:
     """Yield what would take less memory, by how it is set, one after the other on top of those before.
 
-    Batches of 1 come last but for nf4, which alone changes what the base says.
+    Batches of 1 come last but for nf4, which alone changes what the base says, and which a `sharded` base cannot be.
     """
     raw, said = config.model_dump(mode="json"), dict[str, str]()
-    for change in (*REMEDIES.values(), *_smaller_batches(raw["training"]), *LAST.values()):
+    for change in (*REMEDIES.values(), *_smaller_batches(raw["training"]), *({} if sharded else LAST).values()):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
         if changed == raw or (_width(changed) > _width(raw)):
             continue

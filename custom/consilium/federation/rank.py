@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,20 +18,27 @@ from consilium.config.site import SiteConfig
 from consilium.federation.kept import load_values
 from consilium.federation.processes import follow, receive, send
 from consilium.federation.samples import site_data
+from consilium.federation.sharding import hand_over, shard, world
 from consilium.messages import Tensors
 from consilium.schema import validate
 from consilium.tasks.base import Batch, Task
-from consilium.training.device import autocast
+from consilium.training.device import autocast, pick_device
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others: one that has died is known at once, one that computes is not."""
 
 
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one machine listen."""
+
+
 class Begin(NamedTuple):
-    """What another rank makes its model and its task of; `place`: the folder where ranks meet."""
+    """What another rank makes its model and its task of; `place`: the folder, or the host and port, where ranks meet."""
 
     settings: dict[str, Any]
     packages: frozenset[str]
@@ -38,7 +46,7 @@ class Begin(NamedTuple):
     site: SiteConfig
     folder: Path
     root: Path | None
-    place: Path
+    place: Path | tuple[str, int]
     rank: int
     size: int
 
@@ -49,6 +57,16 @@ class Phase(NamedTuple):
     values: Tensors
     trained: frozenset[str]
     scaling: float
+
+
+class Turn(NamedTuple):
+    """Leave for a rank to read the base: one after the other where it is sharded, so that a host has one whole at a time."""
+
+
+class Wanted(NamedTuple):
+    """The number of a block of a sharded base of which rank 0 needs all parts."""
+
+    block: int
 
 
 class Share(NamedTuple):
@@ -85,16 +103,37 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [one.numel() for one in tensors]
 
 
-def meet(place: Path, rank: int, size: int) -> "ProcessGroup":
-    """Return the group of a site's ranks once all are there; nothing of it leaves this machine."""
-    from torch.distributed import FileStore, ProcessGroupGloo
+def store_of(place: Path | tuple[str, int], size: int) -> "Store":
+    """Return what the ranks find each other by: a file in a folder, or what rank 0 keeps at an address."""
+    from torch.distributed import FileStore, TCPStore
+
+    if isinstance(place, Path):
+        return FileStore(str(place / "store"), size)
+    return TCPStore(*place, size, is_master=False, timeout=PATIENCE)
+
+
+def meet(store: "Store", rank: int, size: int, address: str, patience: timedelta = PATIENCE) -> "ProcessGroup":
+    """Return the group of a site's ranks once all are there; this one listens at `address` only."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo  # whose stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = PATIENCE
-    made: ProcessGroup = gloo(FileStore(str(place / "store"), size), rank, size, options)
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = patience
+    made: ProcessGroup = gloo(PrefixStore("site", store), rank, size, options)
     return made
+
+
+def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig, address: str) -> "DeviceMesh":
+    """Return, once all ranks are there, what a sharded base is spread over; see sharding.py."""
+    from torch.distributed import PrefixStore
+
+    gloo = partial(_on, address)
+    return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), gloo, PATIENCE)
+
+
+def _on(address: str, store: "Store", rank: int, size: int, patience: timedelta) -> "ProcessGroup":
+    return meet(store, rank, size, address, patience)
 
 
 def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
@@ -103,19 +142,21 @@ def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
     return numbers
 
 
-def work(pipe: connection.Connection) -> None:
-    """Make model and task, then take shares of batches until there is no rank 0 any more."""
+def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | None = None) -> None:
+    """Make model and task, then take shares of batches until there is no rank 0 any more.
+
+    `address`: where this rank listens; `device`: where it computes, by default where rank 0 says.
+    """
     follow()
     with suppress(EOFError, OSError):
         begin: Begin = receive(pipe)
         try:
-            model, task, config = _made(begin)
+            member = _joined(pipe, begin, address, device or begin.site.main_device)
             send(pipe, "")
-            group = meet(begin.place, begin.rank, begin.size)
         except Exception as error:
             send(pipe, _line(error))
             return
-        _answer(pipe, model, task, config, group)
+        member.answer(pipe)
 
 
 def _line(error: Exception) -> str:
@@ -123,26 +164,46 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _made(begin: Begin) -> tuple[nn.Module, Task, JobConfig]:
+def _joined(pipe: connection.Connection, begin: Begin, address: str, device: str) -> "Member":
+    """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
     from consilium.federation.build import build_model, build_task  # which has the site's side of ranks
 
+    site = begin.site.model_copy(update={"devices": (device,)})
     config = validate(JobConfig, begin.settings, Path("job.yaml"), begin.packages)
-    task = build_task(config, site_data(config, begin.name, begin.site, begin.folder, begin.root), begin.site)
-    return build_model(config, begin.site), task, config
+    task = build_task(config, site_data(config, begin.name, site, begin.folder, begin.root), site)
+    send(pipe, "")
+    store = store_of(begin.place, begin.size)
+    group, mesh = meet(store, begin.rank, begin.size, address), None
+    if site.base == "sharded":
+        mesh = mesh_of(store, begin.rank, begin.size, site, address)
+    receive(pipe)  # a Turn
+    model = build_model(config, site)
+    return Member(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
 
 
-def _answer(pipe: connection.Connection, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup") -> None:
-    trained = list[Tensor]()
-    while True:
-        what: Phase | Share = receive(pipe)
-        try:
-            if isinstance(what, Phase):
-                trained = _set(model, what, config)
-            else:
-                _take(model, task, what, trained, config.training.precision, group)
-        except Exception as error:
-            send(pipe, _line(error))
-            return
+class Member:
+    """What another rank has, and does."""
+
+    def __init__(
+        self, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup", blocks: list["FSDPModule"]
+    ) -> None:
+        self.model, self.task, self.config, self.group, self.blocks = model, task, config, group, blocks
+        self.trained = list[Tensor]()
+
+    def answer(self, pipe: connection.Connection) -> None:
+        """Do what rank 0 says, until there is none or this rank has failed."""
+        while True:
+            what: Phase | Share | Wanted = receive(pipe)
+            try:
+                if isinstance(what, Phase):
+                    self.trained = _set(self.model, what, self.config)
+                elif isinstance(what, Wanted):
+                    hand_over(self.blocks[what.block])
+                else:
+                    _take(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
+            except Exception as error:
+                send(pipe, _line(error))
+                return
 
 
 def _set(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:

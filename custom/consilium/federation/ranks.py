@@ -8,8 +8,10 @@ VLDB 2020) with the optimizer at one rank: for an adapter, sending its values co
 """
 
 import shutil
+import socket
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,32 +19,89 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import NodesConfig, SiteConfig
 from consilium.errors import ConsiliumError, Reason
+from consilium.federation.nodes import Joined, gather
 from consilium.federation.processes import Child, receive, send
-from consilium.federation.rank import Begin, Phase, Share, flat, found_by, meet, named, reduced, sizes, work
+from consilium.federation.rank import (
+    LOOPBACK,
+    PATIENCE,
+    Begin,
+    Phase,
+    Share,
+    Turn,
+    Wanted,
+    flat,
+    found_by,
+    meet,
+    mesh_of,
+    named,
+    reduced,
+    sizes,
+    store_of,
+    work,
+)
+from consilium.federation.sharding import ask_for, leave_world, shard
 from consilium.messages import Tensors
 from consilium.seeding import seed_for
 from consilium.storage import private_folder
 from consilium.tasks.base import Batch, Task
+from consilium.training.device import pick_device
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 
 class Ranks:
-    """A site's other devices. They start with the first training, and after one of them has failed with the next."""
+    """A site's other devices. They start with the first training, and after one of them has failed with the next.
+
+    Those of a sharded base start with the first task, because the site alone has not the whole base then.
+    """
 
     def __init__(self, config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None) -> None:
         self.config, self.name, self.site, self.folder, self.root = config, name, site, folder, root
-        self.children, self.place, self.count = list[Child](), folder, 0
+        self.children, self.place, self.count, self.together = list[Child | Joined](), folder, 0, False
+        self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
         self._group: ProcessGroup | None = None
+        self._split: nn.Module | None = None
+
+    @contextmanager
+    def working(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the model for a task: a sharded base is spread over the ranks before, and read anew after a rank has failed.
+
+        Raises ConsiliumError where a rank has failed.
+        """
+        if not self.sharded:
+            yield model
+            return
+        try:
+            if not self.children:
+                model = self._spread(model)
+            yield model
+        except ConsiliumError:
+            raise
+        except (OSError, EOFError, RuntimeError) as error:
+            raise self.failed(error) from error
+        except BaseException:
+            self.end()
+            raise
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        from consilium.federation.build import build_model  # which has the site's side of ranks
+
+        model = build_model(self.config, self.site) if model is self._split else model
+        try:
+            self._start(model)
+        except ConsiliumError:
+            self.end()
+            raise
+        return model
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss, and its gradient, all devices compute together. Raises ConsiliumError."""
         try:
             if not self.children:
-                self._start()
+                self._start(None)
             for child in self.children:
                 send(child.pipe, Phase(values, frozenset(trained), scaling))
         except (OSError, EOFError, RuntimeError) as error:
@@ -52,18 +111,38 @@ class Ranks:
             raise
         return JointTask(task, self, trained)
 
-    def _start(self) -> None:
+    def _start(self, model: nn.Module | None) -> None:
+        """Start all other ranks; of `model`, where there is one, this one keeps its part."""
+        size, nodes = self.site.ranks, self.site.nodes
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
+        place, store, address = _meeting(self.place, nodes, size)
+        self.children.extend(Child(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
+        self.children.extend(gather(nodes) if nodes else [])
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
-        for rank, device in enumerate(self.site.devices[1:], start=1):
-            self.children.append(child := Child(work, self.site.threads or torch.get_num_threads()))
-            own = self.site.model_copy(update={"devices": (device,)})
-            size = len(self.site.devices)
-            send(child.pipe, Begin(settings, packages, self.name, own, self.folder, self.root, self.place, rank, size))
+        for rank, child in enumerate(self.children, start=1):
+            own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1], "nodes": None})
+            send(child.pipe, Begin(settings, packages, self.name, own, self.folder, self.root, place, rank, size))
+        _hear(self.children)
+        self._group = meet(store, 0, size, address)
+        if model is not None:
+            self._split = model
+            ask_for(shard(model, mesh_of(store, 0, size, self.site, address), self.device), self._want)
+        for some in [[child] for child in self.children] if self.sharded else [self.children]:
+            for child in some:
+                send(child.pipe, Turn())
+            _hear(some)
+
+    def _want(self, block: int) -> None:
+        """Tell the other ranks that the model is at a block, unless all are there. Raises ConsiliumError in a forward pass
+        with gradients.
+        """
+        if self.together:
+            return
+        if torch.is_grad_enabled():
+            what = "this job wants gradients outside of its steps, which one device alone computes"
+            raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
         for child in self.children:
-            if said := receive(child.pipe):
-                raise OSError(said)
-        self._group = meet(self.place, 0, len(self.site.devices))
+            send(child.pipe, Wanted(block))
 
     def share(self, batch: Batch) -> Share:
         """Hand the other ranks their shares of a batch, and return one's own."""
@@ -73,7 +152,7 @@ class Ranks:
         begins = [*ends[1:], 0]
         shares = [
             Share(
-                {key: value[begin:end] for key, value in batch.items()} if end > begin else {},
+                self._part(batch, begin, end),
                 (end - begin) / total,
                 seed_for(torch.initial_seed(), "rank", self.count, rank),
             )
@@ -83,6 +162,12 @@ class Ranks:
             send(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
         return shares[0]
 
+    def _part(self, batch: Batch, begin: int, end: int) -> Batch:
+        """Return samples of a batch; with a sharded base one that counts nothing, where there is none: its blocks need all."""
+        if end > begin or self.sharded:
+            return {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
+        return {}
+
     @property
     def group(self) -> "ProcessGroup":
         """What the ranks meet in."""
@@ -91,50 +176,65 @@ class Ranks:
 
     def failed(self, error: Exception) -> ConsiliumError:
         """End all ranks; return why, with what the one that failed first has said."""
-        told = [_said(child) for child in self.children]
+        told = [(self._where(rank), _said(child)) for rank, child in enumerate(self.children, start=1)]
         self.end()
-        for rank, why in enumerate(told, start=1):
+        for rank, (where, why) in enumerate(told, start=1):
             if why:
-                return ConsiliumError(f"site.yaml: devices: rank {rank} on {self.site.devices[rank]}: {why}", Reason.TRAINING)
+                return ConsiliumError(f"site.yaml: devices: rank {rank} on {where}: {why}", Reason.TRAINING)
         return ConsiliumError(f"site.yaml: devices: {' '.join(str(error).split())[:200]}", Reason.TRAINING)
+
+    def _where(self, rank: int) -> str:
+        child = self.children[rank - 1]
+        return child.machine if isinstance(child, Joined) else self.site.devices[rank]
 
     def end(self) -> None:
         """End all other ranks."""
         for child in self.children:
-            child.process.kill()
+            if child.process:
+                child.process.kill()
         for child in self.children:
             child.end()
         if self.children:
             shutil.rmtree(self.place, ignore_errors=True)
         self.children, self._group = [], None
+        if self.sharded:
+            leave_world()
 
 
-def _said(child: Child) -> str:
+def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path | tuple[str, int], "Store", str]:
+    """Return where a site's ranks meet, the store that rank 0 keeps there, and the address where it listens for them."""
+    if nodes is None:
+        return folder, store_of(folder, size), LOOPBACK
+    from torch.distributed import TCPStore
+
+    host = nodes.place[0]
+    door = socket.create_server((host, 0))  # torch's own would listen at all addresses
+    port = door.getsockname()[1]
+    store = TCPStore(host, port, size, is_master=True, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=door.detach())
+    return (host, port), store, host
+
+
+def _hear(children: Sequence[Child | Joined]) -> None:
+    """Wait until all are ready. Raises OSError, EOFError where one has failed."""
+    for child in children:
+        if said := receive(child.pipe):
+            raise OSError(said)
+
+
+def _said(child: Child | Joined) -> str:
     """Return why a rank failed, "" if it did not; the others wait for it, and say nothing."""
-    with suppress(EOFError, OSError):
+    gone = False
+    try:
         while child.pipe.poll(1):
             if said := receive(child.pipe):
                 return str(said)
+    except (EOFError, OSError):
+        gone = True
+    if child.process is None:
+        return "it is gone; see what `consilium rank` says there" if gone else ""
     child.process.join(1)
     code = child.process.exitcode
     return "" if code is None else f"its process ended (exit code {code}); was there memory enough?"
-
-
-def ranks_of(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None) -> Ranks | None:
-    """Return the other devices of a site that has several, None for one.
-
-    Raises ConsiliumError for a job whose training is more than a batch's mean loss.
-    """
-    if len(site.devices) < 2:
-        return None
-    what = ""
-    if config.privacy is not None and config.privacy.unit == "record":
-        what = "privacy.unit record clips every record's gradient, which one device does"
-    elif config.strategy.parts:
-        what = f"strategy {config.strategy.name!r} trains more beside the adapter, which one device does"
-    if what:
-        raise ConsiliumError(f"site.yaml: devices: {what}; give one device for this job", Reason.POLICY)
-    return Ranks(config, name, site, folder, root)
 
 
 class JointTask:
@@ -150,14 +250,22 @@ class JointTask:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the batch's mean loss; its gradients are there already, and backward hands them on. Raises ConsiliumError."""
         trained = named(model, self.trained)
+        self.ranks.together = True
         try:
             own = self.ranks.share(batch)
             found: Tensor = _Joint.apply(self, model, own, *trained)
         except (OSError, EOFError) as error:
             raise self.ranks.failed(error) from None
+        except RuntimeError as error:
+            if self.ranks.sharded:  # whose blocks' parts do not come where a rank is gone
+                raise self.ranks.failed(error) from error
+            self.ranks.end()
+            raise
         except BaseException:
             self.ranks.end()
             raise
+        finally:
+            self.ranks.together = False
         return found
 
     def reduced(self, numbers: Tensor, found: bool) -> Tensor:

@@ -19,8 +19,10 @@ from consilium.data.datalist import DataList
 from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
 from consilium.federation.kept import Kept
-from consilium.federation.quicken import quicken
 from consilium.federation.scoring import Scoring
+from consilium.federation.several import jointly
+from consilium.federation.versions import libraries
+from consilium.linalg.together import norm
 from consilium.messages import (
     HELD_OUT,
     TRAIN_LOSS,
@@ -36,7 +38,7 @@ from consilium.messages import (
 )
 from consilium.privacy.plan import Plan
 from consilium.report.cases import Closing
-from consilium.report.events import FOLDER, SiteEvents, size_of
+from consilium.report.events import FOLDER, SiteEvents
 from consilium.storage import file_hash, load_state, note, save_state, write_atomic
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
@@ -87,7 +89,6 @@ class Site(Scoring):
         self.adapter = config.adapter_kind
         self.should_stop = lambda: None
         self.on_train: Callable[[str, Payload], None] = _nothing
-        quicken(config, model, task)
 
     def close(self) -> None:
         """Close the site's files, and end its other processes."""
@@ -99,7 +100,10 @@ class Site(Scoring):
         """Return what the server needs to know; `joined` tells whether this run's tensors are already here."""
         run = self.scored_run(run)
         joined, carries = self._file(run).exists(), self._capacity(run)
-        return Hello(self.name, self.task.num_samples, joined, __version__, self._base(), carries, plugins=self.config.packages)
+        base, plugins = self._base(), self.config.packages
+        return Hello(
+            self.name, self.task.num_samples, joined, __version__, base, carries, plugins=plugins, libraries=libraries()
+        )
 
     def _base(self) -> str:
         """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
@@ -132,6 +136,7 @@ class Site(Scoring):
 
         return tally(self.data, self.config.task, self.config.statistics.bins, self.should_stop)
 
+    @jointly
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
@@ -165,11 +170,12 @@ class Site(Scoring):
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         reply = replace(reply, tensors=summed) if summed else reply
-        self.events.round(payload.round, metrics | {"update/norm": size_of(reply.tensors)})
+        self.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
 
+    @jointly
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 
@@ -261,12 +267,12 @@ class Site(Scoring):
         if not self._file(run).exists():
             return Held(layers.unchanged(self.model), None, Payload(-1, -1, {}), {}, {})
         tensors, meta = load_state(self._file(run))
-        params, sent, kept, optimizer = (
-            {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
-            for group in ("params", "reply", "kept", "optimizer")
-        )
-        reply = Payload(meta["round"], meta["phase"], sent, meta["scalars"], meta["metrics"])
-        return Held(params, (meta["round"], meta["phase"]), reply, kept, optimizer)
+        groups: dict[str, Tensors] = {group: {} for group in ("params", "reply", "kept", "optimizer")}
+        for name, tensor in tensors.items():
+            group, _, own = name.partition("/")
+            groups[group][own] = tensor
+        reply = Payload(meta["round"], meta["phase"], groups["reply"], meta["scalars"], meta["metrics"])
+        return Held(groups["params"], (meta["round"], meta["phase"]), reply, groups["kept"], groups["optimizer"])
 
 
 def _nothing(run: str, payload: Payload) -> None:

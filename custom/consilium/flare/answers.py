@@ -5,8 +5,9 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.errors import Reason, RefusedError
+from consilium.federation.versions import check_versions
 from consilium.flare import wire
-from consilium.messages import Hello
+from consilium.messages import PROTOCOL, Hello
 from consilium.report.clean import shown
 
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
@@ -15,7 +16,10 @@ CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.st
 def hello(name: str, result: Shareable) -> Hello:
     """Return a site's hello. Raises RefusedError unless it is one, under the name of the site's certificate."""
     try:
-        found = Hello(**result[wire.HELLO])
+        raw = result[wire.HELLO]
+        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # of another number nothing else is known
+            check_versions(Hello(name, 0, False, raw.get("version", ""), protocol=raw.get("protocol", 1)))
+        found = Hello(**raw)
     except (TypeError, KeyError):
         raise RefusedError("its hello is none of this version; install the same at all sites") from None
     if found.name != name:

@@ -11,11 +11,12 @@ from typing import Any
 
 from cryptography.x509 import Certificate
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.fl_constant import FLContextKey, FLMetaKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
+from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plugins, find_site, kit_plugins, load_site
@@ -24,6 +25,7 @@ from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.crossing import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.flare.late_sites import Arrivals
 from consilium.flare.revocation import since
 from consilium.messages import Observer
 from consilium.privacy.secagg.certificates import Identity, read_identity
@@ -36,6 +38,9 @@ from consilium.storage import private_folder, sweep, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
+
+UPLOAD = 300.0
+"""Seconds, as FLARE has them for every message by default."""
 
 
 def load(fl_ctx: FLContext) -> Job:
@@ -156,6 +161,13 @@ def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     return partial(since, Path(_workspace(fl_ctx).get_site_config_dir()), time.time())
 
 
+def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
+    """Have `arrived` told of sites that come while this job runs; None in a simulation, where all are there at its start."""
+    engine = fl_ctx.get_engine()
+    real = isinstance(engine, ServerEngine) and not simulated()
+    return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
+
+
 def submitter(fl_ctx: FLContext) -> str:
     """Return who submitted this job, as the server knows it by its certificate; "" in a simulation."""
     try:
@@ -174,6 +186,15 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
     if not simulated():
         folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
+
+
+def allow_upload(fl_ctx: FLContext, job: Job) -> None:
+    """Let an answer take a twelfth of the round's time to reach the server, UPLOAD seconds at least.
+
+    FLARE counts the server's download of the tensors in it. For all else a site waits for as long as its resources.json says.
+    """
+    if (runner := fl_ctx.get_prop(FLContextKey.RUNNER)) is not None:
+        runner.submit_task_result_timeout = max(UPLOAD, job.config.federation.round_timeout / 12)
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:

@@ -22,6 +22,7 @@ from consilium.federation.start import keep_inside
 from consilium.flare import answers, context, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.cross_sites import cross_sites
+from consilium.flare.invitations import Invitations
 from consilium.flare.masks import MaskedTasks
 from consilium.flare.revocation import REFUSED
 from consilium.report.progress import progress
@@ -53,7 +54,7 @@ class RoundController(Controller):
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedTasks | None = None
-        self._invited: dict[str, Task] = {}
+        self.invitations = Invitations(self)
         self._heard: set[str] = set()
         self._revoked: Callable[[], set[str]] = set
 
@@ -93,6 +94,7 @@ class RoundController(Controller):
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Close the run's files and lay out what may be downloaded."""
+        self.invitations.close()
         if self.coordinator:
             self.coordinator.close()
             context.publish(fl_ctx, self.coordinator.folder)
@@ -101,8 +103,9 @@ class RoundController(Controller):
         """Run all rounds and the closing evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
         if (c := self.coordinator) is None:
             return
+        self.invitations.watch(c, fl_ctx)
         try:
-            self.wait_for(c, self._invite(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
+            self.wait_for(c, self.invitations.send(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
             if c.survey.wanted and not abort_signal.triggered:
                 self._survey(c, abort_signal, fl_ctx)
             if self.crossing and not abort_signal.triggered:
@@ -110,7 +113,7 @@ class RoundController(Controller):
             while not c.done and not abort_signal.triggered:
                 if self.masked:
                     self.masked.round(abort_signal, fl_ctx)
-                    self._invite(c, fl_ctx)
+                    self.invitations.send(c, fl_ctx)
                 else:
                     self._round(c, abort_signal, fl_ctx)
             if not abort_signal.triggered:
@@ -122,7 +125,7 @@ class RoundController(Controller):
 
     def _broken_off(self, coordinator: Coordinator) -> str:
         """Return where the run was when FLARE ended it. For a class that a site's list lacks it tells no more than that."""
-        silent = self._invited.keys() - self._heard or coordinator.asked.keys() - coordinator.accepted
+        silent = self.invitations.sent.keys() - self._heard or coordinator.asked.keys() - coordinator.accepted
         place = f"in round {coordinator.state.round + 1}" if coordinator.asked else "between rounds"
         place = place if coordinator.sites else "before the first round"
         return f"FLARE ended the job {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
@@ -132,21 +135,6 @@ class RoundController(Controller):
     ) -> None:
         """Drop a result that comes after its phase has ended."""
         self.log_warning(fl_ctx, f"{client.name}: late result of task {task_name} dropped; its phase has ended")
-
-    def _invite(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
-        """Ask every client that is neither member nor already asked who it is; return the tasks. Answers register sites."""
-        waiting = {name: task for name, task in self._invited.items() if task.completion_status is None}
-        names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
-        asks = {name: wire.encode_dict(wire.HELLO, {"run": coordinator.run}) for name in names}
-
-        def answer(name: str, result: Shareable) -> None:
-            try:
-                coordinator.welcome(answers.hello(name, result))
-            except RefusedError as error:
-                self.log_warning(fl_ctx, coordinator.refuse(name, f"not admitted: {error}", joining=True))
-
-        self._invited = waiting | self._send(coordinator, wire.HELLO, asks, answer, set(), fl_ctx)
-        return self._invited
 
     def _survey(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Ask every site for its statistics; one that gives none is no reason to stop."""
@@ -165,7 +153,7 @@ class RoundController(Controller):
             survey.finish()
 
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.start().items()}
+        payloads = wire.encode_each(coordinator.start(), coordinator.run)
         asides = self.evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
@@ -178,20 +166,19 @@ class RoundController(Controller):
             self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
-            self._invite(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
+            self.invitations.send(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
 
     def evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
         """Let sites that do not train in this round evaluate, while the others train."""
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in coordinator.held_out().items()}
+        payloads = wire.encode_each(coordinator.held_out(), coordinator.run)
 
         def record(name: str, result: Shareable) -> None:
             coordinator.accept_held_out(name, wire.decode(result)[0])
 
-        return self._send(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
+        return self.send_tasks(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        sent = coordinator.final() if coordinator.job.config.trains else {}
-        payloads = {n: wire.encode(p, coordinator.run, update=False, packed=True) for n, p in sent.items()}
+        payloads = wire.encode_each(coordinator.final() if coordinator.job.config.trains else {}, coordinator.run)
         recorded: set[str] = set()
 
         def record(name: str, result: Shareable) -> None:
@@ -226,7 +213,7 @@ class RoundController(Controller):
         for name in sorted(self._revoked() & messages.keys() - gone):
             self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
         present = {name: message for name, message in messages.items() if name not in gone}
-        tasks = self._send(coordinator, task_name, present, on_result, answered, fl_ctx)
+        tasks = self.send_tasks(coordinator, task_name, present, on_result, answered, fl_ctx)
         self.wait_for(coordinator, tasks, enough, abort_signal, grace)
         for name in sorted(tasks.keys() - answered):
             if not abort_signal.triggered:
@@ -234,7 +221,7 @@ class RoundController(Controller):
                 self.log_warning(fl_ctx, f"{name}: {reason}")
                 self.cancel_task(tasks[name], TaskCompletionStatus.CANCELLED, fl_ctx)
 
-    def _send(
+    def send_tasks(
         self,
         coordinator: Coordinator,
         task_name: str,

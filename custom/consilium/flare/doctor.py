@@ -25,7 +25,7 @@ from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.certificates import examine_own, examine_servers
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.hardening import is_pinned, leaves_callers_folder
-from consilium.flare.kits import certificate, kit_name, kit_role
+from consilium.flare.kits import certificate, kit_name, kit_role, lacking
 from consilium.flare.revocation import is_checked
 from consilium.flare.revocation import read as read_revoked
 from consilium.privacy.secagg.certificates import fingerprint
@@ -60,6 +60,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield _settings(kit)
     if (role := kit_role(kit)) is not None:
         yield from _policies(kit, role)
+        yield checked("components", lambda: _components(kit, role))
     yield from examine_own(kit)
     if kit_role(kit) == "server":
         yield checked("revocation", lambda: _revocation(kit))
@@ -218,6 +219,14 @@ def _revocation(kit: Path) -> Finding | str:
     if not is_checked(kit):
         return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
     return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
+
+
+def _components(kit: Path, role: str) -> Finding | str:
+    """Return whether all of ours run in the kit's own process that a kit of this version has."""
+    missing = lacking(kit, role)
+    if not missing or (role == "server" and not is_checked(kit)):  # the revocation's line says it then
+        return "all of this version"
+    return Finding("components", f"without {', '.join(missing)}", advice="run `consilium allow KIT`, then restart it")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class SiteExecutor(Executor):
         if self._site is None:
             name = fl_ctx.get_identity_name()
             job, site = context.approved(fl_ctx, name)
+            context.allow_upload(fl_ctx, job)
             folder = context.former_site(fl_ctx, job, name, site) or context.site_folder(fl_ctx, job, name, site)
             root = context.site_root(fl_ctx, job, name, site)
             self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name), root=root)

@@ -11,14 +11,19 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.errors import ConfigError
+from consilium.flare import attendance, attendance_report, late_sites, revocation
 from consilium.flare.allow import CLASSES, KEY, allow_classes
 from consilium.flare.hardening import is_signed, leave_callers_folder, pin_settings
-from consilium.flare.revocation import COMPONENT, add_check
 from consilium.storage import write_atomic
 
-SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/README.md lists all fields.\n"
+SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
+COMPONENTS = {
+    "server": (revocation.COMPONENT, late_sites.COMPONENT, attendance.COMPONENT),
+    "site": (attendance_report.COMPONENT,),
+}
+"""What runs of ours in a kit's own process, by role: parts of its local/resources.json."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the certificate it holds."""
 
@@ -52,15 +57,34 @@ def apply_local(sites: Path, kit: Path) -> Path:
 def update(folder: Path) -> Path:
     """Let a startup kit, or a workspace of FLARE's simulator, run our classes and no other name of ours; return their list.
 
-    A kit gets the classes of its role and is closed to all else of a job; a workspace has no role and gets all classes. Raises
-    ConfigError if the list is not readable.
+    A kit gets the classes and components of its role and is closed to all else of a job; a workspace has no role and gets all
+    classes. Raises ConfigError if the list is not readable.
     """
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
     close(folder)
-    if role == "server":
-        add_check(folder)
+    _add_components(folder, role)
     return allow_classes(folder, role)
+
+
+def lacking(kit: Path, role: str) -> list[str]:
+    """Return the ids of the components of ours that a kit has not, as one of an earlier version. Raises ConfigError."""
+    path = kit / "local" / "resources.json"
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8")).get("components", [])
+        there = {one.get("path") for one in listed}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); run `consilium provision SITES_YML --local KIT`") from None
+    return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
+
+
+def _add_components(kit: Path, role: str) -> None:
+    """Put the components of ours into a kit of an earlier version."""
+    path = kit / "local" / "resources.json"
+    if path.is_file() and (missing := lacking(kit, role)):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        added = [one for one in COMPONENTS[role] if one["id"] in missing]
+        _write_json(path, found | {"components": [*found.get("components", []), *added]})
 
 
 def close(kit: Path) -> None:
@@ -106,17 +130,24 @@ def _authorization(bundles: bool) -> dict[str, Any]:
 
 def _site_resources(entry: SiteEntry) -> dict[str, Any]:
     resources = _template("resources_site.json") | {KEY: list(CLASSES["site"])}
+    if entry.bundles:
+        _without_ours(resources, "site")
     _component(resources, "resource_manager")["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
     return resources
 
 
 def _server_resources(entry: ServerEntry) -> dict[str, Any]:
     resources = _template("resources_server.json") | {KEY: list(CLASSES["server"])}
-    if entry.bundles:  # the package may be in jobs only, so the server's own process cannot count on it
-        resources["components"] = [one for one in resources["components"] if one != COMPONENT]
+    if entry.bundles:
+        _without_ours(resources, "server")
     _component(resources, "job_manager")["args"]["uri_root"] = str(entry.state / "jobs")
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
     return resources
+
+
+def _without_ours(resources: dict[str, Any], role: str) -> None:
+    """Leave our components out: the package may be in jobs only, and a kit's own process cannot count on it."""
+    resources["components"] = [one for one in resources["components"] if one not in COMPONENTS[role]]
 
 
 def _component(resources: dict[str, Any], id: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
 def _record(path: Path) -> tuple[int, bool]:
     """Return how many messages a record holds, and whether it is as it was written."""
     try:
-        found = audit.read(path)
+        found = audit.verified(path)
     except (OSError, ValueError, KeyError, TypeError):
         return 0, False
     return len(found["messages"]), found["broken_line"] is None

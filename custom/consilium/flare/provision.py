@@ -1,6 +1,8 @@
 """Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
 
 import io
+import shutil
+from collections.abc import Collection
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.hardening import leave_callers_folder, pin_settings
 from consilium.flare.kits import find_entry, write_local
+from consilium.flare.roots import add_bridge, former_root
 from consilium.storage import write_atomic
 
 
@@ -38,9 +41,13 @@ class KitBuilder(Builder):
             local = Path(ctx.get_local_dir(participant))
             write_local(local, find_entry(deployment, participant.name, self.sites))
             pin_settings(local.parent)
+        former = former_root(Path(ctx.get_state_dir()))
         for participant in project.get_all_participants():
-            leave_callers_folder(Path(ctx.get_kit_dir(participant)))
-            sign_folders(ctx.get_kit_dir(participant), ctx[CtxKey.ROOT_PRI_KEY], signature_file=ProvFileName.SIGNATURE_JSON)
+            startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
+            leave_callers_folder(startup)
+            if former:
+                key = add_bridge(startup, former, participant == project.get_server()) or key
+            sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
@@ -63,17 +70,25 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
     }
 
 
-def provision(sites: Path, folder: Path) -> Path:
-    """Make all startup kits of a sites.yml under `folder`; return the folder that holds them, one per participant.
+def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+    """Make the startup kits of `names`, all of a sites.yml by default, under `folder`; return the folder that holds them.
 
     `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
-    makes new kits beside the old. Raises ConfigError, or ConsiliumError with FLARE's reason.
+    makes new kits beside the old. Raises ConfigError, also for `names` without a project there, to which they would not
+    belong; or ConsiliumError with FLARE's reason.
     """
     deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
+    state = folder / deployment.name / "state" / "cert.json"
+    if names and not state.is_file():
+        raise ConfigError(f"--only: {state}: not there; give the folder that `consilium provision -o` made all kits in")
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     log = _Log()
+    wanted = {deployment.server.name, *names}  # every kit says where the server is
+    if names:
+        raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
     try:
         project = prepare_project(raw)
     except ValueError as error:
@@ -83,7 +98,17 @@ def provision(sites: Path, folder: Path) -> Path:
     if context.get(CtxKey.BUILD_ERROR):
         raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
     Path(context.get_state_dir()).chmod(0o700)
-    return Path(context.get_result_location())
+    kits = Path(context.get_result_location())
+    if names and deployment.server.name not in names:
+        shutil.rmtree(kits / deployment.server.name)
+    return kits
+
+
+def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:
+    """Raise ConfigError for a name that is no participant's in the sites.yml."""
+    known = {entry.name for entry in deployment.entries()}
+    if unknown := sorted(set(names) - known):
+        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
 class _Log:

@@ -1,5 +1,6 @@
 """A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a job folder, with or without code."""
 
+import json
 import shutil
 import tempfile
 from importlib.resources import files
@@ -22,6 +23,11 @@ from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCh
 from consilium.flare.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.registry import Plugins
 
+ASK = 0.2
+"""Seconds after which a site that has answered asks for its next task; FLARE lets it wait 2, in every phase of every round.
+
+A site that finds no task asks again after half a second, so idle sites ask no more often for it.
+"""
 TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
 
 
@@ -69,7 +75,13 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
     if target.exists():
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
     recipe.export(str(folder))
+    _ask_soon(target / "app" / "config" / "config_fed_server.json")
     if bundle:
         package = str(files("consilium"))
         shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
     return target
+
+
+def _ask_soon(server: Path) -> None:
+    settings = json.loads(server.read_text(encoding="utf-8"))
+    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 The root keeps its key and its name, and gets a new certificate. So what the old root signed is valid under the new one, and the
 other way round: hospitals change one after the other, each before the root in its own kit ends, and nobody waits for anybody.
-The server keeps its key too.
+The server keeps its key too. Where the root gets another key, see roots.py.
 """
 
 import json
@@ -14,45 +14,60 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.verification import VerificationError
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.impl.cert import DEFAULT_CERT_VALID_DAYS
-from nvflare.lighter.utils import Identity, generate_cert, load_crt, serialize_cert, verify_cert, verify_folder_signature
+from nvflare.lighter.utils import (
+    Identity,
+    generate_cert,
+    load_crt,
+    load_crt_chain,
+    serialize_cert,
+    verify_cert_chain,
+    verify_folder_signature,
+)
 
 from consilium.config.deployment import load_deployment
 from consilium.errors import ConfigError
+from consilium.flare.evidence import fingerprints
 from consilium.flare.hardening import is_signed
 from consilium.flare.kits import certificate
-from consilium.flare.provision import provision
+from consilium.flare.provision import check_names, provision
+from consilium.flare.roots import FORMER, ROOT, ROOT_KEY, follow
 from consilium.storage import write_atomic
 
 OLD, NEW = "startup.old", ".startup.new"
 """Beside a kit's startup/: what it replaced, which still holds a valid key; and what is about to."""
-ROOT, ROOT_KEY = "root_cert", "root_pri_key"
-"""In FLARE's cert.json."""
+KEEP, NEW_ROOT, ONLY_NEW = "keep", "new", "only-new"
+"""What becomes of the root: its key is kept; another follows it; what it followed is trusted no longer."""
 
 
-def renew(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KEEP) -> Path:
     """Make kits as `provision` does, with new keys and certificates for `names` (all by default) and a new root certificate.
 
-    `folder` is where the kits were made. Returns the folder of the new kits. Raises ConfigError for a name that is not in the
-    sites.yml and for a folder without the project's state.
+    `folder` is where the kits were made; `root`: KEEP, NEW_ROOT (everybody's kit is made anew) or ONLY_NEW. Returns the folder
+    of the new kits. Raises ConfigError for a name that is not in the sites.yml, for a folder without the project's state, and
+    for a root that cannot be followed.
     """
     deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
     known = {entry.name for entry in deployment.entries()}
-    if unknown := sorted(set(names) - known):
-        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
     path = folder / deployment.name / "state" / "cert.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
     state = json.loads(path.read_text(encoding="utf-8"))
-    state[ROOT] = _new_root(state[ROOT], state[ROOT_KEY], deployment.valid_days)
+    if root == KEEP:
+        state[ROOT] = _new_root(state[ROOT], state[ROOT_KEY], deployment.valid_days)
+    elif root == NEW_ROOT:
+        state, names = follow(state, deployment.valid_days), ()
+    elif state.pop(FORMER, None) is None:
+        raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     for name in (set(names) or known) & state.keys():
         if name == deployment.server.name:
-            state[name]["cert"] = _same_key(state[name]["cert"], state[ROOT_KEY], deployment.valid_days)
+            state[name]["cert"] = _same_key(state[name]["cert"], state, deployment.valid_days)
         else:
             del state[name]  # FLARE makes a new key and certificate for whom it does not know
     write_atomic(path, json.dumps(state).encode())
@@ -66,26 +81,29 @@ def _new_root(root: str, key: str, days: int) -> str:
     return serialize_cert(generate_cert(name, name, signing, signing.public_key(), valid_days=days, ca=True)).decode()
 
 
-def _same_key(certificate: str, root_key: str, days: int) -> str:
-    """Return a server's certificate as it is, of the same key, valid from now.
+def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
+    """Return a server's certificate as it is, of the same key, valid from now and signed by the root in `state`.
 
     With another key of the server every site's session would end: the server signs them, and FLARE's sites do not log in again.
     """
     old, now = x509.load_pem_x509_certificate(certificate.encode()), datetime.now(UTC)
-    new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number())
-    new = new.not_valid_before(now).not_valid_after(now + timedelta(days=min(days, DEFAULT_CERT_VALID_DAYS)))
-    for extension in old.extensions:
-        new = new.add_extension(extension.value, extension.critical)
-    signing = load_pem_private_key(root_key.encode(), password=None)
+    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     assert isinstance(signing, rsa.RSAPrivateKey)  # FLARE's are
+    issuer = x509.load_pem_x509_certificate(state[ROOT].encode()).subject
+    new = x509.CertificateBuilder(issuer, old.subject, old.public_key(), x509.random_serial_number())
+    new = new.not_valid_before(now).not_valid_after(now + timedelta(days=min(days, DEFAULT_CERT_VALID_DAYS)))
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
+    for extension in old.extensions:
+        value = authority if isinstance(extension.value, x509.AuthorityKeyIdentifier) else extension.value
+        new = new.add_extension(value, extension.critical)
     return serialize_cert(new.sign(signing, hashes.SHA256())).decode()
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
     """Put a renewed kit's startup/ in the place of a kit's own; local/ and all else stays. Return what changed, in words.
 
-    A root with another key is taken only with its certificate's SHA-256 `fingerprint`, told by another way than the kit. Raises
-    ConfigError, before anything is changed, for what is no renewal of this very kit.
+    A root with another key is taken only with the SHA-256 `fingerprint` of its certificate or key, told by another way than the
+    kit. Raises ConfigError, before anything is changed, for what is no renewal of this very kit.
     """
     if problem := next(_problems(kit, new, fingerprint.replace(":", "").lower()), None):
         raise ConfigError(f"{new}: {problem}")
@@ -111,15 +129,15 @@ def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
     if certificate(kit).name != certificate(new).name:
         yield "is of another role; ask the hub for yours"
     told = next_root.fingerprint(hashes.SHA256()).hex()
-    if not _same_public_key(root, next_root) and told != fingerprint:
+    if not _same_public_key(root, next_root) and fingerprint not in fingerprints(next_root):
         yield (
             f"its root has another key than yours. Ask the hub by telephone for the root's fingerprint, and give it with "
             f"--fingerprint; this one's is {told}"
         )
-    if not _signed_by(after, next_root):
-        yield "its certificate is not signed by its root; ask the hub again"
     if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
         yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
+    if not _signed_by(load_crt_chain(certificate(new)), next_root):
+        yield "its certificate is not signed by its root; ask the hub again"
     if after.not_valid_after_utc <= before.not_valid_after_utc:
         yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
     key = load_pem_private_key(certificate(new).with_suffix(".key").read_bytes(), password=None)
@@ -133,10 +151,10 @@ def _whole(startup: Path) -> bool:
     return is_signed(startup) and verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, "signature.json")
 
 
-def _signed_by(leaf: x509.Certificate, root: x509.Certificate) -> bool:
+def _signed_by(chain: list[x509.Certificate], root: x509.Certificate) -> bool:
     try:
-        verify_cert(leaf, root.public_key())
-    except InvalidSignature:
+        verify_cert_chain(chain[0], chain[1:], root)
+    except VerificationError:
         return False
     return True
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from consilium.errors import ConfigError
 from consilium.report.clean import shown
-from consilium.storage import locked, note, write_atomic
+from consilium.storage import locked, note
 
 FILE = "revoked.json"
 """In the server kit's local/: {name: {"until": seconds since 1970}}."""
@@ -62,12 +62,3 @@ def is_checked(kit: Path) -> bool:
         return any(one.get("path") == COMPONENT["path"] for one in listed)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return False
-
-
-def add_check(kit: Path) -> None:
-    """Put the component into a server's kit of an older version."""
-    path = kit / "local" / "resources.json"
-    if path.is_file() and not is_checked(kit):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["components"] = [*found.get("components", []), COMPONENT]
-        write_atomic(path, json.dumps(found, indent=2).encode() + b"\n")

@@ -27,10 +27,10 @@ class RevocationCheck(FLComponent):
         super().__init__()
         self._local: Path | None = None
         self._verified: dict[str, float] = {}
-        _wrap(IdentityVerifier, "verify_common_name", self._certificate)
-        _wrap(ClientManager, "heartbeat", self._heartbeat)
-        _wrap(SessionManager, "get_session", self._session)
-        _wrap(SessionManager, "recreate_session", self._old_session)
+        wrap(IdentityVerifier, "verify_common_name", self._certificate)
+        wrap(ClientManager, "heartbeat", self._heartbeat)
+        wrap(SessionManager, "get_session", self._session)
+        wrap(SessionManager, "recreate_session", self._old_session)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Learn where the kit is. FLARE's server takes nobody in before this event."""
@@ -101,11 +101,11 @@ class RevocationCheck(FLComponent):
         return found
 
 
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     """Have `around` called with what FLARE's method was, and then its arguments."""
     method = getattr(owner, name, None)
     if method is None:
-        raise ConsiliumError(f"FLARE has no {owner.__name__}.{name}: revocations cannot be kept; install the pinned nvflare")
+        raise ConsiliumError(f"FLARE has no {owner.__name__}.{name}, which this server needs; install the pinned nvflare")
 
     @wraps(method)
     def wrapped(*args: Any, **given: Any) -> Any:

@@ -16,6 +16,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import default_name
+from consilium.flare.attendance_report import KEY
 from consilium.report.clean import shown
 from consilium.report.progress import progress
 from consilium.schema import read_yaml
@@ -88,6 +89,15 @@ class Admin:
     def sites(self) -> set[str]:
         """Return the sites that are connected."""
         return {client.name for client in self.session.get_system_info().client_info}
+
+    def attendance(self) -> dict[str, Any]:
+        """Return what the server knows of its sites, see attendance.py. Raises ConsiliumError where its kit is too old."""
+        said = self.session._do_command("check_status server")["meta"].get(KEY)
+        if said is None:
+            raise ConsiliumError(
+                "the server's kit has nothing that counts its sites; run `consilium allow KIT` there, restart it"
+            )
+        return said
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
         """Wait until these sites are connected; return those that are not when time is up."""

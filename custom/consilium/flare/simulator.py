@@ -26,8 +26,6 @@ from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
-ASK = 0.2
-"""Seconds after which a simulated site asks for its next task; FLARE lets it wait 2."""
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
 
@@ -37,11 +35,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     source = workspace / "flare" / "source" / "job.yaml"
     private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-    job = export(source, workspace / "flare" / "job")
-    server = job / "app" / "config" / "config_fed_server.json"
-    settings = json.loads(server.read_text(encoding="utf-8"))
-    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")
-    return job
+    return export(source, workspace / "flare" / "job")
 
 
 def run_simulator(

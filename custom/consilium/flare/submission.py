@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from consilium.config.job import job_file, load_job
+from consilium.config.job import JobConfig, job_file, load_job
 from consilium.errors import ConfigError
 from consilium.federation.runs import check_name
 from consilium.flare.context import federated_job
 from consilium.flare.recipe import export
+from consilium.flare.wire import MASKS
 from consilium.storage import write_atomic
 
 CONTROLLER = "consilium.flare.controller.RoundController"
@@ -72,6 +73,7 @@ def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Pa
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
         folder = Path(place) / "ready"
         if (job / "meta.json").is_file():
+            _check_tasks(job, config)
             shutil.copytree(job, folder)
         else:
             write_atomic(Path(place) / "job.yaml", text)
@@ -80,6 +82,14 @@ def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Pa
         _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
         federated_job(job_file(folder), None)
         yield folder
+
+
+def _check_tasks(job: Path, config: JobConfig) -> None:
+    """Raise ConfigError for a ready folder whose sites would not know secure aggregation's task."""
+    asked = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
+    if config.secure_aggregation is not None and f'"{MASKS}"' not in asked:
+        what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
+        raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
 
 
 def _edit(path: Path, values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ name that nobody else can know. So what the guard authorized is what runs, and w
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -16,7 +17,7 @@ from nvflare.fuel.utils import fobs
 
 from consilium.errors import Reason, RefusedError
 from consilium.flare import packing
-from consilium.messages import Kind, Payload
+from consilium.messages import Kind, Payload, Tensors
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
@@ -39,12 +40,37 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packe
 
     `packed`: for one of ours, see packing.py; FLARE's own controllers want tensors under their names.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
-    rest: Any = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
-    rest |= {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
+    tensors, rest = _contents(payload, run)
     if packed and not payload.masking:  # keys and signatures are bytes
         tensors, rest = packing.pack(tensors, rest)
-    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, tensors, {KEY: rest})
+    return _message(payload, tensors, rest, update, num_samples)
+
+
+def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareable]:
+    """Return every site's payload (values) as a packed shareable. Those of the same tensors and words have one content.
+
+    So where all sites are sent the same, it is packed once, and the server's memory does not grow with their number.
+    """
+    made: dict[object, tuple[Tensors, Any]] = {}
+    found = {}
+    for name, payload in payloads.items():
+        tensors, rest = _contents(payload, run)
+        key = repr(rest), tuple((own, id(tensor)) for own, tensor in payload.tensors.items())
+        if key not in made:
+            made[key] = packing.pack(tensors, rest)
+        found[name] = _message(payload, *made[key], update=False)
+    return found
+
+
+def _contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
+    """Return a payload's tensors and all that is said beside them."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
+    rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
+    return tensors, rest | {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
+
+
+def _message(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_samples: int = 1) -> Shareable:
+    dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, dict(tensors), {KEY: rest})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
     shareable = dxo.to_shareable()
@@ -91,7 +117,7 @@ def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
 
 def decode_masks(shareable: Shareable) -> tuple[dict[str, Any], str]:
     """Return (question, run) of secure aggregation. Raises RefusedError for anything that is no such message."""
-    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, "DXO"}
+    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, MODEL, "DXO"}
     if not isinstance(asked, dict) or asked.keys() != {"run", "question"} or any(other in shareable for other in others):
         raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
     if not isinstance(asked["question"], dict):

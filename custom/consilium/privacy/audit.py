@@ -10,15 +10,16 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from consilium.errors import Reason, RefusedError
+from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.linalg.together import norms
 from consilium.messages import Tensors
-from consilium.privacy.accounting import GaussianEvent, epsilon_of
-from consilium.privacy.composition import merge
+from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
 from consilium.privacy.plan import Plan
 from consilium.storage import file_lock, open_private, private_folder
 
@@ -65,12 +66,13 @@ class Record:
 
 def describe(tensors: Tensors) -> dict[str, Line]:
     """Return what the record says of tensors."""
+    sizes = norms(tensors)
     return {
         name: {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "bytes": tensor.numel() * tensor.element_size(),
-            "norm": float(tensor.double().square().sum().sqrt()),
+            "norm": sizes[name],
         }
         for name, tensor in tensors.items()
     }
@@ -85,31 +87,57 @@ def cost(plan: Plan) -> Line:
     return named | numbers | {"spend": asdict(plan.event)}
 
 
-def read(path: Path) -> Line:
-    """Return the record of one run with epsilon after each message, its seal, and the first line that is not as written."""
+def verified(path: Path) -> Line:
+    """Return the record of one run as it stands, its seal, and the first line that is not as written, None where all are.
+
+    Takes time by the length of the record only: nothing that is spent in it is counted, see `read`.
+    """
     texts = path.read_text(encoding="utf-8").splitlines()
-    broken, lines = None, []
-    for number, text in enumerate(texts):
+    broken, before, lines = None, "", []
+    for number, text in enumerate(texts, start=1):
         try:
             lines.append(_line(text))
         except ValueError:
             lines.append({})
-        if broken is None and lines[-1].get("previous") != _seal(texts[:number]):
-            broken = number + 1
-    spent: dict[tuple[int, int], GaussianEvent] = {}
-    for line in lines:
+        if broken is None and lines[-1].get("previous") != before:
+            broken = number
+        before = _seal([text])
+    return {"file": str(path), "seal": before, "broken_line": broken, "messages": [x for x in lines if x]}
+
+
+def read(path: Path) -> Line:
+    """Return what `verified` does, with epsilon after each message that cost any."""
+    found, spent = verified(path), dict[tuple[int, int], GaussianEvent]()
+    total = Counter[GaussianEvent]()
+    for line in found["messages"]:
         if private := line.get("privacy"):
-            spent[line["round"], line["phase"]] = GaussianEvent(**private["spend"])
-            private["epsilon"] = epsilon_of(merge(list(spent.values())), private["delta"])
-    return {"file": str(path), "seal": _seal(texts), "broken_line": broken, "messages": [x for x in lines if x]}
+            place, spend = (line["round"], line["phase"]), GaussianEvent(**private["spend"])
+            if (old := spent.get(place)) is not None:
+                total[replace(old, count=1)] -= old.count
+            spent[place] = spend
+            total[replace(spend, count=1)] += spend.count
+            private["epsilon"] = epsilon_of([replace(one, count=n) for one, n in total.items()], private["delta"])
+    return found
 
 
 def _line(text: str) -> Line:
-    """Return a line of the record. Raises ValueError for what is none."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError("no line of the record")
-    return found
+    """Return a line of the record. Raises ValueError for what is none, or has a cost that nobody could count."""
+    try:
+        found = json.loads(text)
+        if private := found.get("privacy"):
+            check_delta(private["delta"])
+            if not all(type(found[name]) is int for name in ("round", "phase")) or not _counts(**private["spend"]):
+                raise ValueError("no cost")
+    except (AttributeError, TypeError, KeyError, RecursionError, ConfigError):
+        raise ValueError("no line of the record") from None
+    return dict(found)
+
+
+def _counts(noise_multiplier: object, sample_rate: object = 1.0, count: object = 1, slack: object = 0.0) -> bool:
+    """Tell whether these are an event's numbers, in whose place anybody may have written others."""
+    numbers = [one for one in (noise_multiplier, sample_rate, slack) if isinstance(one, int | float)]
+    sizes = len(numbers) == 3 and all(one == 0 or 1e-100 <= one <= 1e100 for one in numbers) and numbers[1] <= 1
+    return sizes and type(count) is int and 0 <= count < 2**53
 
 
 def _content(line: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
-from consilium.messages import Kind, Payload
+from consilium.messages import LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.privacy import audit, kept, lending, noise, places, recovery, statistics, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
@@ -63,7 +63,7 @@ class Guard(Masking):
 
     def __post_init__(self) -> None:
         self.plan: Plan | None = make_plan(self.config, self.strategy, self.num_samples, self.tensors)
-        self._run = ""
+        self._run, self._digest = "", self.config.digest
         self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
@@ -85,7 +85,7 @@ class Guard(Masking):
         budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
         self._task = None
-        own = places.own_run(self.name, run, self.config, self.job_id)
+        own = places.own_run(self.name, run, self._digest, self.job_id)
         task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
         places.check_place(self.name, self.config, self.strategy, task, self.test_only)
@@ -143,6 +143,8 @@ class Guard(Masking):
             "ledger": self.ledger.seal(),
             "plugins": self.config.packages,
             "test_only": self.test_only,
+            "protocol": PROTOCOL,
+            "libraries": {name: str(told) for name, told in dict(hello["libraries"]).items() if name in LIBRARIES},
         }
         self._note("hello", values=shown)
         return shown

@@ -50,6 +50,7 @@ class Masking:
     _run: str
     _records: dict[Path, audit.Record]
     _terms: Terms | None
+    _digest: str
 
     @property
     def masks(self) -> bool:
@@ -158,7 +159,7 @@ class Masking:
         """Put a message into the site's record before it leaves, see audit.py."""
         job = {"job": self.config.name, "experiment": self.config.experiment}
         line: dict[str, Any] = {"site": self.name, **job, "run": self._run}
-        line |= {"flare_job": self.job_id, "job_digest": self.config.digest, "ledger": self.ledger.seal(), "kind": kind, **said}
+        line |= {"flare_job": self.job_id, "job_digest": self._digest, "ledger": self.ledger.seal(), "kind": kind, **said}
         if payload is not None:
             line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
             line |= {"scalars": payload.scalars, "metrics": payload.metrics}

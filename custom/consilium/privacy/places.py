@@ -13,11 +13,14 @@ ASIDE = (-1, -1)
 """Where a task stands that belongs to no round."""
 
 
-def own_run(name: str, run: str, config: JobConfig, job_id: str) -> str:
-    """Return the site's folder for a run: the server's word alone is not enough. Raises RefusedError for one that is none."""
+def own_run(name: str, run: str, digest: str, job_id: str) -> str:
+    """Return the site's folder for a run of the job with this `digest`: the server's word alone is not enough.
+
+    Raises RefusedError for one that is none.
+    """
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or job_id):
         raise RefusedError(f"{name}: {run[:80]!r} is no name of a run; nothing was sent", Reason.TASK)
-    return f"{run or f'job-{job_id}'}.{config.digest[:16]}"
+    return f"{run or f'job-{job_id}'}.{digest[:16]}"
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, test_only: bool) -> None:

@@ -5,6 +5,7 @@ Records (metrics.jsonl, audit.jsonl) keep texts as they came, JSON escapes them.
 
 import re
 import unicodedata
+from functools import lru_cache
 
 from rich.text import Text
 
@@ -34,7 +35,14 @@ def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
 
 def tag(text: object) -> str:
     """Return a text as a name in TensorBoard, which makes folders of it: as `shown`, and no part of it leads elsewhere."""
+    return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tag(text)
+
+
+def _tag(text: object) -> str:
     return re.sub(r"(^|/)\.+", r"\1_", re.sub(r"[^\w/. -]", "_", shown(text)))
+
+
+_known_tag = lru_cache(1024)(_tag)  # a site reports the same names in every round
 
 
 def _escape(character: str) -> str:

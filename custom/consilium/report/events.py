@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consilium.messages import Stage, Tensors
+from consilium.messages import Stage
 from consilium.report.clean import tag
 from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
@@ -28,11 +28,6 @@ def event_writer(folder: Path) -> "SummaryWriter":
     for file in folder.iterdir():
         file.chmod(PRIVATE)
     return writer
-
-
-def size_of(tensors: Tensors) -> float:
-    """Return the Euclidean norm of all tensors together."""
-    return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
 
 
 class SiteEvents:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
+from consilium.linalg.together import norm
 from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
-from consilium.report.events import FOLDER, event_writer, size_of
+from consilium.report.events import FOLDER, event_writer
 from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
@@ -99,7 +100,7 @@ class RunLog:
         values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
         place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
         self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
-        self._scalars(site, values | ({"update/norm": size_of(result.tensors)} if self._sizes else {}), result.round)
+        self._scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
         self._phase.append(values)
 
     def refused(self, refusal: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ class RunLog:
         self._line(line | ({} if epsilon is None else {"privacy/epsilon": epsilon}))
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
         if isinstance(mean, dict) and all(isinstance(tensor, Tensor) for tensor in mean.values()):
-            told["update/norm"] = size_of(mean)
+            told["update/norm"] = norm(mean)
         self._scalars("server", told, state.round)
         self._scalars(MEANS, mean_metrics(self._phase), state.round)
         self._phase = []

@@ -13,8 +13,10 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.expand import expand
 from consilium.data.images import inner, read_image, shrink
 from consilium.errors import DataError
+from consilium.report.clean import shown
+from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
-from consilium.use.inputs import Boxes, Input
+from consilium.use.inputs import Input, Prompts
 from consilium.use.model import TrainedModel
 
 MOST_NUMBERS = 2**29
@@ -32,11 +34,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Asking:
-    """A model and how to ask it. `boxes` by input, plane and class, where the task is prompted with them."""
+    """A model and how to ask it. `prompts` by input, plane and class, where the task is prompted with boxes or points."""
 
     opened: TrainedModel
     batch_size: int
-    boxes: Boxes | None = None
+    prompts: Prompts | None = None
 
     @property
     def task(self) -> Any:
@@ -55,7 +57,7 @@ class Asking:
             for item, image, each in zip(items, images, logits, strict=True):
                 rows, columns = inner(image.shape, self.opened.config.model.image_side, self.task)
                 found = F.interpolate(each[None, :, :rows, :columns], image.shape[:2], mode="bilinear", align_corners=False)[0]
-                yield Asked(item, image, self._only_boxed(one, item, found))
+                yield Asked(item, image, self._only_asked(one, item, found))
 
     def classified(self, one: Input) -> Iterator[Asked]:
         """Yield the probabilities (C,) of each part."""
@@ -64,12 +66,19 @@ class Asking:
                 yield Asked(item, image, each)
 
     def _batches(self, one: Input) -> Iterator[tuple[Sequence[Item], list[np.ndarray], Tensor]]:
+        self._check_prompted(one)
         parts = self.parts(one)
         for start in range(0, len(parts), self.batch_size):
             items = parts[start : start + self.batch_size]
             images = [read_image(item, self.task) for item in items]
             self._check_parts(one, images)
             yield items, images, self._ask(one, items, images)
+
+    def _check_prompted(self, one: Input) -> None:
+        """Raise DataError for an input that no prompt names: a mask without anything would look like an answer."""
+        if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
+            many = PROMPTS[self.task.prompt].many
+            raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
 
     def _check_parts(self, one: Input, images: list[np.ndarray]) -> None:
         """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
@@ -86,7 +95,7 @@ class Asking:
         device, side = next(model.parameters()).device, config.model.image_side
         small = [shrink(image, side, self.task, config.model.padding) for image in images]
         batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
-        prompts = self._prompts(one, items, images)
+        prompts = self._given(one, items, images)
         with autocast(device, config.training.precision):
             found = model(batch) if prompts is None else model(batch, prompts.to(device))
         found = found.float().cpu()
@@ -94,38 +103,54 @@ class Asking:
             raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
         return found
 
-    def _prompts(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor | None:
-        """Return boxes (N, C, 4) in the model's pixels, NaN where there is none; None for a task without."""
-        if self.boxes is None:
+    def _given(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor | None:
+        """Return prompts (N, C, 4 or 2) in the model's pixels, NaN where there is none; None for a task without."""
+        if self.prompts is None:
             return None
-        return torch.stack([self._boxes(one, item, image.shape) for item, image in zip(items, images, strict=True)])
+        return torch.stack([self._scaled(one, item, image.shape) for item, image in zip(items, images, strict=True)])
 
-    def _boxes(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor:
-        found = torch.full((len(self.task.classes), 4), float("nan"))
+    def _scaled(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor:
+        numbers = len(PROMPTS[self.task.prompt].numbers)
+        found = torch.full((len(self.task.classes), numbers), float("nan"))
         rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
-        ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(2)
+        ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
-            if (box := self._box(one, item, name)) is not None:
-                found[index] = torch.tensor(box) * ratio
+            if (prompt := self._prompt(one, item, name)) is not None:
+                _check_inside(one, prompt, shape)
+                found[index] = torch.tensor(prompt) * ratio
         return found
 
-    def _box(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
-        """Return a class's box in a part's own pixels; of a tile what lies within it, None where nothing does."""
-        known = self.boxes or {}
-        box = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
-        if box is None or item.tile is None:
-            return box
-        x, y, width, height = item.tile
-        left, top, right, bottom = box
-        cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
-        return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
+    def _prompt(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
+        """Return a class's box or point in a part's own pixels; of a tile what lies within it, None where nothing does."""
+        known = self.prompts or {}
+        prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
+        return prompt if prompt is None or item.tile is None else _within(prompt, item.tile)
 
-    def _only_boxed(self, one: Input, item: Item, logits: Tensor) -> Tensor:
-        """Return logits, far below 0 for a class without a box: it was not asked for."""
-        if self.boxes is None:
+    def _only_asked(self, one: Input, item: Item, logits: Tensor) -> Tensor:
+        """Return logits, far below 0 for a class without a prompt: it was not asked for."""
+        if self.prompts is None:
             return logits
-        missing = torch.tensor([self._box(one, item, name) is None for name in self.task.classes])
+        missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
         return logits.masked_fill(missing[:, None, None], -1e4)
+
+
+def _check_inside(one: Input, prompt: tuple[float, ...], shape: tuple[int, ...]) -> None:
+    """Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number."""
+    if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
+        told = ", ".join(f"{number:g}" for number in prompt)
+        what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
+        raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
+
+
+def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
+    """Return what of a box, or of a point, lies in a tile (x, y, width, height), from its corner; None where nothing does."""
+    x, y, width, height = tile
+    if len(prompt) == 2:
+        point = prompt[0] - x, prompt[1] - y
+        return point if 0 <= point[0] < width and 0 <= point[1] < height else None
+    left, top, right, bottom = prompt
+    cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
+    return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
 def joined(parts: Iterator[Asked], path: str) -> Iterator[Asked]:

@@ -84,9 +84,9 @@ def attack(
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
-    whole = site_data(_all_of(opened.config), name, own, folder)
+    whole = site_data(all_of(opened.config), name, own, folder)
     drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
-    task = build_task(_all_of(opened.config), drawn.data, own)
+    task = build_task(all_of(opened.config), drawn.data, own)
     loss, before = losses(opened, task, drawn.units, watch)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
@@ -102,7 +102,7 @@ def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path)
     return {key_of(item) for item in site_data(config, name, site, folder).splits["training"]}
 
 
-def _all_of(config: JobConfig) -> JobConfig:
+def all_of(config: JobConfig) -> JobConfig:
     """Return a job that takes all of a list's samples, each as it is: without privacy, which has its own say of lists."""
     task = config.task.model_copy(update={"augment": False}) if hasattr(config.task, "augment") else config.task
     data = config.data.model_copy(update={"most_training": None})

@@ -19,8 +19,9 @@ from consilium.errors import ConfigError
 from consilium.federation.card import Card
 from consilium.report.clean import shown
 from consilium.storage import PUBLIC, write_atomic
+from consilium.tasks.segmentation import prompts_of
 from consilium.use.merge import merge_if_possible
-from consilium.use.probe import Inputs, answer, inputs_of, require_equal, takes_boxes
+from consilium.use.probe import Inputs, answer, inputs_of, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 CODE = Path(__file__).with_name("bundle_pictures.py")
@@ -89,7 +90,11 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
-    """Return what configs/metadata.json holds."""
+    """Return what configs/metadata.json holds.
+
+    MONAI's schema asks for both lists of packages, and its reader puts the optional one in the place of the required one.
+    """
+    packages = {"pillow": version("pillow")}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -97,8 +102,8 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "monai_version": version("monai"),
         "pytorch_version": torch.__version__.partition("+")[0],
         "numpy_version": version("numpy"),
-        "required_packages_version": {"pillow": version("pillow")},
-        "optional_packages_version": {},
+        "required_packages_version": packages,
+        "optional_packages_version": packages,
         "name": card.job,
         "task": f"{config.task.name} of pictures",
         "description": f"{card.model} with adapter {card.adapter}, {card.name}, trained by {card.method}; see docs/README.md",
@@ -114,10 +119,10 @@ def _inputs(config: JobConfig) -> dict[str, Any]:
     colours = {"0": "red", "1": "green", "2": "blue"}
     image = {"type": "image", "format": "magnitude", "modality": "n/a", "num_channels": 3, "spatial_shape": [side, side]}
     found = {"image": image | whole | {"value_range": [0, 255], "channel_def": colours}}
-    if takes_boxes(config):
-        box = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_classes(config))}
-        numbers = {"spatial_shape": [4], "value_range": [0, side - 1], "channel_def": _numbered(config)}
-        found["boxes"] = box | numbers | whole
+    if kind := prompts_of(config.task):
+        prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_classes(config))}
+        numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered(config)}
+        found["prompts"] = prompt | numbers | whole
     return found
 
 
@@ -150,12 +155,13 @@ def inference(config: JobConfig) -> dict[str, Any]:
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
-    boxes = {"boxes": "@boxes", "classes": _classes(config)} if takes_boxes(config) else {}
+    kind = prompts_of(settings)
+    prompts = {"prompts": f"@{kind.many}", "classes": _classes(config), "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/images'",
         "output_dir": "$@bundle_root + '/eval'",
-        **({"boxes": ""} if boxes else {}),
+        **({kind.many: ""} if kind else {}),
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
         "network_def": {
             "_target_": "scripts.pictures.load_network",
@@ -163,7 +169,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
             "device": "@device",
         },
         "network": "$@network_def",
-        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **boxes},
+        "datalist": {"_target_": "scripts.pictures.find_pictures", "place": "@dataset_dir", **prompts},
         "preprocessing": {
             "_target_": "Compose",
             "transforms": [{"_target_": "scripts.pictures.ReadPicture", **reader, "window": window}],
@@ -194,7 +200,7 @@ It does not need the package consilium. In the bundle's folder:
 python -m monai.bundle run --config_file configs/inference.json --dataset_dir IMAGES --output_dir OUT
 ```
 
-IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{boxes}
+IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{prompts}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
 `consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the processor.
 models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
@@ -204,11 +210,17 @@ _OUT = {
     "segmentation": "OUT receives a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid.",
     "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
 }
-_BOXES = """
+_PROMPTS = {
+    "box": """
 The network takes a box for every class. `--boxes FILE` gives them: a CSV of image, class, left, top, right, bottom in the
 picture's pixels, or a JSON list of the same. Without one the box is the whole picture.
-"""
+""",
+    "point": """
+The network takes a point for every class. `--points FILE` gives them: a CSV of image, class, x, y in the picture's pixels from
+the left and the top, or a JSON list of the same. A class without one is looked for everywhere.
+""",
+}
 
 
 def _about(config: JobConfig) -> str:
-    return _ABOUT.format(out=_OUT[config.task.name], boxes=_BOXES if takes_boxes(config) else "")
+    return _ABOUT.format(out=_OUT[config.task.name], prompts=_PROMPTS.get(getattr(config.task, "prompt", "none"), ""))

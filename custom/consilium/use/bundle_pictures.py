@@ -46,11 +46,13 @@ class Network(nn.Module):
         return self
 
 
-def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the pictures of a folder, or the one file, for a Dataset; with their boxes where the network takes such.
+def find_pictures(
+    place: str, prompts: str = "", classes: Sequence[str] = (), columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the pictures of a folder, or the one file, for a Dataset; with their boxes or points where the network takes such.
 
-    `boxes`: a CSV of image, class, left, top, right, bottom in pixels, or a JSON list of the same; without one the box is the
-    whole picture.
+    `prompts`: a CSV of image, class and `columns` (left, top, right, bottom, or x, y) in pixels, or a JSON list of the same.
+    One that is not there is NaN, which the network takes for the whole picture.
     """
     path = Path(place)
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS)
@@ -61,16 +63,15 @@ def find_pictures(place: str, boxes: str = "", classes: Sequence[str] = ()) -> l
         raise ValueError(f"{place}: two pictures are called {twice!r}, and so would be what is written; run them one by one")
     if not classes:
         return [{"image": str(p)} for p in found]
-    known = {} if not boxes else _read_boxes(boxes)
-    unknown = [float("nan")] * 4
-    return [{"image": str(p), "boxes": [known.get(p.name, {}).get(c, unknown) for c in classes]} for p in found]
+    known = {} if not prompts else _read_prompts(prompts, columns)
+    unknown = [float("nan")] * len(columns)
+    return [{"image": str(p), "prompts": [known.get(p.name, {}).get(c, unknown) for c in classes]} for p in found]
 
 
-def _read_boxes(path: str) -> dict[str, dict[str, list[float]]]:
+def _read_prompts(path: str, columns: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     text, found = Path(path).read_text(encoding="utf-8"), dict[str, dict[str, list[float]]]()
     for row in json.loads(text) if path.endswith(".json") else csv.DictReader(text.splitlines()):
-        box = [float(row[side]) for side in ("left", "top", "right", "bottom")]
-        found.setdefault(row["image"], {})[row["class"]] = box
+        found.setdefault(row["image"], {})[row["class"]] = [float(row[column]) for column in columns]
     return found
 
 
@@ -94,10 +95,11 @@ class ReadPicture:
         square[:], square[:rows, :columns] = self.padding, small
         image = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1))).float()
         found = {"image": image, "file": data["image"], "size": size, "inner": (rows, columns)}
-        if "boxes" not in data:
+        if "prompts" not in data:
             return found
-        scale = torch.tensor([columns / size[1], rows / size[0]]).repeat(2)
-        return {**found, "boxes": torch.tensor(data["boxes"], dtype=torch.float32) * scale}
+        prompts = torch.tensor(data["prompts"], dtype=torch.float32)
+        scale = torch.tensor([columns / size[1], rows / size[0]]).repeat(prompts.shape[1] // 2)
+        return {**found, "prompts": prompts * scale}
 
     def _inner(self, size: Sequence[int]) -> tuple[int, int]:
         if self.resize == "stretch":
@@ -194,7 +196,7 @@ class Inference:
     def run(self) -> None:
         """Do it."""
         for data in self._samples():
-            inputs = [data[name][None].to(self.device) for name in ("image", "boxes") if name in data]
+            inputs = [data[name][None].to(self.device) for name in ("image", "prompts") if name in data]
             logits = self.inferer(inputs[0], self.network, *inputs[1:])
             self.postprocessing(logits[0].float().cpu(), data)
         self.postprocessing.close()

@@ -1,4 +1,4 @@
-"""What a model is to be asked about: files and folders, found as a user names them; boxes that somebody drew."""
+"""What a model is to be asked about: files and folders, found as a user names them; boxes or points that somebody drew."""
 
 import csv
 import io
@@ -14,13 +14,14 @@ from consilium.data.folders import PICTURES
 from consilium.data.opening import read_text
 from consilium.errors import ConfigError, DataError
 from consilium.report.clean import shown
+from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)
 TABLE = "DICOMDIR"
 """A disc's table of contents, which is DICOM and no image."""
-Box = tuple[float, float, float, float]
-Boxes = Mapping[tuple[str, int | None, str], Box]
-"""Boxes (left, top, right, bottom), in pixels of the picture, by input, plane (None: all) and class."""
+Place = tuple[str, int | None, str]
+Prompts = Mapping[Place, tuple[float, ...]]
+"""Boxes (left, top, right, bottom), or points (x, y), in pixels of the picture, by input, plane (None: all) and class."""
 
 
 @dataclass(frozen=True)
@@ -31,94 +32,117 @@ class Input:
     name: str
 
 
-def find_inputs(given: Path, texts: bool, out: Path) -> list[Input]:
-    """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing."""
+def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None = None) -> list[Input]:
+    """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing.
+
+    `beside` gets the DICOM objects of a folder that are no images, such as earlier segmentations and reports.
+    """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
-    ends = TEXTS if texts else PICTURES
+    ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
     if not given.is_dir():
         return [Input(given, given.name)]
-    found = [Input(path, path.relative_to(given).as_posix()) for path in _walk(given, ends, {out.resolve(), given.resolve()})]
+    paths = _walk(given, ends, {out.resolve(), given.resolve()}, beside)
+    found = [Input(path, path.relative_to(given).as_posix()) for path in paths]
     found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
     if not found:
-        wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM"
+        wanted = "records (.jsonl)" if texts else "pictures, NIfTI or DICOM images"
         raise ConfigError(f"{shown(given)}: holds no {wanted}; give another folder")
     return sorted(found, key=lambda one: one.name)
 
 
-def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path]) -> Iterator[Path]:
+def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
     """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless."""
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
-    series = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
-    yield from series if _apart(series) else [folder]
-    yield from (path for path in files if path not in series and path.name.lower().endswith(ends))
+    dicom = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
+    yield from _images(folder, dicom, beside)
+    yield from (path for path in files if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
-            yield from _walk(path, ends, seen)
+            yield from _walk(path, ends, seen, beside)
 
 
 def _is_dicom(path: Path) -> bool:
     return volumes.is_volume(path) and not path.name.lower().endswith(PICTURES)
 
 
-def _apart(files: list[Path]) -> bool:
-    """Tell whether DICOM files of a folder are images of their own, such as radiographs, and no series; so is none at all."""
-    if len(files) < 2:
-        return True
+def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
+    """Return the images among a folder's DICOM files if each is a series of its own, such as a radiograph; else the folder."""
+    if not files:
+        return []
     try:
-        from consilium.data.dicom.files import open_file, reading
+        import consilium.data.dicom.files  # noqa: F401
+    except ImportError:  # no pydicom: what reads the input says so
+        return files if len(files) == 1 else [folder]
+    told = {path: _kind(path) for path in files}
+    beside += [path for path, (other, _) in told.items() if other]
+    images = {path: series for path, (other, series) in told.items() if not other}
+    return list(images) if len(set(images.values())) == len(images) else [folder]
 
-        with reading(files[0].parent):
-            told = [open_file(path).get("SeriesInstanceUID") for path in files]
-    except Exception:  # a damaged file, or no pydicom: what reads the folder says so
-        return False
-    return len(set(told)) == len(files)
+
+def _kind(path: Path) -> tuple[bool, str]:
+    """Tell whether a DICOM file is no image, and of which series it is; a damaged one is an image by itself, to be named."""
+    from consilium.data.dicom.files import is_beside, open_file, reading
+
+    try:
+        with reading(path):
+            found = open_file(path)
+            return is_beside(found), str(found.get("SeriesInstanceUID"))
+    except DataError:
+        return False, str(path)
 
 
-def read_boxes(path: Path, classes: list[str]) -> Boxes:
-    """Return the boxes of a CSV (image, class, left, top, right, bottom, and slice for planes) or a JSON list of the same.
+def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
+    """Return the boxes or points, as `kind` says, of a CSV (image, class, their numbers, and slice for planes) or a JSON list.
 
     Raises DataError, naming the row.
     """
-    text = read_text(path, "give a CSV or JSON file of boxes")
-    rows = list(_rows(path, text))
-    found: dict[tuple[str, int | None, str], Box] = {}
-    for number, row in enumerate(rows, start=1):
-        place, box = _box(f"{path}: box {number}", row, classes)
+    text, columns = read_text(path, f"give a CSV or JSON file of {kind} prompts"), ("image", "class", *PROMPTS[kind].numbers)
+    found: dict[Place, tuple[float, ...]] = {}
+    for number, row in enumerate(_rows(path, text, columns), start=1):
+        place, prompt = _prompt(f"{path}: {kind} {number}", row, columns, classes)
         if place in found:
-            raise DataError(f"{path}: box {number}: {shown(place[0])} has two boxes of {place[2]!r}; keep one")
-        found[place] = box
+            raise DataError(f"{path}: {kind} {number}: {shown(place[0])} has two for {place[2]!r}; keep one")
+        found[place] = prompt
     if not found:
-        raise DataError(f"{path}: holds no box; write image,class,left,top,right,bottom")
+        raise DataError(f"{path}: holds no {kind}; write {','.join(columns)}")
     return found
 
 
-def _rows(path: Path, text: str) -> Iterator[Any]:
+def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     if path.suffix.lower() != ".json":
         yield from csv.DictReader(io.StringIO(text))
         return
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise DataError(f"{path}: not valid JSON; write a list of boxes") from None
+        raise DataError(f"{path}: not valid JSON; write a list of objects") from None
     if not isinstance(found, list):
-        raise DataError(f'{path}: is no list; write [{{"image": "a.png", "class": "disc", "left": 1, ...}}]')
+        example = json.dumps(dict.fromkeys(columns, 1) | {"image": "a.png", "class": "disc"})
+        raise DataError(f"{path}: is no list; write [{example}, ...]")
     yield from found
 
 
-def _box(where: str, row: Any, classes: list[str]) -> tuple[tuple[str, int | None, str], Box]:
-    keys = ("image", "class", "left", "top", "right", "bottom")
-    if not isinstance(row, dict) or (missing := [key for key in keys if row.get(key) in (None, "")]):
-        raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(keys)}")
+def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
+    if not isinstance(row, dict) or (missing := [key for key in columns if row.get(key) in (None, "")]):
+        raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(columns)}")
     if row["class"] not in classes:
         raise DataError(f"{where}: class {shown(row['class'], 80)!r} is none of the model's: {', '.join(classes)}")
     try:
-        left, top, right, bottom = (float(row[key]) for key in keys[2:])
+        found = tuple(float(row[key]) for key in columns[2:])
         number = int(row["slice"]) if row.get("slice") not in (None, "") else None
     except (TypeError, ValueError):
-        raise DataError(f"{where}: has a side that is no number; write pixels from the left and the top") from None
-    if not all(map(math.isfinite, (left, top, right, bottom))) or left >= right or top >= bottom:
-        raise DataError(f"{where}: its sides are not left < right and top < bottom; write pixels from the left and the top")
-    return (str(row["image"]), number, str(row["class"])), (left, top, right, bottom)
+        raise DataError(f"{where}: has a value that is no number; write pixels from the left and the top") from None
+    _check_pixels(where, found)
+    return (str(row["image"]), number, str(row["class"])), found
+
+
+def _check_pixels(where: str, found: tuple[float, ...]) -> None:
+    """Raise DataError for what is no point and no box."""
+    remedy = "write pixels from the left and the top"
+    if len(found) == 2 and not all(math.isfinite(one) and one >= 0 for one in found):
+        raise DataError(f"{where}: x and y are not 0 or more; {remedy}")
+    if len(found) == 4 and not (all(map(math.isfinite, found)) and found[0] < found[2] and found[1] < found[3]):
+        raise DataError(f"{where}: its sides are not left < right and top < bottom; {remedy}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError
+from consilium.tasks.segmentation import prompts_of
 
 ROUNDING = 2.0**-24
 """The relative error of one operation in 32 bits."""
@@ -17,22 +18,18 @@ Inputs = dict[str, Tensor]
 
 
 def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
-    """Return inputs by name, the same in every process: noise as pictures, boxes where the task has them; else token ids."""
+    """Return inputs by name, the same in every process: noise as pictures, prompts where the task has them; else token ids."""
     generator = torch.Generator().manual_seed(0)
     if tokenizer is not None:
         ids = torch.randint(len(tokenizer), (SAMPLES, TOKENS), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     side = config.model.image_side
     images = torch.randint(256, (SAMPLES, 3, side, side), generator=generator).float()
-    if not takes_boxes(config):
+    if (kind := prompts_of(config.task)) is None:
         return {"images": images}
-    corners = torch.rand(SAMPLES, len(config.task.classes), 2, 2, generator=generator).sort(2).values * (side - 1)  # type: ignore[attr-defined]
-    return {"images": images, "boxes": corners.flatten(2)}
-
-
-def takes_boxes(config: JobConfig) -> bool:
-    """Tell whether the job's model takes a box for every class."""
-    return getattr(config.task, "prompt", "none") == "box"
+    shape = SAMPLES, len(config.task.classes), len(kind.numbers) // 2, 2  # type: ignore[attr-defined]
+    corners = torch.rand(shape, generator=generator).sort(2).values * (side - 1)
+    return {"images": images, "prompts": corners.flatten(2)}
 
 
 @torch.no_grad()

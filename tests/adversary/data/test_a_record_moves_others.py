@@ -24,6 +24,7 @@ JOBS = {
     "segmentation": lambda: small_config("fedit"),
     "segmentation, checkpointed": lambda: small_config("fedit", gradient_checkpointing=True),
     "segmentation by boxes": lambda: changed(small_config("fedit"), task={"prompt": "box"}),
+    "segmentation by points": lambda: changed(small_config("fedit"), task={"prompt": "point"}),
     "segmentation, bottlenecks": lambda: small_config("fedsca"),
     "classification": lambda: small_cells("fedit"),
     "language": lambda: small_text("fedit"),

@@ -8,7 +8,7 @@ import pytest
 from consilium import __version__
 from consilium.errors import RefusedError
 from consilium.federation.coordinator import Coordinator
-from consilium.messages import Hello
+from consilium.messages import PROTOCOL, Hello
 from tests.conftest import assembled, small_config
 
 LIES: list[tuple[str, Any, str]] = [
@@ -26,6 +26,14 @@ LIES: list[tuple[str, Any, str]] = [
     ("version", "\x1b[31m" * 10**6, "of no known version"),
     ("version", None, "of no known version"),
     ("version", [__version__], "of no known version"),
+    ("protocol", 1, r"speaks protocol 1 \(consilium"),
+    ("protocol", float(PROTOCOL), "none that is known"),
+    ("protocol", "\x1b[31m" * 10**6, "none that is known"),
+    ("protocol", 10**4000, "none that is known"),
+    ("libraries", {"torch": "\x1b[31m"}, "libraries is no map"),
+    ("libraries", {"patients": "3"}, "libraries is no map"),
+    ("libraries", [("torch", "2.13.0")], "libraries is no map"),
+    ("libraries", {"torch": "999.0"}, r"torch 999\.0, the server has"),
     ("checkpoint", "0" * 63, "of another kind"),
     ("checkpoint", "../" + "0" * 61, "of another kind"),
     ("checkpoint", None, "of another kind"),

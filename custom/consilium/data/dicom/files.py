@@ -126,6 +126,12 @@ def is_image(elements: Dataset) -> bool:
     return "Rows" in elements and elements.get("SOPClassUID") not in OTHERS
 
 
+def is_beside(elements: Dataset) -> bool:
+    """Tell whether elements are those of an object that lies beside images: a segmentation, a report, a reading's state."""
+    kind = elements.get("SOPClassUID")
+    return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
+
+
 def has_pixels(elements: Dataset) -> bool:
     """Tell whether a file opened with its pixels has any."""
     return any(name in elements for name in _PIXELS)

@@ -4,7 +4,7 @@
 how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
 encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
 (P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
-Sentences, for language models, are in sentences.py, volumes in studies.py.
+Texts, for language models, are in sentences.py, volumes in studies.py.
 """
 
 import json
@@ -20,8 +20,7 @@ from scipy.ndimage import gaussian_filter
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
 from consilium.data.synthetic.drawing import grain, soft
-from consilium.data.synthetic.sentences import LABELS as URGENCIES
-from consilium.data.synthetic.sentences import made, make_sentences
+from consilium.data.synthetic.sentences import RECORDS, made, make_texts
 from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
 from consilium.data.synthetic.studies import Files, make_studies
 from consilium.errors import DataError
@@ -31,9 +30,9 @@ LABELS = {
     "fundus": ["background", "disc", "cup"],
     "nuclei": ["background", "nucleus"],
     "cells": list(CELLS),
-    "sentences": list(URGENCIES),
     "organ": list(STUDY_LABELS),
 }
+KINDS = (*LABELS, *RECORDS)
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ def make_phantoms(
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
     `files`: what an organ's volumes are written as. `classes`: of how many a site has cells to learn from, None: of all. For
-    sentences it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
+    texts it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
     """
-    if kind == "sentences":
-        return make_sentences(folder, site, seed, training, validation, test, appearance, annotation)
+    if kind in RECORDS:
+        return make_texts(folder, kind, site, seed, training, validation, test, appearance, annotation)
     spec = {"kind": kind, "site": site, "seed": seed, "size": size, "appearance": appearance, "annotation": annotation}
     spec |= {name: value for name, value in (("classes", classes), ("groups", groups)) if value is not None}
     counts = {"training": training, "validation": validation, "test": test}

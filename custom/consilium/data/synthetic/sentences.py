@@ -1,12 +1,16 @@
-"""Generated instruction data: short notes of a ward, to be called urgent, soon or later, with set skews between sites.
+"""Generated instruction data with set skews between sites: short notes of a ward, and codes to be read out.
+
+Notes are to be called urgent, soon or later: few directions of a model's weights say it all. A code stands for two words that
+nothing else tells, so that what there is to learn has about as many directions as there are codes: an update of long spectrum.
 
 *Appearance* changes how a site writes (P(x)): which of several wordings it prefers for notes and questions. *Annotation* is
 how unevenly it sees the three labels (P(y)) in training and validation; the test split has equally many of each. What a finding
-means is the same everywhere. Nobody's records: every word is drawn from the lists below.
+or a code means is the same everywhere. Nobody's records: every word is drawn from the lists below.
 """
 
 import json
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 from numpy.random import Generator
@@ -27,25 +31,35 @@ NOTES = (
     "bed {days}: {finding}, {organ}, {colour} card.",
     "day {days}. the patient reports {finding} near the {organ}.",
 )
+CODED = ("bed {bed}: code {code}.", "code {code} at bed {bed}.")
+CODES = 48
 QUESTIONS = ("How soon must this note be read?", "Sort the note.", "Tell how urgent the note is.")
 
 
-def make_sentences(
-    folder: Path, site: str, seed: int, training: int, validation: int, test: int, appearance: float, annotation: float
+def make_texts(
+    folder: Path,
+    kind: str,
+    site: str,
+    seed: int,
+    training: int,
+    validation: int,
+    test: int,
+    appearance: float,
+    annotation: float,
 ) -> Path:
     """Write training.jsonl, validation.jsonl and test.jsonl for one site into `folder` and return it.
 
-    `appearance` and `annotation` (0 to 1) are the strengths of the two skews. Does nothing if the folder holds exactly this
-    already; the same seed and site give the same files.
+    `kind`: of RECORDS. `appearance` and `annotation` (0 to 1) are the strengths of the two skews. Does nothing if the folder
+    holds exactly this already; the same seed and site give the same files.
     """
-    spec = {"kind": "sentences", "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
+    spec = {"kind": kind, "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     known = folder / "phantoms.json"
     if made(known) == spec | counts:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in counts.items():
-        lines = [json.dumps(_record(spec, split, index)) for index in range(count)]
+        lines = [json.dumps(RECORDS[kind](spec, split, index)) for index in range(count)]
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known.write_text(json.dumps(spec | counts))
     return folder
@@ -67,7 +81,7 @@ def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.n
     return weights / weights.sum()
 
 
-def _record(spec: dict, split: str, index: int) -> dict[str, str]:
+def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "sentences", spec["site"], split, index))
     own = {
         what: shares(spec["seed"], spec["site"], what, len(of), spec[skew])
@@ -88,3 +102,24 @@ def _record(spec: dict, split: str, index: int) -> dict[str, str]:
 def pick(rng: Generator, words: tuple[str, ...]) -> str:
     """Return one of `words`, all equally likely."""
     return words[int(rng.integers(len(words)))]
+
+
+def meanings(seed: int) -> dict[str, str]:
+    """Return the two words that each code stands for, at every site."""
+    rng = np.random.default_rng(seed_for(seed, "codes"))
+    codes = rng.permutation([f"{letter}{digit}" for letter in ascii_lowercase for digit in range(10)])[:CODES]
+    return {str(code): f"{pick(rng, COLOURS)} {pick(rng, ORGANS)}" for code in codes}
+
+
+def _code(spec: dict, split: str, index: int) -> dict[str, str]:
+    rng = np.random.default_rng(seed_for(spec["seed"], "codes", spec["site"], split, index))
+    seen = shares(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
+    wordings = shares(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
+    stands = meanings(spec["seed"])
+    code = [*stands][index % CODES] if split == "test" else str(rng.choice([*stands], p=seen))
+    note = str(rng.choice(CODED, p=wordings)).format(code=code, bed=int(rng.integers(1, 60)))
+    return {"instruction": "Read the code.", "input": note, "output": stands[code]}
+
+
+RECORDS = {"sentences": _sentence, "codes": _code}
+"""A record of each kind: (what the data are, split, number) to its texts."""

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from consilium.models.sam.prompts import Prompt
+
 
 class SamConfig(PictureFolderConfig):
     """A frozen SAM, for segmentation: Meta's; SAM-Med2D (`med2d`); or `folder`, what `transformers` has of SAM (MedSAM), SAM 2,
@@ -28,11 +30,11 @@ class SamConfig(PictureFolderConfig):
 
 
 def _build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
-    prompt: Literal["none", "box"] = getattr(task, "prompt", "none")
+    prompt: Prompt = getattr(task, "prompt", "none")
     if config.variant == "folder":
         from consilium.models.sam.promptable import build_promptable
 
-        return build_promptable(config, checkpoint, len(task.classes), prompt == "box", weights, use_checkpointing)
+        return build_promptable(config, checkpoint, len(task.classes), prompt, weights, use_checkpointing)
     from consilium.models.sam.network import build_sam
 
     kept = {"gradient_checkpointing": use_checkpointing, "weights": weights}
@@ -74,7 +76,7 @@ def _save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any
 
 def _graphs(model: Any) -> "dict[str, Graph]":
     if not hasattr(model, "image_encoder"):
-        return {"model": Graph(model, ("images", "boxes") if model.by_box else ("images",), "logits")}
+        return {"model": Graph(model, ("images",) if model.prompt == "none" else ("images", "prompts"), "logits")}
     from consilium.models.sam.saving import graphs
 
     return graphs(model)

@@ -1,4 +1,4 @@
-"""SAM (Kirillov et al., ICCV 2023) by the segment-anything package: Meta's names; batches, several classes, boxes."""
+"""SAM (Kirillov et al., ICCV 2023) by the segment-anything package: Meta's names; batches, several classes, boxes, points."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
+from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
 MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part
@@ -56,24 +57,23 @@ class PromptedSam(Sam):
     """
 
     mask_tokens: list[int]
-    by_box: bool
+    prompt: Prompt
     use_checkpointing: bool
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None, embedding: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, prompts: Tensor | None = None, embedding: Tensor | None = None) -> Tensor:
         """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); `embedding` is theirs where it is known.
 
-        `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box": every class is then decoded with
-        its own box by token 0 (the SAM-Med2D setting); a NaN row means no box is known and stands for the whole image.
-        Raises ConfigError where boxes are missing.
+        `prompts`, in pixels, only where the model was built with them; every class is then decoded with its own. Boxes
+        (N, C, 4), xyxy, by token 0 (the SAM-Med2D setting); a NaN row stands for the whole image. Points (N, C, 2), xy, by the
+        class's own token, for a point in a part is one in the whole too; a NaN row is no point. Raises ConfigError where they
+        are missing.
         """
         if embedding is None:
             embedding = self.embed(images)
-        if not self.by_box:
+        if self.prompt == "none":
             low = self.decode(embedding, None, self.mask_tokens)
-        elif boxes is None:
-            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
         else:
-            low = self.decode_boxes(embedding, boxes, images.shape[-1])
+            low = self.decode_each(embedding, require(prompts, self.prompt))
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
     def embed(self, images: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ class PromptedSam(Sam):
             hidden = checkpointed(block, hidden, use_reentrant=False) if saving else block(hidden)
         return encoder.neck(hidden.permute(0, 3, 1, 2))
 
-    def decode(self, embedding: Tensor, boxes: Tensor | None, tokens: list[int]) -> Tensor:
-        """Map embeddings (N, C, h, w) and boxes (N, 4) or None to low-resolution logits (N, len(tokens), 4h, 4w).
+    def decode(self, embedding: Tensor, prompts: Tensor | None, tokens: list[int]) -> Tensor:
+        """Map embeddings (N, C, h, w) and boxes (N, 4), points (N, 2) or None to low-resolution logits (N, tokens, 4h, 4w).
 
         SAM's own `predict_masks` for N images with one prompt each; only the asked tokens' heads are computed.
         """
         decoder, count = self.mask_decoder, embedding.shape[0]
-        sparse, dense = self.prompt_encoder(points=None, boxes=boxes, masks=None)
+        sparse, dense = self._encoded(prompts)
         output = torch.cat([decoder.iou_token.weight, decoder.mask_tokens.weight]).expand(count, -1, -1)
         queries = torch.cat([output, sparse.expand(count, -1, -1)], dim=1)
         positions = self.prompt_encoder.get_dense_pe().expand(count, -1, -1, -1)
@@ -104,18 +104,27 @@ class PromptedSam(Sam):
         heads = [decoder.output_hypernetworks_mlps[t](hidden[:, 1 + t]) for t in tokens]
         return torch.einsum("ntc,nchw->nthw", torch.stack(heads, dim=1), upscaled)
 
-    def decode_boxes(self, embedding: Tensor, boxes: Tensor, size: int) -> Tensor:
-        """Map embeddings (N, C, h, w) and boxes (N, K, 4) in pictures of `size` pixels to logits (N, K, 4h, 4w)."""
-        flat = self._known_boxes(boxes, size)
-        return self.decode(embedding.repeat_interleave(boxes.shape[1], 0), flat, [0]).view(*boxes.shape[:2], *self._low())
+    def decode_each(self, embedding: Tensor, prompts: Tensor) -> Tensor:
+        """Map embeddings (N, C, h, w) and a prompt for every class, (N, K, 4) or (N, K, 2), to logits (N, K, 4h, 4w)."""
+        count, flat = prompts.shape[1], prompts.flatten(0, 1)
+        tokens = self.mask_tokens if self.prompt == "point" else [0]
+        low = self.decode(embedding.repeat_interleave(count, 0), flat, tokens).unflatten(0, prompts.shape[:2])
+        own = torch.arange(count)
+        return low[:, own, own] if self.prompt == "point" else low[:, :, 0]
 
-    def _low(self) -> tuple[int, int]:
-        height, width = self.prompt_encoder.image_embedding_size
-        return 4 * height, 4 * width
-
-    def _known_boxes(self, boxes: Tensor, size: int) -> Tensor:
-        whole = boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes)
-        return torch.where(boxes.isnan(), whole, boxes).flatten(0, 1)
+    def _encoded(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what SAM's prompt encoder makes of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
+        encoder = self.prompt_encoder
+        sparse, dense = encoder(points=None, boxes=None, masks=None)
+        if prompts is None:
+            return sparse, dense
+        if prompts.shape[-1] == 4:
+            return encoder(points=None, boxes=known_boxes(prompts, encoder.input_image_size[0]), masks=None)[0], dense
+        points, labels = known_points(prompts[:, None])
+        place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
+        nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
+        point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
+        return torch.cat([point, nothing], 1), dense  # SAM's own padding of points without a box
 
 
 def build_sam(
@@ -123,7 +132,7 @@ def build_sam(
     checkpoint: Path | None,
     image_size: int | None,
     classes: int,
-    prompt: Literal["none", "box"] = "none",
+    prompt: Prompt = "none",
     attention: Literal["fused", "original"] = "fused",
     gradient_checkpointing: bool = False,
     weights: bool = True,
@@ -143,13 +152,13 @@ def build_sam(
         what = f"twice the patch size, {step}" if shape.adapted else f"the patch size {step}"
         raise ConfigError(f"model.image_size: {size} is no multiple of {what}; use {near}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
-    model = _lay_out(shape, size, max(classes, MASK_TOKENS - 1) if prompt == "none" else MASK_TOKENS - 1)
+    model = _lay_out(shape, size, MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1))
     if state is not None:
         _fill(model, state, checkpoint or TINY_WEIGHTS)
     if attention == "fused":
         use_fused(model)
     model.mask_tokens = [0] if classes == 1 else list(range(1, classes + 1))
-    model.by_box, model.use_checkpointing = prompt == "box", gradient_checkpointing
+    model.prompt, model.use_checkpointing = prompt, gradient_checkpointing
     return model.eval()
 
 

@@ -1,7 +1,7 @@
 """SAM and what followed it (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
 
-All of them take pictures and boxes by the same names and return masks alike, so one forward serves them all. Names of layers
-are those of `transformers`: plain PEFT loads what is exported.
+All of them take pictures, boxes and points by the same names and return masks alike, so one forward serves them all. Names of
+layers are those of `transformers`: plain PEFT loads what is exported.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskGeneration, PreTrainedModel
 from consilium.errors import ConfigError
 from consilium.models import folder
 from consilium.models.registry import pattern_of
+from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
 from consilium.models.saving import save_pretrained
 from consilium.models.targets import layers_of
 
@@ -40,6 +41,16 @@ def logits(images{argument}):
     masks = sam(pixel_values=(images - mean) / std, {more}multimask_output={several}).pred_masks
     return F.interpolate({part}, ({size}, {size}), mode="bilinear", align_corners=False)
 """
+_GIVEN = {
+    "none": ("", ""),
+    "box": (" and boxes (N, C, 4)", "input_boxes=prompts, "),
+    "point": (
+        " and points (N, C, 2)",
+        "input_points=prompts[:, :, None], input_labels=torch.ones_like(prompts[:, :, :1], dtype=torch.int64), ",
+    ),
+}
+"""How an exported page speaks of prompts, and how it gives them."""
+_OWN = "masks.diagonal(dim1=1, dim2=2).movedim(-1, 1)"
 
 
 class Promptable(PreTrainedModel):
@@ -48,29 +59,29 @@ class Promptable(PreTrainedModel):
     pixel_mean: Tensor
     pixel_std: Tensor
     count: int
-    by_box: bool
+    prompt: Prompt
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, images: Tensor, prompts: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
 
-        `boxes` (N, C, 4), xyxy in pixels, only where the model was built with prompt "box"; a NaN row stands for the whole
-        image. One class without boxes is the model's single mask, two and three are the first of its several. Raises
-        ConfigError where boxes are missing.
+        `prompts`, in pixels, only where the model was built with them: boxes (N, C, 4), xyxy, of which a NaN row stands for the
+        whole image, or points (N, C, 2), xy, of which it is none. One class without boxes is the model's single mask, two and
+        three are the first of its several. Raises ConfigError where prompts are missing.
         """
         given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
-        if self.by_box and boxes is None:
-            raise ConfigError("task.prompt: 'box': the model was given no boxes; use prompt none or give masks to box")
-        if self.by_box and boxes is not None:
-            side = images.shape[-1] - 1
-            given["input_boxes"] = torch.where(boxes.isnan(), boxes.new_tensor([0, 0, side, side]).expand_as(boxes), boxes)
-        several = not self.by_box and self.count > 1
-        masks = super().forward(**given, multimask_output=several).pred_masks
-        low = masks[:, :, 0] if self.by_box else masks[:, 0, : self.count]
+        if self.prompt == "box":
+            given["input_boxes"] = known_boxes(require(prompts, "box"), images.shape[-1])
+        if self.prompt == "point":
+            points, labels = known_points(require(prompts, "point"))
+            given |= {"input_points": points[:, :, None], "input_labels": labels[:, :, None]}
+        several = self.prompt != "box" and self.count > 1
+        masks, own = super().forward(**given, multimask_output=several).pred_masks, torch.arange(self.count)
+        low = masks[:, 0, : self.count] if self.prompt == "none" else masks[:, own, own if several else 0]
         return F.interpolate(low, images.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def build_promptable(
-    config: "SamConfig", checkpoint: Path | None, classes: int, by_box: bool, weights: bool, use_checkpointing: bool
+    config: "SamConfig", checkpoint: Path | None, classes: int, prompt: Prompt, weights: bool, use_checkpointing: bool
 ) -> PreTrainedModel:
     """Return the folder's model, in evaluation mode; `weights=False` lays it out only.
 
@@ -84,26 +95,26 @@ def build_promptable(
     folder.require_no_running_means(model, model.config.model_type)
     if weights:
         folder.require_pixels(checkpoint, *config.pixels)
-    _check(model, config.image_size, classes, by_box)
+    _check(model, config.image_size, classes, prompt)
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
         model.config.mask_decoder_config.dynamic_multimask_via_stability = False
         model.mask_decoder.dynamic_multimask_via_stability = False
     for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
         model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
-    model.count, model.by_box = classes, by_box
+    model.count, model.prompt = classes, prompt
     model.__class__ = type(f"Promptable{type(model).__name__}", (Promptable, type(model)), {})
     if use_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.eval()
 
 
-def _check(model: Any, side: int, classes: int, by_box: bool) -> None:
+def _check(model: Any, side: int, classes: int, prompt: Prompt) -> None:
     """Raise ConfigError for a size of picture, or a number of classes, that the model does not have."""
     native = model.prompt_encoder.input_image_size
     if side != native:
         raise ConfigError(f"model.image_size: {side}: this folder's model takes pictures of {native} pixels; use {native}")
     most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
-    if classes > most and not by_box:
+    if classes > most and prompt != "box":
         what = f"{classes} without boxes; model_type {model.config.model_type!r} has {most} at most"
         raise ConfigError(f"task.classes: {what}; use task.prompt: box, or one of Meta's variants")
 
@@ -129,11 +140,12 @@ def pattern(name: str, model: nn.Module) -> str:
 
 def save(folder: Path, model: Any, config: "SamConfig") -> str:
     """See Saved."""
-    boxed, several = model.by_box, not model.by_box and model.count > 1
+    prompt, several = model.prompt, model.prompt != "box" and model.count > 1
+    about, more = _GIVEN[prompt]
+    part = f"masks[:, 0, :{model.count}]" if prompt == "none" else _OWN if several else "masks[:, :, 0]"
     code = _LOAD.format(
         mean=list(config.pixels[0]), std=list(config.pixels[1]), size=config.image_size, classes=model.count, several=several,
-        argument=", boxes" if boxed else "", about=" and boxes (N, C, 4)" if boxed else "",
-        more="input_boxes=boxes, " if boxed else "", part="masks[:, :, 0]" if boxed else f"masks[:, 0, :{model.count}]",
+        argument=", prompts" if about else "", about=about, more=more, part=part,
     )  # fmt: skip
     for name in ("pixel_mean", "pixel_std"):
         delattr(model, name)

@@ -53,11 +53,26 @@ _BOXED = """sam.load_state_dict(load_file("model.safetensors"))
 sam.eval()
 
 
-def logits(images, boxes):
+def logits(images, prompts):
     \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 and boxes (N, C, 4) to logits (N, C, {size}, {size}).\"\"\"
-    records = [{{"image": image, "original_size": ({size}, {size}), "boxes": own}} for image, own in zip(images, boxes)]
+    records = [{{"image": image, "original_size": ({size}, {size}), "boxes": own}} for image, own in zip(images, prompts)]
     low = torch.stack([answer["low_res_logits"][:, 0] for answer in sam(records, multimask_output=False)])
     return sam.postprocess_masks(low, ({size}, {size}), ({size}, {size}))
+"""
+_POINTED = """sam.load_state_dict(load_file("model.safetensors"))
+sam.eval()
+
+
+def logits(images, prompts):
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 and points (N, C, 2) to logits (N, C, {size}, {size}).\"\"\"
+    one = torch.ones({classes}, 1)
+    records = [
+        {{"image": image, "original_size": ({size}, {size}), "point_coords": own[:, None], "point_labels": one}}
+        for image, own in zip(images, prompts)
+    ]
+    low = torch.stack([answer["low_res_logits"] for answer in sam(records, multimask_output={several})])
+    own = low.diagonal(dim1=1, dim2=2).movedim(-1, 1)
+    return sam.postprocess_masks(own, ({size}, {size}), ({size}, {size}))
 """
 
 
@@ -74,7 +89,7 @@ def _page(model: PromptedSam, config: SamConfig) -> str:
     published = meta and (size, masks) == (shape.native, MASK_TOKENS - 1)
     begin = _PUBLISHED.format(variant=config.variant) if published else _by_classes(shape, size, masks)
     begin += med2d.SOURCE if shape.adapted else ""
-    loaded = _BOXED if model.by_box else _LOADED
+    loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
     code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
     return f"{_about(model, config, published)}\n\n```python\n{code}```\n"
 
@@ -90,7 +105,8 @@ def _by_classes(shape: Shape, size: int, masks: int) -> str:
 def _about(model: PromptedSam, config: SamConfig, published: bool) -> str:
     size = f"pictures of {config.image_size} pixels"
     own = f"It was trained on {size}, other than Meta's 1024, so its builder takes the sizes one by one."
-    tokens = "with a box for every class, by mask token 0" if model.by_box else f"by mask tokens {model.mask_tokens}"
+    given = {"none": "", "box": "with a box for every class, ", "point": "with a point in every class, each "}[model.prompt]
+    tokens = f"{given}by mask token{' 0' if model.prompt == 'box' else f's {model.mask_tokens}'}"
     whose = "SAM-Med2D's" if SHAPES[config.variant].adapted else "Meta's"
     layout = f"model.safetensors has the names of {whose} .pth. `segment_anything` loads it; that package needs torchvision."
     return " ".join([layout, "" if published else own, f"The classes are decoded {tokens}."]).replace("  ", " ")
@@ -121,18 +137,18 @@ class Decoder(nn.Module):
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
-class BoxDecoder(Decoder):
-    """The same with a box for every class."""
+class PromptedDecoder(Decoder):
+    """The same with a box, or a point, for every class."""
 
-    def forward(self, embedding: Tensor, boxes: Tensor) -> Tensor:  # type: ignore[override]
-        """Map embeddings (N, C, h, w) and boxes (N, classes, 4) to mask logits (N, classes, S, S)."""
-        low = self.sam.decode_boxes(embedding, boxes, self.size[0])
+    def forward(self, embedding: Tensor, prompts: Tensor) -> Tensor:  # type: ignore[override]
+        """Map embeddings (N, C, h, w) and boxes (N, classes, 4) or points (N, classes, 2) to mask logits (N, classes, S, S)."""
+        low = self.sam.decode_each(embedding, prompts)
         return F.interpolate(low, self.size, mode="bilinear", align_corners=False)
 
 
 def graphs(model: PromptedSam) -> dict[str, Graph]:
     """Return the encoder, which is large and runs once a picture, and the decoder."""
     encoder = Graph(Encoder(model), ("images",), "embedding")
-    if model.by_box:
-        return {"image_encoder": encoder, "mask_decoder": Graph(BoxDecoder(model), ("embedding", "boxes"), "logits")}
+    if model.prompt != "none":
+        return {"image_encoder": encoder, "mask_decoder": Graph(PromptedDecoder(model), ("embedding", "prompts"), "logits")}
     return {"image_encoder": encoder, "mask_decoder": Graph(Decoder(model), ("embedding",), "logits")}

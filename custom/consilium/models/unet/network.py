@@ -37,8 +37,8 @@ class PictureUnet(nn.Module):
         self.net = UNet(2, 3, classes, channels, [2] * (LEVELS - 1), num_res_units=UNITS[variant])
         self.register_buffer("mean", torch.tensor(MEAN, dtype=torch.float32).view(3, 1, 1), persistent=False)
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); there are no `boxes`, it has no prompts."""
+    def forward(self, images: Tensor, prompts: Tensor | None = None) -> Tensor:
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); it takes no `prompts`."""
         return self.net((images - self.mean) / SPREAD)
 
 

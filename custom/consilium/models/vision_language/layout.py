@@ -1,7 +1,7 @@
 """How architectures take a picture: which tokens stand for it in a text, and what becomes of its pixels.
 
-As `transformers`' own processors for Qwen2-VL, Qwen2.5-VL, PaliGemma, Gemma 3 and LLaVA lay it out, for one picture a text
-whose side the job fixes. All pictures then have the same number of tokens, and no processor runs, most of which need
+As `transformers`' own processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA lay it out, for one picture a
+text whose side the job fixes. All pictures then have the same number of tokens, and no processor runs, most of which need
 torchvision.
 """
 
@@ -107,6 +107,7 @@ def _llava_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> 
 LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, Tensor, Tensor], Inputs]]] = {
     "qwen2_vl": (_qwen, _qwen_inputs),
     "qwen2_5_vl": (_qwen, _qwen_inputs),
+    "qwen3_vl": (_qwen, _qwen_inputs),
     "paligemma": (_paligemma, _paligemma_inputs),
     "gemma3": (_gemma3, _gemma3_inputs),
     "llava": (_llava, _llava_inputs),

@@ -1,6 +1,6 @@
 """Segmentation: masks, judged by Dice."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -21,12 +21,27 @@ if TYPE_CHECKING:
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
 
 
+class PromptKind(NamedTuple):
+    """A kind of prompt: what several are called, and the numbers that make one, in pixels from the left and the top."""
+
+    many: str
+    numbers: tuple[str, ...]
+
+
+PROMPTS = {"box": PromptKind("boxes", ("left", "top", "right", "bottom")), "point": PromptKind("points", ("x", "y"))}
+
+
+def prompts_of(task: Any) -> PromptKind | None:
+    """Return the kind of prompt that a job's task section asks for, None for a task without."""
+    return PROMPTS.get(getattr(task, "prompt", "none"))
+
+
 class SegmentationConfig(PictureSettings, TaskConfig):
     """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
 
     name: Literal["segmentation"] = "segmentation"
     classes: Annotated[dict[ClassName, LabelValues], Field(min_length=1, max_length=MOST_CLASSES)]
-    prompt: Literal["none", "box"] = "none"
+    prompt: Literal["none", "box", "point"] = "none"
     augment: bool = True
     loss: Annotated[
         Literal["dice+bce", "bce"],
@@ -71,8 +86,9 @@ def _rehearse(config: SegmentationConfig, base: ModelConfig, model: "nn.Module",
 
     side, classes = base.image_side, len(config.classes)
     label = torch.zeros(count, classes, side, side)
-    boxes = torch.zeros(count, classes, 4) if config.prompt == "box" else None
-    logits = model(torch.zeros(count, 3, side, side), boxes).float()
+    kind = prompts_of(config)
+    prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
+    logits = model(torch.zeros(count, 3, side, side), prompts).float()
     guess = logits.sigmoid()  # Dice by hand, as MONAI's looks at numbers, of which a rehearsal has none
     return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()
 

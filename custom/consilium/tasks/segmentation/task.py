@@ -21,6 +21,7 @@ from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
+from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
 
@@ -50,7 +51,8 @@ class SegmentationTask:
         loss: str = "dice+bce",
     ) -> None:
         self.data, self.classes, self.size, self._overlap = data, classes, image_size, loss == "dice+bce"
-        self.by_box, self.augment, self.settings, self.scores = prompt == "box", augment, settings, scores
+        self.augment, self.settings, self.scores = augment, settings, scores
+        self._prompt = prompt
         self._partial = partly_annotated(data, classes)
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
@@ -100,7 +102,7 @@ class SegmentationTask:
         units, losses, count = Units(items, self.scores, distances), 0.0, 0
         with evaluating(model):
             for part in self._samples.parts(split, batch_size, order(items, self.scores)):
-                samples = [self._annotated(split, i, self._with_boxes(sample)) for i, sample in part]
+                samples = [self._annotated(split, i, self._prompted(sample)) for i, sample in part]
                 if not samples:
                     continue
                 logits, label, annotated = self._forward(model, self._collate(samples))
@@ -134,7 +136,7 @@ class SegmentationTask:
             return None
         items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]
         with evaluating(model):
-            logits = [self._forward(model, self._collate([self._with_boxes(sample)]))[0] for sample in samples]
+            logits = [self._forward(model, self._collate([self._prompted(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
         for item, mask in zip(items, guess, strict=True):
             rows, columns = self._inner(item)
@@ -159,7 +161,7 @@ class SegmentationTask:
         device = next(model.parameters()).device
         made = {"embedding": self._embeddings(model, batch["image"])} if known and self._embeddings else {}
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
-        return model(moved["image"], moved.get("box"), **made).float(), moved["label"], moved.get("annotated")
+        return model(moved["image"], moved.get("prompt"), **made).float(), moved["label"], moved.get("annotated")
 
     def _loss(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> Tensor:
         """Return the loss; where `annotated` (N, C) is given, each sample's mean over its annotated classes alone.
@@ -201,10 +203,10 @@ class SegmentationTask:
 
     def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
         moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-        return self._annotated("training", index, self._with_boxes(moved, seed_for(seed, "box", index)))
+        return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
 
-    def _with_boxes(self, sample: Sample, seed: int | None = None) -> Sample:
-        return sample | {"box": boxes(sample["label"], seed)} if self.by_box else sample
+    def _prompted(self, sample: Sample, seed: int | None = None) -> Sample:
+        return sample | {"prompt": TAKEN[self._prompt](sample["label"], seed)} if self._prompt in TAKEN else sample
 
     @staticmethod
     def _collate(samples: list[Sample]) -> Batch:
@@ -220,20 +222,3 @@ def partly_annotated(data: DataList, classes: dict[str, list[int]]) -> set[str]:
             if item.annotated is not None and not set(classes) <= set(item.annotated):
                 found.add(split)
     return found
-
-
-def boxes(label: Tensor, seed: int | None = None) -> Tensor:
-    """Return the boxes (C, 4), xyxy in pixels, around masks (C, S, S); NaN where a class is absent.
-
-    With a seed every side moves by up to 10 % of the box, as SAM-Med2D's training prompts do.
-    """
-    found = torch.full((len(label), 4), float("nan"))
-    for index, mask in enumerate(label):
-        rows, cols = torch.nonzero(mask, as_tuple=True)
-        if len(rows):
-            found[index] = torch.stack([cols.min(), rows.min(), cols.max(), rows.max()]).float()
-    if seed is None:
-        return found
-    side = (found[:, 2:] - found[:, :2]).repeat(1, 2)
-    draw = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)) * 0.2 - 0.1
-    return (found + draw * side).clamp(0, label.shape[-1] - 1)

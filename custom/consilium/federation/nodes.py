@@ -1,0 +1,164 @@
+"""A site's ranks on other machines: they call rank 0 at an address, prove that they know the site's secret, and then work.
+
+The handshake is that of `multiprocessing.connection` (HMAC of a challenge, both ways). What follows it is neither encrypted nor
+authenticated, as what gloo and NCCL send is not: the machines must be on a network of their own. Rank 0 listens at the address
+of site.yaml only, and only while its ranks gather.
+"""
+
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing import AuthenticationError, connection
+from pathlib import Path
+
+from consilium.config.site import NodesConfig
+from consilium.errors import ConfigError, ConsiliumError, Reason
+from consilium.federation.processes import Child
+from consilium.federation.rank import work
+
+HANDSHAKE = 10
+"""Seconds that a caller has to prove that it knows the secret."""
+AGAIN = 1.0
+"""Seconds after which a rank that found nobody, or whose training is over, calls again."""
+SHORTEST = 16
+"""Bytes of a secret, at least."""
+
+
+class Joined:
+    """A rank on another machine: what ranks.py needs of a Child."""
+
+    process = None
+
+    def __init__(self, pipe: connection.Connection, machine: str) -> None:
+        self.pipe, self.machine = pipe, machine
+
+    def end(self) -> None:
+        """Hang up, which the rank takes as its end."""
+        self.pipe.close()
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret of a file that only its owner may read. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; make one on rank 0's machine: head -c 32 /dev/urandom | base64 > {path}")
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"{path}: others may read this secret; chmod 600 it")
+    if len(found := path.read_bytes().strip()) < SHORTEST:
+        raise ConfigError(f"{path}: a secret of {len(found)} bytes; give it {SHORTEST} at least")
+    return found
+
+
+def gather(nodes: NodesConfig) -> list[Joined]:
+    """Return the site's ranks on other machines once all have called. Raises ConfigError, ConsiliumError."""
+    secret, until, found = read_secret(nodes.secret), time.monotonic() + nodes.wait, list[Joined]()
+    try:
+        with socket.create_server(nodes.place) as door:
+            while len(found) < nodes.ranks and (left := until - time.monotonic()) > 0:
+                door.settimeout(left)
+                if caller := _admitted(door, secret):
+                    found.append(caller)
+    except OSError as error:
+        _hang_up(found)
+        raise ConsiliumError(f"site.yaml: nodes.address: {nodes.address}: {error.strerror}", Reason.TRAINING) from None
+    if len(found) < nodes.ranks:
+        _hang_up(found)
+        what = f"{len(found)} of {nodes.ranks} ranks called within {nodes.wait} s; start `consilium rank` there"
+        raise ConsiliumError(f"site.yaml: nodes: {what}", Reason.TRAINING)
+    return found
+
+
+def _hang_up(found: Sequence[Joined]) -> None:
+    for one in found:
+        one.end()
+
+
+def _admitted(door: socket.socket, secret: bytes) -> Joined | None:
+    """Return the next caller if it knows the secret, None for one that does not, or if none calls in time."""
+    try:
+        caller, (machine, *_) = door.accept()
+    except TimeoutError:
+        return None
+    pipe = _piped(caller)
+    try:
+        connection.deliver_challenge(pipe, secret)
+        connection.answer_challenge(pipe, secret)
+    except (AuthenticationError, OSError, EOFError):
+        pipe.close()
+        return None
+    _wait_as_long(pipe, 0)
+    return Joined(pipe, machine)
+
+
+def _piped(link: socket.socket) -> connection.Connection:
+    """Return a connection over a socket, whose reads wait no longer than a handshake may take."""
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    pipe = connection.Connection(link.detach())
+    _wait_as_long(pipe, HANDSHAKE)
+    return pipe
+
+
+def _wait_as_long(pipe: connection.Connection, seconds: int) -> None:
+    with socket.socket(fileno=os.dup(pipe.fileno())) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+# on the other machine -------------------------------------------------------------------------------------------------
+
+
+def stand_by(place: tuple[str, int], secret: bytes, devices: Sequence[str], threads: int) -> None:
+    """Keep a process for each device that works for rank 0 whenever it is called for; endless, until this process ends."""
+    children = [Child(partial(_join, place, secret, device), threads) for device in devices]
+    try:
+        while True:
+            connection.wait([child.process.sentinel for child in children])
+            for number, child in enumerate(children):
+                if child.process.exitcode is not None:
+                    child.end()
+                    time.sleep(AGAIN)
+                    children[number] = Child(partial(_join, place, secret, devices[number]), threads)
+    finally:
+        for child in children:
+            child.end()
+
+
+def _join(place: tuple[str, int], secret: bytes, device: str, parent: connection.Connection) -> None:
+    """Call until rank 0 answers, then work for it once."""
+    from consilium.federation.processes import follow
+
+    follow()
+    while True:
+        try:
+            link = socket.create_connection(place, timeout=HANDSHAKE)
+            address, pipe = link.getsockname()[0], _piped(link)
+            connection.answer_challenge(pipe, secret)
+            connection.deliver_challenge(pipe, secret)
+            break
+        except AuthenticationError:
+            print(f"{place[0]}:{place[1]}: has another secret; nothing is done for it", flush=True)
+            time.sleep(HANDSHAKE)
+        except (OSError, EOFError):
+            time.sleep(AGAIN)
+    _wait_as_long(pipe, 0)
+    threading.Thread(target=_watch, args=(os.dup(pipe.fileno()),), daemon=True).start()
+    work(pipe, address, device)
+
+
+def _watch(descriptor: int) -> None:
+    """End this process when rank 0 has hung up, whatever collective it waits in: NCCL's do not end by themselves."""
+    with socket.socket(fileno=descriptor) as link:
+        while True:
+            try:
+                if link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    os._exit(1)
+            except BlockingIOError:
+                pass
+            except OSError:
+                os._exit(1)
+            time.sleep(AGAIN)

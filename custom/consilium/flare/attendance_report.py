@@ -1,0 +1,46 @@
+"""What a site tells of itself at every heartbeat: versions, clock, certificate. Nothing of its data.
+
+It runs in the site's own process, which lives for months beside the jobs' processes, so it loads no torch.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.lighter.utils import load_crt
+
+from consilium import __version__
+from consilium.federation.versions import libraries
+from consilium.messages import PROTOCOL
+
+KEY = "consilium_attendance"
+"""In a heartbeat's context, and in the server's answer to an admin."""
+COMPONENT = {"id": "attendance", "path": "consilium.flare.attendance_report.AttendanceReport"}
+"""In a site kit's local/resources.json."""
+Facts = dict[str, Any]
+
+
+def own_facts(certificate_ends: float | None = None) -> Facts:
+    """Return what a participant tells of itself: versions, its clock (seconds since 1970), and when its certificate ends."""
+    facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
+    return facts if certificate_ends is None else facts | {"certificate_ends": certificate_ends}
+
+
+class AttendanceReport(FLComponent):
+    """A component of a site's own kit: has every heartbeat say `own_facts`. Nothing of the site's data is among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: float | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Put the facts into the context that goes with a heartbeat."""
+        if event_type == EventType.SYSTEM_BOOTSTRAP:
+            workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+            self._ends = load_crt(Path(workspace.get_startup_kit_dir()) / "client.crt").not_valid_after_utc.timestamp()
+        elif event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
+            fl_ctx.set_prop(KEY, own_facts(self._ends), private=False, sticky=False)

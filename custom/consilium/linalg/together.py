@@ -1,0 +1,37 @@
+"""Small tensors taken together: an adapter has hundreds, and each operation on one costs more than its numbers do."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+SMALL = 2**14
+"""Numbers of a tensor from which on it is taken by itself, so that no large one is copied."""
+
+
+def together(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
+    """Return names and their numbers (n,) in a row: small tensors of a type in one, each other one by itself."""
+    groups: dict[tuple[torch.dtype, str], list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)
+    return [(names, torch.cat([tensors[n].detach().reshape(-1) for n in names])) for names in groups.values()]
+
+
+def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the Euclidean norm of every tensor, computed in float64."""
+    return {name: math.sqrt(square) for name, square in _squares(tensors).items()}
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
+    found = _squares(tensors)
+    return math.sqrt(sum(found[name] for name in tensors))
+
+
+def _squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for names, numbers in together(tensors):
+        parts = numbers.double().square().split([tensors[name].numel() for name in names])
+        found |= zip(names, torch.stack([part.sum() for part in parts]).tolist(), strict=True)
+    return {name: found[name] for name in tensors}

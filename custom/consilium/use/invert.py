@@ -1,0 +1,236 @@
+"""Gradient inversion: what a server that looks at one update could draw, and tell, of the pictures behind it.
+
+The case is made easy for the attacker: a site takes one step on a batch and sends its gradient as it is; the attacker knows
+model, labels and how many pictures there were. From noise it looks for pictures whose gradient points the same way: the
+cosine distance, plus the total variation, is made small by Adam on signs (Geiping et al.). The same attack is made on
+
+    alone     the site's own update, as it leaves without secure aggregation
+    sum       the sum of several sites' updates, which is all that secure aggregation opens; all their pictures are looked for
+    masked    the site's own update under masks: words on the grid as a site sends them
+
+Beside the drawing there is a question that asks for less: the attacker has a number of pictures, the right ones among them,
+and takes those whose own gradients add up to what it saw (non-negative least squares). A bad drawing proves no privacy: other
+attacks do better.
+
+Source: J. Geiping, H. Bauermeister, H. Droege, M. Moeller, "Inverting Gradients - How easy is it to break privacy in federated
+learning?", NeurIPS 2020. Its augmentation, restarts and search for labels are left out.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from consilium.adapters import layers
+from consilium.config.site import CacheConfig, SiteConfig
+from consilium.errors import ConfigError, DataError
+from consilium.federation.build import build_task
+from consilium.federation.samples import site_data
+from consilium.messages import Tensors
+from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, unflat
+from consilium.privacy.secagg.sealing import mask
+from consilium.strategies.strategy import Role, Strategy
+from consilium.tasks.base import Batch, Task
+from consilium.use.attack import all_of
+from consilium.use.model import TrainedModel
+
+PIXELS = 255.0
+"""What pictures range up to."""
+RATE, SMOOTH = 0.1, 1.0
+"""Adam's step, in parts of the range, and the weight of the total variation."""
+GRAPH = [SDPBackend.MATH]
+"""Other kernels of attention have no second derivatives."""
+TITLES = {"alone": "from its update", "sum": "from the sum of sites", "masked": "from its update under masks"}
+CANDIDATES = 40
+"""Pictures among which the attacker looks for the right ones, at most."""
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What an attack came to. `pictures` (N, 3, S, S) in 0..255, drawn in the place of the site's own.
+
+    `psnr`: of these, in dB, mean. `told`: how many of the site's pictures were picked of the candidates, `chance`: how many by
+    chance. `distance`: the cosine distance that was left.
+    """
+
+    attack: str
+    pictures: Tensor
+    psnr: float
+    told: int
+    chance: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """The site's own `pictures` (N, 3, S, S), what attacks made of them, and the psnr of the mean `candidates` picture."""
+
+    pictures: Tensor
+    candidates: int
+    guess: float
+    attacks: list[Inverted]
+
+
+def inversion(
+    opened: TrainedModel,
+    site: SiteConfig,
+    name: str,
+    folder: Path,
+    count: int = 1,
+    sites: int = 3,
+    steps: int = 400,
+    watch: Callable[[], None] = lambda: None,
+) -> Inversion:
+    """Return what each attack makes of the first `count` training pictures of `site`, called `name` in its run.
+
+    `sites`: how many are in the sum; the list's next pictures stand for the others'. `folder` takes phantoms. Raises
+    ConfigError for a task without pictures, DataError for too few.
+    """
+    own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
+    data, config = site_data(all_of(opened.config), name, own, folder), all_of(opened.config)
+    there = len(data.splits["training"])
+    if there < max(2, count * sites):
+        raise DataError(f"{data.path}: {there} training pictures, the sum needs {count * sites}; lower --batch or --sum")
+    task, model = build_task(config, data, own), opened.model
+    asked = [task.batch([index], 0) for index in range(min(there, max(CANDIDATES, count * sites)))]
+    if not all(isinstance(one.get("image"), Tensor) and one["image"].ndim == 4 for one in asked):
+        raise ConfigError(f"task.name: {config.task.name!r} trains on no pictures that could be drawn; attack another run")
+    names, near = shared_names(model, config.strategy), joined(asked[:count])
+    apart = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
+    pictures = torch.cat([one["image"] for one in asked])
+    targets = {"alone": (near, mean(apart[:count])), "sum": (joined(asked[: count * sites]), mean(apart[: count * sites]))}
+    targets["masked"] = near, masked(targets["alone"][1], 0)
+    found = []
+    for attack, (batch, target) in targets.items():
+        drawn, distance = invert(model, task, target, batch, steps, 0, watch)
+        chosen = picked(apart, target, len(batch["image"]))
+        told, chance = len(chosen & set(range(count))), count * len(batch["image"]) / len(asked)
+        found.append(Inverted(attack, drawn[:count], psnr(drawn[:count], pictures[:count]), told, chance, distance))
+    guess = psnr(pictures.mean(0, keepdim=True).expand_as(pictures[:count]), pictures[:count])
+    return Inversion(pictures[:count], len(asked), guess, found)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of several."""
+    return {key: torch.cat([one[key] for one in batches]) for key in batches[0]}
+
+
+def mean(gradients: Sequence[Tensors]) -> Tensors:
+    """Return the mean of gradients, tensor by tensor."""
+    return {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0]}
+
+
+def picked(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
+    """Return the places of the `count` gradients of single pictures with the largest weights in a sum that comes to `target`.
+
+    The weights are of non-negative least squares; a gradient without weight is not picked.
+    """
+    from scipy.optimize import nnls
+
+    every, wanted = np.stack([_vector(one) for one in apart]), _vector(target)
+    weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(apart))
+    return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
+
+
+def _vector(gradient: Tensors) -> NDArray[np.float64]:
+    """Return all numbers of a gradient, (d,)."""
+    found: NDArray[np.float64] = torch.cat([tensor.flatten() for tensor in gradient.values()]).double().cpu().numpy()
+    return found
+
+
+def psnr(drawn: Tensor, pictures: Tensor) -> float:
+    """Return the peak signal-to-noise ratio in dB, mean over pictures (N, 3, S, S) in 0..255."""
+    errors = (drawn - pictures).square().flatten(1).mean(1).clamp_min(1e-9)
+    return float((10 * torch.log10(PIXELS**2 / errors)).mean())
+
+
+def gradient(model: nn.Module, task: Task, batch: Batch, names: Sequence[str], graph: bool = False) -> Tensors:
+    """Return the gradient of a batch's loss by the tensors that are shared; `graph`: to be differentiated again."""
+    live = layers.tensors(model)
+    with sdpa_kernel(GRAPH):
+        loss = task.loss(model, batch)
+        found = torch.autograd.grad(loss, [live[name] for name in names], create_graph=graph)
+    return dict(zip(names, found, strict=True))
+
+
+def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
+    """Return the tensors that leave in a round's first phase and train, and let them have gradients in the model."""
+    live = layers.tensors(model)
+    names = [name for name in strategy.names(live, Role.SHARED, 0, 0) if isinstance(live[name], nn.Parameter)]
+    for name in names:
+        live[name].requires_grad_(True)
+    return names
+
+
+def masked(update: Tensors, seed: int) -> Tensors:
+    """Return what an update is to who lacks one mask of it: the words that a site sends, read as numbers."""
+    order = layout({name: tuple(tensor.shape) for name, tensor in update.items()})
+    words = flat(quantize(update), 1, 2**62)
+    words += mask(seed.to_bytes(32, "big"), len(words))
+    return {name: tensor.double().mul(UNIT).float() for name, tensor in unflat(words, order)[0].items()}
+
+
+def invert(
+    model: nn.Module,
+    task: Task,
+    target: Tensors,
+    like: Batch,
+    steps: int,
+    seed: int,
+    watch: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, float]:
+    """Return pictures (N, 3, S, S) whose gradient points where `target` does, and the cosine distance that is left.
+
+    `like`: the batch without its pictures, which are not looked at but for their shape.
+    """
+    source = torch.Generator().manual_seed(seed)
+    looked = torch.rand(like["image"].shape, generator=source).requires_grad_(True)
+    adam = torch.optim.Adam([looked], lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    best, least = looked.detach().clone(), math.inf
+    for _ in range(steps):
+        watch()
+        own = gradient(model, task, {**like, "image": looked * PIXELS}, list(target), graph=True)
+        away = _distance(own, target)
+        if (now := float(away.detach())) < least:
+            best, least = looked.detach().clone(), now
+        (looked.grad,) = torch.autograd.grad(away + SMOOTH * _variation(looked), [looked])
+        looked.grad.sign_()
+        adam.step()
+        schedule.step()
+        with torch.no_grad():
+            looked.clamp_(0, 1)
+    return best * PIXELS, least
+
+
+def _distance(own: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Tensor:
+    """Return 1 - cos of the angle between two gradients, all tensors as one vector."""
+    product = torch.stack([(own[n] * target[n]).sum() for n in target]).sum()
+    lengths = [torch.stack([one[n].square().sum() for n in target]).sum().sqrt() for one in (own, target)]
+    return 1 - product / (lengths[0] * lengths[1]).clamp_min(1e-30)
+
+
+def _variation(pictures: Tensor) -> Tensor:
+    """Return the mean difference between neighbours, of pictures in 0..1."""
+    return pictures.diff(dim=2).abs().mean() + pictures.diff(dim=3).abs().mean()
+
+
+def draw(path: Path, found: Inversion) -> None:
+    """Draw every picture beside what each attack made of it."""
+    columns = [("the site's own", found.pictures), *((TITLES[one.attack], one.pictures) for one in found.attacks)]
+    count = len(found.pictures)
+    figure = Figure(figsize=(2.2 * len(columns), 2.2 * count + 0.5), layout="constrained")
+    for axes, row in zip(figure.subplots(count, len(columns), squeeze=False), range(count), strict=True):
+        for axis, (title, pictures) in zip(axes, columns, strict=True):
+            axis.imshow(pictures[row].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8).cpu().numpy())
+            axis.set_axis_off()
+            if row == 0:
+                axis.set_title(title, fontsize=8)
+    figure.savefig(path, dpi=150)

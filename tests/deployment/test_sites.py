@@ -1,0 +1,128 @@
+"""Sites that come and go, and networks as hospitals have them: slow and broken lines, a proxy that lets one port out."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from consilium import __version__
+from consilium.cli.main import app
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import BYTES_DOWN, BYTES_UP, PROTOCOL
+from consilium.storage import load_state
+from tests.conftest import small_config
+from tests.deployment.federation import ADMIN, ROOT, Federation
+from tests.deployment.network import Relay
+
+SLOW = {"delay": 0.2, "rate": 250_000.0}
+"""Seconds one way, and 2 Mbit/s."""
+
+
+def job(rounds: int, grace: float) -> JobConfig:
+    raw = small_config("fedit", rounds=rounds).model_dump()
+    raw["federation"] |= {"straggler_grace_seconds": grace}
+    return JobConfig.model_validate(raw)
+
+
+def here(federation: Federation) -> dict[str, dict]:
+    found = CliRunner().invoke(app, ["sites", "--kit", str(federation.kit(ADMIN)), "--format", "json"])
+    assert found.exit_code == 0, (found.output, found.exception)
+    return {row["site"]: row for row in json.loads(found.stdout)["sites"]}
+
+
+def trained(federation: Federation) -> list[str]:
+    """Return the sites of the last concluded round."""
+    return federation.events("concluded")[-1]["sites"]
+
+
+def mine(federation: Federation, kind: str) -> list[dict]:
+    """Return what the server recorded of site-2."""
+    return [event for event in federation.events(kind) if event["site"] == "site-2"]
+
+
+@pytest.mark.slow
+def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    simulate(assemble_job(job(3, 60.0)), {n: SiteConfig() for n in ("site-1", "site-2")}, reference, lambda event: None)
+    with (
+        Federation(tmp_path / "kits", {"site-1": {}, "site-2": {}}) as federation,
+        Relay(federation.port, **SLOW) as line,
+        Relay(None) as proxy,
+    ):
+        federation.reroute("site-2", line.port)
+        federation.start()
+        first = federation.submit(federation.export(job(3, 60.0)))
+        federation.until(lambda: federation.concluded() >= 1, 120, "round 1")
+        line.stall(4)
+        federation.until(lambda: federation.concluded() >= 2, 120, "round 2, after a stall")
+        line.reset()
+        assert federation.wait(first) == "FINISHED:COMPLETED"
+        ours, theirs = (load_state(f / "server/state.safetensors")[0] for f in (federation.server_files(), reference))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        assert [e["sites"] for e in federation.events("concluded")] == [["site-1", "site-2"]] * 3
+        counted = {way: sum(e["metrics"][way] for e in mine(federation, "result")) for way in (BYTES_UP, BYTES_DOWN)}
+        assert counted[BYTES_UP] < line.up  # with certificates, heartbeats, hello and the closing scores
+        assert counted[BYTES_DOWN] < line.down
+        print("relay", line.up, line.down, line.connections, counted)
+        line.delay = line.rate = 0.0
+
+        second = federation.submit(federation.export(job(500, 2.0)))
+        federation.until(lambda: federation.concluded() >= 1, 90, "round 1")
+        federation.add("site-3")
+        federation.variables["site-3"] = {"https_proxy": f"http://127.0.0.1:{proxy.port}", "no_proxy": "127.0.0.1"}
+        federation.start("site-3")
+        federation.until(lambda: "site-3" in trained(federation), 60, "site-3 to train in the job that runs")
+        assert proxy.asked
+        assert set(proxy.asked) == {f"CONNECT localhost:{federation.port}"}
+        federation.kill("site-2")
+        federation.until(lambda: trained(federation) == ["site-1", "site-3"], 60, "a round without site-2")
+        federation.start("site-2")
+        federation.until(lambda: "site-2" in trained(federation), 120, "site-2 to be back in the job that runs")
+        rows = here(federation)
+        assert rows.keys() == {"site-1", "site-2", "site-3"}
+        assert all(row["jobs"] == [second] and row["state"] == "here" and not row["notes"] for row in rows.values())
+        assert all(abs(row["clock_ahead_seconds"]) < 5 and row["certificate_days_left"] > 300 for row in rows.values())
+        federation.shutdown()
+
+
+def release(folder: Path, version: str, protocol: int = PROTOCOL) -> dict[str, str]:
+    """Return the environment of a participant that has another release of the package, made under `folder`."""
+    package = Path(
+        shutil.copytree(ROOT / "custom/consilium", folder / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
+    )
+    for name, old, new in (
+        ("__init__.py", f'"{__version__}"', f'"{version}"'),
+        ("messages.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n"),
+    ):
+        text = (package / name).read_text()
+        assert old in text
+        (package / name).write_text(text.replace(old, new))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+@pytest.mark.long
+def test_a_patch_release_may_be_at_the_server_or_at_a_site_and_another_protocol_is_refused(tmp_path: Path) -> None:
+    minor = __version__.rpartition(".")[0]
+    with Federation(tmp_path / "kits", {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
+        federation.variables |= {
+            "server": release(tmp_path / "a", f"{minor}.7"),  # site-1 has this checkout's, which is older
+            "site-2": release(tmp_path / "b", f"{minor}.9"),
+            "site-3": release(tmp_path / "c", f"{minor}.9", PROTOCOL + 1),
+        }
+        federation.start()
+        assert federation.wait(federation.submit(federation.export(job(2, 5.0)))) == "FINISHED:COMPLETED"
+        assert [e["sites"] for e in federation.events("concluded")] == [["site-1", "site-2"]] * 2
+        (refused,) = {e["reason"] for e in federation.events("refused")}
+        assert f"speaks protocol {PROTOCOL + 1} (consilium {minor}.9), the server {PROTOCOL} ({minor}.7)" in refused
+        rows = here(federation)
+        assert [rows[name]["version"] for name in federation.sites] == [__version__, f"{minor}.9", f"{minor}.9"]
+        assert [bool(rows[name]["notes"]) for name in federation.sites] == [False, False, True]
+        federation.shutdown()

@@ -1,0 +1,123 @@
+"""What sites tell of themselves at a heartbeat, what of it the server keeps, and what `consilium sites` shows of it."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from consilium import __version__
+from consilium.cli.sites import told
+from consilium.errors import ConfigError
+from consilium.federation.runs import STATE
+from consilium.flare import attendance
+from consilium.flare.attendance_report import own_facts
+from consilium.flare.kits import COMPONENTS, lacking, update
+from consilium.flare.provision import provision
+from consilium.messages import PROTOCOL
+from tests.conftest import run
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kits")
+    raw = {"name": "test", "server": {"name": "localhost", "org": "hub", "state": str(folder / "state")}}
+    raw |= {"sites": [{"name": "clinic", "org": "clinic"}], "admins": [{"name": "a@b.example", "org": "hub", "role": "lead"}]}
+    (folder / "sites.yml").write_text(yaml.safe_dump(raw))
+    return provision(folder / "sites.yml", folder / "made")
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    return own_facts(NOW + 90 * 86400) | {"clock": NOW} | changed
+
+
+def test_what_an_honest_site_says_is_kept() -> None:
+    kept = attendance.checked_facts(facts(clock=NOW + 12.34), NOW)
+    assert kept["version"] == __version__
+    assert kept["protocol"] == PROTOCOL
+    assert kept["skew"] == 12.3
+    assert kept["last_seen"] == NOW
+    assert kept["libraries"].keys() <= {"torch", "nvflare", "peft", "monai", "opacus", "transformers"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, 7, [], {}, {"version": "\x1b[31m"}, {"version": "1" * 41}, {"protocol": True}, {"protocol": -1}, {"clock": "now"},
+     {"clock": float("nan")}, {"clock": 10**400}, {"libraries": {"torch": "a b"}}, {"certificate_ends": float("inf")}],
+)  # fmt: skip
+def test_of_what_is_none_of_its_kind_nothing_is_kept(said: Any) -> None:
+    assert attendance.checked_facts(said, NOW) == {"last_seen": NOW}
+
+
+def test_a_row_says_what_somebody_should_look_at() -> None:
+    one = attendance.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
+    old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
+    other = attendance.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
+    found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
+    first, second, third = told(found, NOW)
+    assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
+    assert first["notes"] == [
+        "its clock is -300 s from the server's; set it", "its certificate ends in 5 days; `consilium renew`"
+    ]  # fmt: skip
+    assert (second["state"], second["seen_seconds_ago"], second["version"]) == ("gone", 86400, None)
+    assert "0.2.0 or before" in second["notes"][0]
+    assert third["state"] == "silent"
+    assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
+
+
+def test_at_the_server_a_table_of_80_columns_and_json(
+    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = Path(shutil.copytree(kits / "localhost", tmp_path / "kit", symlinks=True))
+    assert run(monkeypatch, "sites", "--kit", kit) == 2
+    assert "no site has been seen by this server" in capsys.readouterr().err
+    names = ["hospital-a", "hospital-with-a-very-long-name-of-its-own.example.org"]
+    seen = {
+        n: attendance.checked_facts(facts(clock=time.time()), time.time()) | {"here": True, "jobs": ["0a1b2c3d-"]}
+        for n in names
+    }
+    (kit / STATE).mkdir()
+    (kit / STATE / attendance.FILE).write_text(json.dumps({"server": own_facts(), "sites": seen}))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(monkeypatch, "sites", "--kit", kit) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80
+    assert "0a1b2c3d" in page
+    assert run(monkeypatch, "sites", "--kit", kit, "--format", "json") == 0
+    rows = json.loads(capsys.readouterr().out)["sites"]
+    assert [row["site"] for row in rows] == names
+    assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"server": 1'])
+def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / STATE).mkdir()
+    (tmp_path / STATE / attendance.FILE).write_text(text)
+    with pytest.raises(ConfigError, match="the server writes it anew"):
+        attendance.read(tmp_path)
+    assert attendance._kept(tmp_path / STATE / attendance.FILE) == {}
+
+
+@pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])
+def test_a_kit_of_an_earlier_version_gets_our_components_by_allow(name: str, role: str, kits: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
+    assert lacking(kit, role) == []
+    path, ours = kit / "local/resources.json", [one["path"] for one in COMPONENTS[role]]
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"components": [one for one in raw["components"] if one["path"] not in ours]}))
+    assert lacking(kit, role) == [one["id"] for one in COMPONENTS[role]]
+    update(kit)
+    assert lacking(kit, role) == []
+    assert len(json.loads(path.read_text())["components"]) == len(raw["components"])
+
+
+def test_a_sites_own_process_does_not_load_torch() -> None:
+    code = "import sys, consilium.flare.attendance_report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,227 @@
+"""Refusals and odd ends of FLARE's side that no run of a whole federation brings up."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+from consilium.config.server import ServerConfig
+from consilium.errors import ConfigError, ConsiliumError, Reason, RefusedError
+from consilium.federation.build import Job, assemble_job
+from consilium.flare import certificates, packing, revocation, simulator, wire
+from consilium.flare.aggregator import StrategyAggregator
+from consilium.flare.controller import RoundController
+from consilium.flare.evidence import chains, copy_ledger
+from consilium.flare.executor import SiteExecutor
+from consilium.flare.session import Admin
+from consilium.messages import Tensors
+from consilium.privacy.audit import FILE
+from consilium.strategies.strategy import Role
+from tests.conftest import small_config
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return assemble_job(small_config("fedit"))
+
+
+def update(job: Job, value: float) -> Tensors:
+    return {n: torch.full_like(job.initial[n], value) for n in job.strategy.names(job.initial, Role.SHARED, 0, 0)}
+
+
+# FLARE's own workflows over our aggregator
+
+
+def model(params: Any, count: Any = 1, name: str = "clinic") -> FLModel:
+    meta = {"client_name": name, "NUM_STEPS_CURRENT_ROUND": count}
+    made = FLModel(params_type=ParamsType.DIFF, params={}, current_round=0, meta=meta)
+    made.params = params
+    return made
+
+
+@pytest.mark.parametrize("params", [7, [1, 2], {"x": "no tensor"}, {7: torch.zeros(1)}, {"x": None}])
+def test_a_model_of_another_kind_costs_its_sender_the_round_and_nobody_else(params: object, job: Job) -> None:
+    aggregator = StrategyAggregator()
+    aggregator.use(job)
+    aggregator.accept_model(model(update(job, 3.0)))
+    aggregator.accept_model(model(params, name="odd"))
+    assert all(torch.equal(t, torch.full_like(t, 3.0)) for t in aggregator.aggregate_model().params.values())
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, "3", True, None, 10**12])
+def test_a_number_of_samples_that_cannot_be_weighs_nothing(count: object, job: Job) -> None:
+    aggregator = StrategyAggregator()
+    aggregator.use(job)
+    aggregator.accept_model(model(update(job, 3.0)))
+    aggregator.accept_model(model(update(job, 5.0), count, "odd"))
+    assert all(torch.equal(t, torch.full_like(t, 3.0)) for t in aggregator.aggregate_model().params.values())
+
+
+def test_an_aggregator_without_a_run_says_so() -> None:
+    with pytest.raises(ConfigError, match="no run has begun"):
+        StrategyAggregator().aggregate_model()
+
+
+def test_a_server_optimizer_has_no_place_in_flares_own_workflows(job: Job) -> None:
+    aggregator = StrategyAggregator()
+    config = job.config.model_copy(update={"server": ServerConfig(optimizer="adam")})
+    aggregator.use(replace(job, config=config))
+    with pytest.raises(ConfigError, match=r"server\.optimizer: only RoundController"):
+        aggregator.aggregate_model()
+
+
+# Server and site in FLARE's processes
+
+
+def test_a_job_whose_aggregator_is_another_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    controller, fl_ctx, said = RoundController(), FLContext(), list[str]()
+    monkeypatch.setattr("consilium.flare.context.load", lambda fl_ctx: job)
+    monkeypatch.setattr("consilium.flare.context.revocations", lambda fl_ctx: set)
+    monkeypatch.setattr("consilium.flare.context.publish_reason", lambda fl_ctx, reason: said.append(reason))
+    monkeypatch.setattr(controller, "system_panic", lambda reason, fl_ctx: said.append(reason))
+    fl_ctx.get_engine = lambda: SimpleNamespace(get_component=lambda name: None)
+    controller.start_controller(fl_ctx)
+    assert len(said) == 2
+    assert len(set(said)) == 1
+    assert "no StrategyAggregator with id" in said[0]
+    controller.control_flow(Signal(), fl_ctx)  # does nothing
+    controller.stop_controller(fl_ctx)
+
+
+def test_an_unexpected_error_at_a_site_leaves_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(shareable: Shareable) -> object:
+        raise ZeroDivisionError("/data/ward/John Doe.dcm")
+
+    executor = SiteExecutor()
+    monkeypatch.setattr(executor, "log_exception", lambda fl_ctx, text: None)
+    monkeypatch.setattr(wire, "take", take)
+    answer = executor.execute(wire.TRAIN, Shareable(), FLContext(), Signal())
+    assert wire.reason_of(answer) is Reason.ERROR
+    assert "Doe" not in str(dict(answer))
+
+
+@pytest.mark.parametrize("other", [wire.HELLO, wire.STATISTICS, wire.MODEL, "DXO"])
+def test_a_question_of_secure_aggregation_is_nothing_else_too(other: str) -> None:
+    asked = wire.encode_dict(wire.MASKS, {"run": "r", "question": {}})
+    assert wire.decode_masks(asked) == ({}, "r")
+    asked[other] = {"run": "r"}
+    with pytest.raises(RefusedError):
+        wire.decode_masks(asked)
+
+
+def test_a_header_that_is_not_packed_as_ours_is_refused() -> None:
+    sent, rest = packing.pack({"x": torch.ones(3)}, {"phase": 0})
+    for broken in (b"", b"none", rest[:-1], rest + b"x", rest[:4] + b"\xff" + rest[5:]):
+        with pytest.raises(ValueError, match=r"."):
+            packing.unpack(dict(sent), broken)
+
+
+# Kits, evidence and sessions
+
+
+def test_no_kit_is_no_address(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no startup kit: none of"):
+        certificates.server_address(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"components": 7}', '{"components": [7]}', "{}"])
+def test_a_servers_file_that_cannot_be_read_checks_no_revocation(text: str, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "resources.json").write_text(text)
+    assert revocation.is_checked(tmp_path) is False
+
+
+def test_a_record_or_ledger_of_whatever_content_is_told_and_never_ends_the_check(tmp_path: Path) -> None:
+    for content in (b"", b"{", b"\xff\xfe", b"null\n", b'{"kind": 7}\n'):
+        found = chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
+        assert found["record"] or not content.strip()
+        assert found["ledger"]
+        assert "/tmp" not in found["ledger"]
+
+
+def test_a_copy_of_a_ledger_is_whole_and_none_is_none(tmp_path: Path) -> None:
+    assert copy_ledger(tmp_path / "none.sqlite") == b""
+    with sqlite3.connect(tmp_path / "one.sqlite") as opened:
+        opened.execute("create table t (x)")
+        opened.execute("insert into t values (7)")
+    (tmp_path / "copy.sqlite").write_bytes(copy_ledger(tmp_path / "one.sqlite"))
+    assert sqlite3.connect(tmp_path / "copy.sqlite").execute("select x from t").fetchall() == [(7,)]
+
+
+class Session:
+    """FLARE's session over jobs, with the sites that join one after the other, at every question."""
+
+    def __init__(self, jobs: list[dict[str, Any]], sites: list[str]) -> None:
+        self.listed, self.arriving, self.there = jobs, sites, list[str]()
+
+    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+        return self.listed
+
+    def get_system_info(self) -> SimpleNamespace:
+        self.there += self.arriving[len(self.there) :][:1]
+        running = [SimpleNamespace(job_id=job["job_id"]) for job in self.listed]
+        return SimpleNamespace(job_info=running, client_info=[SimpleNamespace(name=name) for name in self.there])
+
+
+NOTES = {"job_id": "1-id", "name": "study", "experiment": "study-1", "submit_time": 1, "status": "RUNNING"}
+
+
+def test_an_experiment_that_still_runs_is_not_resumed_and_one_that_is_not_there_is_told() -> None:
+    admin = Admin(Session([NOTES], []))
+    with pytest.raises(ConfigError, match="job 1-id is at it"):
+        admin.former_sites("study-1")
+    with pytest.raises(ConfigError, match="no such job or experiment"):
+        admin.find("study-2")
+
+
+def test_sites_are_waited_for_and_those_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert Admin(Session([], ["a", "b"])).await_sites({"a", "b"}, 30) == set()
+    assert Admin(Session([], ["a"])).await_sites({"a", "b"}, 0.01) == {"b"}
+
+
+# The simulator's process, seen from outside
+
+
+def test_events_are_read_line_by_line_and_a_half_written_one_waits(tmp_path: Path) -> None:
+    (tmp_path / "server.jsonl").write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert [one["event"] for one in simulator._events(tmp_path, ended)] == ["a", "b"]
+
+
+def test_why_a_simulation_failed_is_its_first_error(tmp_path: Path) -> None:
+    log = tmp_path / "simulator.log"
+    log.write_text("1 - x - INFO - fine\n2 - x - ERROR - disk full\n3 - x - ERROR - and more\n")
+    assert simulator._reason(log) == f"disk full (see {log})"
+    log.write_text("killed\n")
+    assert simulator._reason(log) == f"see {log}"
+
+
+def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [simulator._cores(n) for n in (3, 20)] == [{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"}]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert simulator._cores(3) == {}
+
+
+def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "print('1 - x - ERROR - no memory'); raise SystemExit(3)"
+    monkeypatch.setattr(simulator, "_command", lambda *given: [sys.executable, "-c", said])
+    monkeypatch.setattr(simulator, "load_job", lambda job, plugins: SimpleNamespace(secure_aggregation=None))
+    (tmp_path / "flare").mkdir()
+    with pytest.raises(ConsiliumError, match="did not complete: no memory"):
+        simulator.run_simulator(tmp_path / "job", ["a"], tmp_path, lambda event: None)
+    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == {"tracking": None, "data": None, "checkpoints": None}

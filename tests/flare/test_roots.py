@@ -1,0 +1,117 @@
+"""A root with another key, put in beside the former one: OpenSSL says who trusts whom, at each step."""
+
+import json
+import shutil
+import ssl
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verify_folder_signature
+
+from consilium.errors import ConfigError
+from consilium.flare.provision import provision
+from consilium.flare.renewal import renew, update_kit
+from consilium.flare.roots import FORMER, follow
+from tests.conftest import run
+from tests.flare.test_certificates import deployment
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with prod_00 of the former root, prod_01 of the new one beside it, and prod_02 of the new one alone."""
+    folder = tmp_path_factory.mktemp("roots")
+    sites = deployment(folder)
+    provision(sites, folder / "kits")
+    state = folder / "kits/test/state/cert.json"
+    _older(state)
+    with pytest.raises(ConfigError, match="no root is followed by another here"):
+        renew(sites, folder / "kits", root="only-new")
+    renew(sites, folder / "kits", root="new")
+    with pytest.raises(ConfigError, match="is being put in already"):
+        renew(sites, folder / "kits", root="new")
+    renew(sites, folder / "kits", ["localhost"], root="only-new")
+    assert FORMER not in json.loads(state.read_text())
+    return folder / "kits/test"
+
+
+def _older(state: Path) -> None:
+    """Have the kits of prod_00 made an hour ago, as far as the next ones can see: certificates count whole seconds."""
+    for path in state.parents[1].glob("prod_00/*/startup/*.crt"):
+        old = x509.load_pem_x509_certificate(path.read_bytes())
+        new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
+        new = new.not_valid_before(old.not_valid_before_utc - timedelta(hours=1))
+        new = new.not_valid_after(old.not_valid_after_utc - timedelta(hours=1))
+        for extension in old.extensions:
+            new = new.add_extension(extension.value, extension.critical)
+        key = load_pem_private_key(json.loads(state.read_text())["root_pri_key"].encode(), None)
+        path.write_bytes(serialize_cert(new.sign(key, hashes.SHA256())))  # type: ignore[arg-type]
+
+
+def meet(server: Path, other: Path) -> bool:
+    """Tell whether OpenSSL lets a server and another participant of these kits shake hands, each proving who it is."""
+    sides = [ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)]
+    for context, kit in zip(sides, (server, other), strict=True):
+        (own,) = (path for path in (kit / "startup").glob("*.crt"))
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(kit / "startup/rootCA.pem")
+        context.load_cert_chain(own, own.with_suffix(".key"))
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = sides[1].wrap_bio(back, there, server_hostname="localhost")
+    serving = sides[0].wrap_bio(there, back, server_side=True)
+    try:
+        for side in (client, serving, client, serving):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        return client.version() is not None and serving.version() is not None
+    except ssl.SSLError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["clinic", "a@hub.example"])
+def test_who_changes_after_the_server_is_never_out(kits: Path, name: str) -> None:
+    former, both, only = (kits / f"prod_0{step}" for step in range(3))
+    assert meet(former / "localhost", former / name)
+    assert not meet(former / "localhost", both / name)  # so the server changes first
+    assert meet(both / "localhost", former / name)
+    assert meet(both / "localhost", both / name)
+    assert meet(only / "localhost", both / name)
+    assert not meet(only / "localhost", former / name)  # who has not changed by then is out
+
+
+def test_the_kits_are_signed_and_are_put_in_by_a_fingerprint_alone(kits: Path, tmp_path: Path) -> None:
+    for kit in kits.glob("prod_01/*/startup"):
+        assert verify_folder_signature(str(kit), str(kit / "rootCA.pem"), True, "signature.json")
+    former, new = (x509.load_pem_x509_certificate((kits / f"prod_0{n}/clinic/startup/rootCA.pem").read_bytes()) for n in (0, 1))
+    assert (former.subject.rfc4514_string(), new.subject.rfc4514_string()) == ("CN=test", "CN=test-2")
+    for name in ("clinic", "localhost"):
+        shutil.copytree(kits / "prod_00" / name, tmp_path / name, symlinks=True)
+    with pytest.raises(ConfigError, match="its root has another key than yours"):
+        update_kit(tmp_path / "clinic", kits / "prod_01/clinic")
+    told = new.fingerprint(hashes.SHA256()).hex()
+    update_kit(tmp_path / "clinic", kits / "prod_01/clinic", told)
+    update_kit(tmp_path / "localhost", kits / "prod_01/localhost")  # it trusts the former root as before
+    assert meet(tmp_path / "localhost", tmp_path / "clinic")
+    update_kit(tmp_path / "localhost", kits / "prod_02/localhost", told)
+    assert meet(tmp_path / "localhost", tmp_path / "clinic")
+
+
+def test_a_root_that_has_ended_is_followed_by_none(kits: Path) -> None:
+    state = json.loads((kits / "state/cert.json").read_text())
+    key, me, before = load_pem_private_key(state["root_pri_key"].encode(), None), Identity("test"), datetime.now(UTC)
+    start, end = before - timedelta(days=9), before - timedelta(days=1)
+    ended = generate_cert(me, me, key, key.public_key(), ca=True, not_valid_before=start, not_valid_after=end)
+    with pytest.raises(ConfigError, match="the root has ended and vouches for nobody"):
+        follow(state | {"root_cert": serialize_cert(ended).decode()}, 30)
+
+
+def test_a_new_root_is_for_everybody(kits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (kits / "state/cert.json").read_bytes()
+    sites, folder = kits.parents[1] / "sites.yml", kits.parent
+    assert run(monkeypatch, "renew", sites, "-o", folder, "--root", "new", "--only", "clinic") != 0
+    assert "--only: not with --root new" in capsys.readouterr().err
+    assert (kits / "state/cert.json").read_bytes() == before

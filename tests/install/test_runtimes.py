@@ -1,0 +1,128 @@
+"""FLARE's runtimes on our kits keep the kits' policies, and the container's files are shut."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from consilium.flare.allow import CLASSES
+from consilium.flare.hardening import is_pinned
+from consilium.flare.provision import provision
+from tests.conftest import run
+
+ROOT = Path(__file__).parents[2]
+CONTAINER = ROOT / "provisioning" / "container"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return provision(ROOT / "provisioning" / "sites.yml", tmp_path_factory.mktemp("kits"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(("runtime", "launcher"), [("slurm", "SlurmJobLauncher"), ("kubernetes", "K8sJobLauncher")])
+@pytest.mark.parametrize(("name", "role"), [("hospital-a", "site"), ("fl.hub.example", "server")])
+def test_a_prepared_kit_keeps_its_policies(
+    runtime: str, launcher: str, name: str, role: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE's command alone would list its 88 classes and send the site's logs."""
+    out, kit = tmp_path / "out", kits / name
+    before = {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()}
+    assert run(monkeypatch, "prepare", kit, "--runtime", CONTAINER / f"{runtime}.yaml", "-o", out) == 0
+    resources = read(out / "local/resources.json")
+    assert resources["class_allow_list"] == list(CLASSES[role])
+    assert resources["class_list_enforcement_mode"] == "enforce"
+    assert resources.get("allow_log_streaming", False) is False
+    components = {one["id"]: one["path"] for one in resources["components"]}
+    assert launcher in components[f"{'slurm' if runtime == 'slurm' else 'k8s'}_launcher"]
+    assert "process_launcher" not in components
+    assert not (out / "local/resources.json.default").exists()
+    assert is_pinned(out)
+    assert read(out / "comm_config.json")["internal"]["resources"]["connection_security"] == "mtls"
+    for policy in ("authorization.json", *(("privacy.json", "site.yaml") if role == "site" else ())):
+        assert (out / "local" / policy).read_bytes() == (kit / "local" / policy).read_bytes()
+    assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
+
+
+def test_settings_that_flare_refuses_and_kits_that_are_none_are_one_line(
+    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.yaml").write_text("runtime: vmware\n")
+    out = tmp_path / "out"
+    for kit, settings, told, code in (
+        (kits / "hospital-a", tmp_path / "bad.yaml", "Config must contain runtime: docker, runtime: k8s, or runtime: slurm", 1),
+        (kits / "hospital-a", tmp_path / "none.yaml", "Config file not found", 1),
+        (kits / "lead@hub.example", CONTAINER / "slurm.yaml", "is no closed kit of a site or server", 2),
+        (tmp_path, CONTAINER / "slurm.yaml", "no startup kit", 2),
+    ):
+        assert run(monkeypatch, "prepare", kit, "--runtime", settings, "-o", out) == code
+        told_so = capsys.readouterr().err
+        assert told in told_so
+        assert told_so.count("\n") == 1
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("settings", ["{}", "state: ../../state", "{state: /srv/x, privacy: {ledger: ../l.sqlite}}"])
+def test_a_site_whose_copy_would_have_another_ledger_is_refused(
+    settings: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    (kit / "local/site.yaml").write_text(settings)
+    assert run(monkeypatch, "prepare", kit, "--runtime", CONTAINER / "slurm.yaml", "-o", tmp_path / "out") == 2
+    assert "a ledger and a budget of its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_into_the_kit_itself_is_refused(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(kits.rglob("*"))
+    for inside in ("prepared", "local/prepared", "../hospital-a/prepared"):
+        words = ("--runtime", CONTAINER / "slurm.yaml", "-o", kits / "hospital-a" / inside)
+        assert run(monkeypatch, "prepare", kits / "hospital-a", *words) == 2
+    assert sorted(kits.rglob("*")) == before
+
+
+def test_the_compose_file_shuts_every_service(tmp_path: Path) -> None:
+    services = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"site", "site-gpu", "server"}
+    for one in services.values():
+        assert one["read_only"] is True
+        assert one["cap_drop"] == ["ALL"]
+        assert one["security_opt"] == ["no-new-privileges:true"]
+        assert not one["user"].startswith("0")
+        targets = {volume["target"]: volume for volume in one["volumes"]}
+        assert targets.get("${DATA:-/data}", {"read_only": True})["read_only"] is True
+        assert not any("docker.sock" in str(volume) for volume in one["volumes"])
+    assert "ports" not in services["site"]
+    assert "ports" not in services["site-gpu"]
+
+
+IMAGE = ["hadolint", str(CONTAINER / "Dockerfile")]
+COMPOSE = ["check-jsonschema", "--quiet", "--builtin-schema", "vendor.compose-spec", str(CONTAINER / "compose.yaml")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["hadolint", str(CONTAINER / "Dockerfile")], pytest.param(COMPOSE, marks=pytest.mark.slow)],
+    ids=["image", "compose"],
+)
+def test_linters_find_nothing(words: list[str]) -> None:
+    done = subprocess.run([BIN / words[0], *words[1:]], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_image_starts_what_every_deployment_test_starts() -> None:
+    """Without an engine: the entry point is the kit's script as tests/deployment runs it, and never as root."""
+    lines = (CONTAINER / "Dockerfile").read_text().splitlines()
+    (entry,) = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT")]
+    assert entry == ["/bin/bash", "/kit/startup/sub_start.sh", "--once"]
+    (user,) = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert int(user.split(":")[0]) > 0

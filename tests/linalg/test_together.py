@@ -1,0 +1,44 @@
+"""Tensors taken together have the numbers, and the norms, that they have one by one."""
+
+import math
+
+import pytest
+import torch
+
+from consilium.federation.aggregate import ExactMean
+from consilium.linalg.together import SMALL, norm, norms, together
+
+MIXED = {
+    "a": torch.tensor([[3.0, 4.0]]),
+    "large": torch.full((SMALL,), 0.5),
+    "half": torch.tensor([5.0, 12.0], dtype=torch.bfloat16),
+    "none": torch.zeros(0, 3),
+    "b": torch.tensor(-2.0),
+}
+
+
+def test_small_ones_of_a_type_stand_in_a_row_and_large_ones_alone() -> None:
+    rows = {tuple(names): numbers for names, numbers in together(MIXED)}
+    assert rows.keys() == {("a", "none", "b"), ("large",), ("half",)}
+    assert rows["a", "none", "b"].tolist() == [3.0, 4.0, -2.0]
+    assert together({}) == []
+
+
+def test_norms_are_those_of_each_and_of_all() -> None:
+    assert norms(MIXED) == {"a": 5.0, "large": math.sqrt(SMALL) / 2, "half": 13.0, "none": 0.0, "b": 2.0}
+    assert list(norms(MIXED)) == list(MIXED)
+    assert norm(MIXED) == pytest.approx(math.sqrt(25 + SMALL / 4 + 169 + 4), rel=1e-15)
+    assert norm({}) == 0.0
+    drawn = {str(n): torch.randn(3 + n, 70, generator=torch.Generator().manual_seed(n)) for n in range(9)}
+    assert norms(drawn) == {name: float(one.double().square().sum().sqrt()) for name, one in drawn.items()}
+
+
+def test_a_mean_of_sites_that_name_their_tensors_in_another_order_or_lack_one_is_the_same() -> None:
+    mean = ExactMean()
+    mean.add({"a": torch.tensor([1.0, 2.0]), "large": torch.ones(SMALL), "b": torch.tensor([[4.0]])}, 1)
+    mean.add({"b": torch.tensor([[8.0]]), "a": torch.tensor([3.0, 6.0])}, 3)
+    found = mean.value()
+    assert list(found) == ["a", "large", "b"]
+    assert found["a"].tolist() == [2.5, 5.0]
+    assert found["b"].tolist() == [[7.0]]
+    assert found["large"].eq(0.25).all()
