@@ -12,8 +12,8 @@ from consilium.federation.engine import simulate
 from tests.conftest import assembled, small_config, training_only
 
 ROUNDS, WARM = 300, 100
-A_ROUND = 20_000
-"""Bytes of memory that a round may leave: a leaked update of this job would be 80,000, twice."""
+A_ROUND = 40_000
+"""Bytes of memory that a round may leave: a leaked update of this job would be 79,872, and two sites send one."""
 
 
 class Held(NamedTuple):
