@@ -151,12 +151,12 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
     with suppress(EOFError, OSError):
         begin: Begin = receive(pipe)
         try:
-            member = _joined(pipe, begin, address, device or begin.site.main_device)
+            mate = _joined(pipe, begin, address, device or begin.site.main_device)
             send(pipe, "")
         except Exception as error:
             send(pipe, _line(error))
             return
-        member.answer(pipe)
+        mate.answer(pipe)
 
 
 def _line(error: Exception) -> str:
@@ -164,7 +164,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _joined(pipe: connection.Connection, begin: Begin, address: str, device: str) -> "Member":
+def _joined(pipe: connection.Connection, begin: Begin, address: str, device: str) -> "Mate":
     """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
     from consilium.federation.build import build_model, build_task  # which has the site's side of ranks
 
@@ -178,10 +178,10 @@ def _joined(pipe: connection.Connection, begin: Begin, address: str, device: str
         mesh = mesh_of(store, begin.rank, begin.size, site, address)
     receive(pipe)  # a Turn
     model = build_model(config, site)
-    return Member(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
+    return Mate(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
 
 
-class Member:
+class Mate:
     """What another rank has, and does."""
 
     def __init__(

@@ -47,7 +47,8 @@ def kept_whole(model: nn.Module) -> set[Tensor]:
         for parameter in block.parameters():
             holders[parameter] = holders.get(parameter, 0) + 1
     split = {one for one, count in holders.items() if count == 1 and one.ndim}
-    return {one for one in model.parameters() if one not in split} | set(layers.tensors(model).values())
+    found: set[Tensor] = {one for one in model.parameters() if one not in split}
+    return found | set(layers.tensors(model).values())
 
 
 def spared(model: nn.Module, ranks: int) -> int:
