@@ -100,8 +100,8 @@ class Masking:
     def _within_room(self, task: Task, sums: Tensors, plan: Plan) -> Tensors:
         """Return a step's sums, in units, with no number over what sums have room for beside the noise.
 
-        The sum of many units' gradients may be larger than one clip, and a refusal would tell so. Cut off number by number before
-        the noise, sums of data that differ in a unit lie no further apart than before.
+        The sum of many units' gradients may be larger than one clip, and a refusal would tell so. Cut off number by number
+        before the noise, sums of data that differ in a unit lie no further apart than they did.
         """
         most = int((self._party(task.run).room() - DEVIATIONS * plan.site_noise) / UNIT)
         return {name: tensor.clamp(-most, most) for name, tensor in sums.items()}
