@@ -3,9 +3,11 @@
 import hashlib
 import json
 import shutil
+import sqlite3
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 from consilium.config.privacy import BudgetConfig
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import STATE
-from consilium.flare.evidence import MANIFEST, SIGNATURE, fingerprints, verify
+from consilium.flare.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
 from consilium.flare.provision import provision
 from consilium.privacy.audit import FILE, Record
 from consilium.privacy.ledger import Entry, Ledger
@@ -298,3 +300,20 @@ def test_what_an_attack_found_is_in_the_archive_and_another_runs_is_refused(
     assert "attack-1.json" in verify(tmp_path / "a.zip", root)["files"]
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         assert archive.read("attack-1.json") == path.read_bytes()
+
+
+@pytest.mark.parametrize("cut", [1, 0])
+def test_a_ledger_that_lacks_what_the_record_names_is_not_whole_unless_its_loss_is_on_record(cut: int, tmp_path: Path) -> None:
+    """Rows cut off the end leave a chain that is right in itself, and so does a file that is gone."""
+    ledger, record = Ledger(tmp_path / "ledger.sqlite"), Record(tmp_path / FILE)
+    for round in range(2):
+        ledger.spend(replace(ROW, round=round), {})
+        record.add({"kind": "update", "round": round, "phase": 0, "ledger": ledger.seal()})
+    whole = {"audit-1.jsonl": (tmp_path / FILE).read_bytes(), LEDGER: ledger.path.read_bytes()}
+    assert chains(whole) == {"messages": 2, "record": None, "rows": 2, "ledger": None}
+    seals = ledger.seals()
+    with sqlite3.connect(ledger.path) as db:
+        db.execute("DELETE FROM releases WHERE rowid > ?", (cut,))
+    found = {"audit-1.jsonl": whole["audit-1.jsonl"]} | ({LEDGER: ledger.path.read_bytes()} if cut else {})
+    assert chains(found)["ledger"].startswith("lacks rows: a record names the seal ")
+    assert chains(found | {ACCEPTED: json.dumps(seals).encode()})["ledger"] is None

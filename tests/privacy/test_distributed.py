@@ -112,6 +112,12 @@ def test_an_empty_batch_is_a_sum_of_zeros(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(not tensor.any() for tensor in summed([[1.0, 2.0]], DpSgd(0.0, 1.0, 0.5)).values())
 
 
+def test_a_sum_that_64_bits_do_not_hold_stops_at_their_end_and_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 150 times 10^6 is 1.03e19 units, over 2^63; wrapped it would be negative. The end is 2^62 units, 2^26."""
+    monkeypatch.setattr("consilium.training.step.drawn", everybody)
+    assert summed([[1e9, 0.0]] * 150, DpSgd(0.0, 1e6, 0.5))["w"].flatten().tolist() == [2.0**26, 0.0]
+
+
 def test_units_are_drawn_independently_with_the_rate() -> None:
     bits = np.random.default_rng(0).bytes
     sizes = np.array([len(drawn(50, 0.1, bits)) for _ in range(2000)])

@@ -3,6 +3,8 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,8 +22,8 @@ from consilium.federation.engine import simulate
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.shares import add_share, on_grid, share_deviation
-from consilium.use.attack import attack, confidence_of, draw, epsilon_bound, judged, key_of, likelihood_ratio
-from consilium.use.model import open_model
+from consilium.use.attack import attack, confidence_of, draw, epsilon_bound, judged, key_of, likelihood_ratio, of_one_record
+from consilium.use.model import TrainedModel, open_model
 from tests.conftest import run, small_cells
 
 
@@ -48,6 +50,24 @@ def test_of_a_mechanism_with_a_known_epsilon_no_more_than_that_is_shown_but_for_
         scores = np.where(right == members, 1.0, -1.0) + 1e-6 * source.random(400)
         over += judged("", scores, members, 0.0, 0.95, trial).epsilon > 1.0
     assert over <= 20  # 10 expected at most, with three deviations
+
+
+def test_of_a_site_s_promise_a_record_keeps_what_half_the_noise_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four releases at 4 times the clip: mu is sqrt(4) / 4 for a site, twice that, 1, for a record; with replace 1 / 2."""
+    raw = small_cells("fedit", rounds=4).model_dump()
+    monkeypatch.setattr("consilium.adapters.layers.tensors", lambda model: {})  # whose names calibration paper counts
+
+    def kept(**options: object) -> float | None:
+        privacy = {"clip": 1.0, "noise_multiplier": 4.0, "delta": 1e-5} | options
+        opened = SimpleNamespace(config=JobConfig.model_validate(raw | {"privacy": privacy}), model=nn.Linear(1, 1))
+        return of_one_record(cast(TrainedModel, opened))
+
+    def delta(mu: float, epsilon: float) -> float:
+        return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+
+    assert delta(1.0, kept(unit="site") or 0.0) == pytest.approx(1e-5, rel=1e-6)
+    assert delta(0.5, kept(unit="site", adjacency="replace") or 0.0) == pytest.approx(1e-5, rel=1e-6)
+    assert kept(unit="record") is None
 
 
 def test_scores_that_tell_members_apart_show_much_and_those_that_do_not_show_nothing() -> None:

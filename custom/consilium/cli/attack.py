@@ -42,7 +42,8 @@ def attack(
 ) -> None:
     """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
 
-    A bound near 0 proves no privacy: another attack may do better. A bound over the promise proves that it is not kept.
+    A bound near 0 proves no privacy: another attack may do better. A bound over what is promised for the same unit proves that
+    it is not kept.
     """
     from consilium.use.attack import attack as run
     from consilium.use.model import open_model
@@ -132,11 +133,14 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
 
 
 def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
+    from consilium.use.attack import of_one_record
+
     private = opened.config.privacy
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     claim = opened.card.privacy or "none: the model was trained without privacy"
+    promised = of_one_record(opened)
     if format is Format.JSON:
-        told = {"model": str(opened.folder), "claim": claim, "unit": unit, "delta": delta}
+        told = {"model": str(opened.folder), "claim": claim, "unit": unit, "delta": delta, "of_one_record": promised}
         print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
         return
     table = Table(box=SIMPLE, pad_edge=False)
@@ -148,3 +152,5 @@ def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> No
     page().print(table)
     typer.echo(f"epsilon of one {unit} at delta {delta:g}, with confidence {found[0].confidence:g}; an AUC of 0.5 is chance")
     typer.echo(f"promised: {shown(claim, 600)}")
+    if promised is not None:
+        typer.echo(f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this")

@@ -22,8 +22,9 @@ For the ethics board and the data protection officer. `what-left.md` is the reco
 itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
 because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
 `packages.txt` all that is installed, and `sbom.cdx.json` the same as a bill of materials in CycloneDX: as they were when
-this was made. `attack-*.json`, where there is one, is what an attack on the run's models found: a bound over the promised
-epsilon disproves the promise, one under it proves nothing.
+this was made. `accepted.json`, where there is one, names lost rows that the administrator has put on record. `attack-*.json`,
+where there is one, is what an attack on the run's models found: a bound over the epsilon that is promised for the same unit
+disproves the promise, one under it proves nothing.
 
 What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package sent it;
 the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
@@ -119,14 +120,15 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
 
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return what the archive holds beside its signature, by name."""
-    from consilium.flare.evidence import LEDGER, chains, copy_ledger
+    from consilium.flare.evidence import ACCEPTED, LEDGER, chains, copy_ledger
     from consilium.flare.install.sbom import environment
     from consilium.flare.kits import kit_name
     from consilium.privacy.audit import FILE
     from consilium.privacy.audit import read as read_record
+    from consilium.privacy.recovery import accepted
     from consilium.report.runlog import versions
 
-    folder, _, ledger = place_of(experiment, kit)
+    folder, state, ledger = place_of(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
@@ -134,6 +136,8 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     found |= {"versions.json": json.dumps(versions(), indent=1).encode(), "sbom.cdx.json": environment().encode()}
     if copy := copy_ledger(ledger):
         found[LEDGER] = copy
+    if lost := accepted(state):
+        found[ACCEPTED] = json.dumps(sorted(lost)).encode()
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
     whole = chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"

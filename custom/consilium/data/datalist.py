@@ -190,11 +190,13 @@ def _check_parts(where: str, item: Item) -> None:
 
 
 def identifier(where: str, entry: dict[str, Any], key: str) -> str:
-    """Return what an entry says of its patient or study, "" for nothing. Raises DataError for what names nobody."""
+    """Return what an entry says of its patient or study, "" for nothing; blanks around it are none of it: two spellings of one
+    patient would be two who are hidden. Raises DataError for what names nobody.
+    """
     value = entry.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise DataError(f"{where}: {key} {_brief(value)} is neither text nor a whole number; write what names the {key}")
-    return str(value)
+    return str(value).strip()
 
 
 def _annotated(where: str, value: Any) -> tuple[str, ...] | None:

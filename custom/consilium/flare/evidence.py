@@ -42,7 +42,7 @@ from consilium.schema import Section, validate
 from consilium.storage import write_atomic
 
 MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.crt", "rootCA.pem"
-LEDGER = "ledger.sqlite"
+LEDGER, ACCEPTED = "ledger.sqlite", "accepted.json"
 FORMAT = 1
 MOST_FILES, MOST_BYTES = 200, 2**30
 """Of an archive that is checked: a stranger may have made it."""
@@ -77,6 +77,7 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return how many messages and rows there are, and the first line or row that is not as it was written, if any."""
     with tempfile.TemporaryDirectory() as place:
         found: dict[str, Any] = {"messages": 0, "record": None, "rows": 0, "ledger": None}
+        named, known = set[str](), {"", *_accepted(files)}
         for name in filter(_RECORD.fullmatch, sorted(files)):
             path = Path(place) / name
             path.write_bytes(files[name])
@@ -86,15 +87,27 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
                 found["record"] = f"{name} cannot be read ({error})"
                 continue
             found["messages"] += len(read["messages"])
+            named |= {str(one.get("ledger", "")) for one in read["messages"]}
             if read["broken_line"]:
                 found["record"] = f"{name}, line {read['broken_line']}"
         if LEDGER in files:
             (Path(place) / LEDGER).write_bytes(files[LEDGER])
             try:
-                found["rows"] = len(Ledger(Path(place) / LEDGER).rows())
+                seals = Ledger(Path(place) / LEDGER).seals()
             except Exception as error:
-                found["ledger"] = str(error).replace(place, "")
+                return found | {"ledger": str(error).replace(place, "")}
+            found["rows"], known = len(seals), known | {*seals}
+        if lost := sorted(named - known):  # a chain that was cut at its end is a whole one, and so is none at all
+            found["ledger"] = f"lacks rows: a record names the seal {lost[0][:16]}"
         return found
+
+
+def _accepted(files: Mapping[str, bytes]) -> set[str]:
+    """Return the seals of rows whose loss the site's administrator has put on record."""
+    try:
+        return {str(one) for one in json.loads(files.get(ACCEPTED, b"[]"))}
+    except (ValueError, TypeError, RecursionError):
+        return set()
 
 
 def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -> Manifest:

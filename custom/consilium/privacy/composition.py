@@ -63,8 +63,12 @@ def cost(entry: Entry, unit: str) -> GaussianEvent:
         return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, slack)
     if UNITS.index(entry.unit) < UNITS.index(unit):
         return GaussianEvent(0.0, 1.0, entry.count)
-    halved = entry.noise_multiplier / 2 if entry.adjacency == "zero-out" else entry.noise_multiplier
-    return GaussianEvent(halved, 1.0, entry.count, slack)
+    return GaussianEvent(within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, slack)
+
+
+def within(noise_multiplier: float, adjacency: str) -> float:
+    """Return the noise multiplier that one of a unit's parts has, such as a record of a site; see `cost`."""
+    return noise_multiplier / 2 if adjacency == "zero-out" else noise_multiplier
 
 
 def epsilon_for(unit: str, rows: Iterable[Entry], delta: float) -> float:

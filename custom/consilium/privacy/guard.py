@@ -241,6 +241,8 @@ class Guard(Masking):
         if self._in_steps and not plan.by_step:
             return checked, True
         check_complete(self.name, self.strategy, checked, task.payload)
+        if plan.by_step:
+            checked = replace(checked, tensors=self._within_room(task, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
         released, outcome = privatized(plan, checked.tensors, maps, sources(self.policy, self.name, result))
         if self.config.diagnostics.noise:

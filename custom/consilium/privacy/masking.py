@@ -9,13 +9,13 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
-from consilium.messages import Kind, Payload
+from consilium.messages import Kind, Payload, Tensors
 from consilium.privacy import audit
 from consilium.privacy.authorized import Task
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
-from consilium.privacy.secagg.arithmetic import layout, quantize
+from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.attempt import MASKED
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.party import Party
@@ -96,6 +96,15 @@ class Masking:
         if room < self._need:
             what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
             raise RefusedError(f"{self.name}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
+
+    def _within_room(self, task: Task, sums: Tensors, plan: Plan) -> Tensors:
+        """Return a step's sums, in units, with no number over what sums have room for beside the noise.
+
+        The sum of many units' gradients may be larger than one clip, and a refusal would tell so. Cut off number by number
+        before the noise, sums of data that differ in a unit lie no further apart than they did.
+        """
+        most = int((self._party(task.run).room() - DEVIATIONS * plan.site_noise) / UNIT)
+        return {name: tensor.clamp(-most, most) for name, tensor in sums.items()}
 
     def _check_masks(self) -> None:
         """Raise RefusedError where this site does not take part in the job's secure aggregation at all."""

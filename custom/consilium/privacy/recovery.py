@@ -72,12 +72,13 @@ def _reseal(ledger: Ledger) -> int:
 
 def _lost(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
     """Yield every seal of every record that is neither in the ledger nor accepted as lost, with the record."""
-    known = {"", *ledger.seals(), *_accepted(records)}
+    known = {"", *ledger.seals(), *accepted(records)}
     for path in sorted(records.rglob(FILE)):
         yield from ((path, seal) for seal in (line.get("ledger", "") for line in _lines(path)) if seal not in known)
 
 
-def _accepted(records: Path) -> set[str]:
+def accepted(records: Path) -> set[str]:
+    """Return the seals of rows whose loss is on record under `records`. Raises RefusedError for a damaged record."""
     path = records / FILE
     found = [line for line in _lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}

@@ -19,7 +19,7 @@ from consilium.config.job import TrainingConfig
 from consilium.messages import Tensors
 from consilium.privacy.discrete import Bits
 from consilium.privacy.dpsgd import DpSgd, UnitGradients
-from consilium.privacy.secagg.arithmetic import quantize
+from consilium.privacy.secagg.arithmetic import ROOM, quantize
 from consilium.privacy.shares import MARGIN
 from consilium.tasks.base import Task
 from consilium.training.device import autocast, cuda_devices
@@ -59,7 +59,7 @@ def clipped_sum(
                         loss = scalar(task.loss(model, batch))
                     if loss.requires_grad:
                         loss.backward()
-                total -= _rounded(gradients.take(), dp.clip)
+                total = (total - _rounded(gradients.take(), dp.clip)).clamp(-ROOM, ROOM)  # a sum that wraps would leap
     finally:
         gradients.close()
         model.eval()

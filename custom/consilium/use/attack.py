@@ -39,6 +39,9 @@ from consilium.data.patients import item_patient
 from consilium.errors import DataError
 from consilium.federation.build import build_task
 from consilium.federation.samples import site_data
+from consilium.privacy.accounting import epsilon_of
+from consilium.privacy.composition import within
+from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
 from consilium.use.model import TrainedModel
@@ -241,3 +244,16 @@ def _mean(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
     """Return the mean loss of a unit's samples, one at a time: none has a part in another's."""
     parts = [float(task.loss(opened.model, batch)) for index in unit if (batch := task.batch([index], 0))]
     return sum(parts) / len(parts) if parts else math.nan
+
+
+def of_one_record(opened: TrainedModel) -> float | None:
+    """Return the epsilon that a site's promise keeps for one record, which an attack looks at; None for other promises.
+
+    Two data sets that differ in a record may have updates twice the clip apart, so it can be more than the site's own.
+    """
+    private, names = opened.config.privacy, layers.tensors(opened.model)
+    plan = make_plan(opened.config, opened.config.strategy, None, names)
+    if private is None or plan is None or private.unit != "site":
+        return None
+    event = replace(plan.event, noise_multiplier=within(plan.event.noise_multiplier, private.adjacency), count=plan.releases)
+    return epsilon_of([event], private.delta)

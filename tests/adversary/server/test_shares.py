@@ -31,11 +31,11 @@ SITES, RUN = ("site-1", "site-2", "site-3"), "run-1"
 STEPS = {"unit": "record", "trust": "distributed", "epsilon": 3, "sample_rate": 0.1, "divisor": 1.0, "clip": 0.05}
 
 
-def by_step(**privacy: object) -> JobConfig:
+def by_step(bound: float | None = None, **privacy: object) -> JobConfig:
     raw = training_only(small_cells("fedit", local_steps=1, rounds=2)).model_dump()
     raw["data"]["phantoms"]["training"] = 2
     raw["federation"]["min_sites"] = 3
-    return JobConfig.model_validate(raw | {"privacy": STEPS | privacy, "secure_aggregation": {}})
+    return JobConfig.model_validate(raw | {"privacy": STEPS | privacy, "secure_aggregation": {"bound": bound}})
 
 
 class Fleet:
@@ -94,6 +94,14 @@ class Zeros(Trainer):
     def train(self, run: str, payload: Payload) -> Payload:
         found = super().train(run, payload)
         return Payload(0, 0, {n: torch.zeros(t.shape, dtype=torch.int64) for n, t in found.tensors.items()})
+
+
+class Many(Trainer):
+    """Stands for a step that drew thousands of units of one mind."""
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        found = super().train(run, payload)
+        return Payload(0, 0, {n: torch.full(t.shape, 2**40, dtype=torch.int64) for n, t in found.tensors.items()})
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +165,16 @@ def test_a_step_at_a_larger_rate_is_another_job_and_over_the_budget(tmp_path: Pa
     fleet.clients["site-1"] = Fleet(tmp_path, dict.fromkeys(SITES, louder)).clients["site-1"]
     assert wire.reason_of(fleet.masks("site-1", {"step": "hello"})) is Reason.BUDGET
     assert fleet.spent("site-1") == [(guard.plan.noise_multiplier, 0.1)]
+
+
+def test_a_job_s_small_bound_does_not_tell_how_many_units_a_site_drew(tmp_path: Path) -> None:
+    """A number over the bound is refused, without noise. The sum of a step is 16 a number; the bound has room for one clip."""
+    fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step(bound=5.0)))
+    client = fleet.clients["site-1"]
+    client.trainer = Many(assembled(by_step(bound=5.0)))
+    answer = fleet.train("site-1", fleet.prepared().train_question("site-1", list(SITES)))
+    assert wire.reason_of(answer) is None
+    (kept,) = tmp_path.joinpath("site-1").rglob("released.safetensors")
+    sent = torch.cat([t.flatten() for t in load_state(kept)[0].values()])
+    assert int(sent.abs().max()) <= 5 * 2**36
+    assert int(sent.min()) > 0  # what is left of the sum

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.errors import RefusedError
@@ -78,3 +79,12 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     site._check_room(41.0)
     with pytest.raises(RefusedError, match="under the 41 that clip and noise may come to"):
         site._check_room(40.9)
+
+
+def test_a_sum_of_many_clipped_gradients_is_cut_off_before_the_noise_and_never_refused_for_its_size() -> None:
+    """Room for 45 and noise of 40 at most leave 5 a number. A refusal would tell that many units were drawn, without noise."""
+    site, plan = Masking(), cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Masking, "_party", lambda self, run: SimpleNamespace(room=lambda: 45.0))
+        found = site._within_room(cast(Any, SimpleNamespace(run="r")), {"w": torch.tensor([7, -9, 3, 0]) * 2**36}, plan)
+    assert (found["w"] / 2**36).tolist() == [5.0, -5.0, 3.0, 0.0]
