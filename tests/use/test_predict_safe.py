@@ -12,11 +12,12 @@ import yaml
 from PIL import Image
 
 from consilium.data.synthetic.studies import Study
-from consilium.errors import ConfigError, DataError
+from consilium.errors import DataError
 from consilium.use.asking import Asking
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
-from consilium.use.predict import Wanted, _check_apart, _files, predict
+from consilium.use.outputs import Wanted, clashes
+from consilium.use.predict import predict
 from consilium.use.writing import write_nifti, write_picture
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
@@ -38,14 +39,22 @@ def test_an_original_is_never_replaced(
 
 
 @pytest.mark.parametrize(
-    ("names", "more"),
-    [(("a.png", "a.tif"), {"overlays": True}), (("a.tif", "a.tiff"), {"probabilities": True}), (("A.png", "a.PNG"), {})],
+    ("names", "file", "more"),
+    [
+        (("a.png", "a.tif"), "a_overlay.png", {"overlays": True}),
+        (("a.tif", "a.tiff"), "a_probabilities.tif", {"probabilities": True}),
+        (("A.png", "a.PNG"), "a.PNG", {}),
+    ],
 )
-def test_inputs_that_would_share_a_file_are_both_named(names: tuple[str, str], more: dict[str, bool], tmp_path: Path) -> None:
-    inputs = [Input(tmp_path / name, name) for name in names]
-    with pytest.raises(ConfigError, match=f"^{names[0]!r} and {names[1]!r}: both would be written to .*; rename one of them$"):
-        _check_apart(_files("segmentation", inputs, Wanted(tmp_path, **more)))
-    _check_apart(_files("segmentation", inputs[:1], Wanted(tmp_path, True, True)))
+def test_an_input_that_would_share_a_file_with_one_before_it_is_named_and_the_rest_goes_on(
+    names: tuple[str, str], file: str, more: dict[str, bool], tmp_path: Path
+) -> None:
+    inputs = [Input(tmp_path / name, name) for name in (*names, "z.png")]
+    apart, clashing = clashes("segmentation", inputs, Wanted(tmp_path, **more))
+    assert [one.name for one in apart] == [names[0], "z.png"]
+    why = f"{tmp_path / names[1]}: {file!r} is written for {names[0]!r}; rename one of the two, or predict them apart"
+    assert clashing == [(inputs[1], why)]
+    assert clashes("segmentation", inputs[:1], Wanted(tmp_path, True, True)) == (inputs[:1], [])
 
 
 def test_a_picture_of_another_scale_than_the_models_parts_is_refused(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from consilium.cli.options import Format, FormatOption
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.messages import Stage
 from consilium.report.clean import line, shown
 
@@ -40,7 +40,7 @@ def predict(
     probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,
     boxes: Annotated[Path | None, typer.Option(help="CSV or JSON of boxes, for a task prompted with them")] = None,
     points: Annotated[Path | None, typer.Option(help="CSV or JSON of points, for a task prompted with them")] = None,
-    batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures at once; 0: as in training")] = 0,
+    batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures, planes or records at once; 0: as in training")] = 0,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
@@ -72,15 +72,20 @@ def predict(
 
 
 def site_of(device: str, checkpoints: Path | None) -> "SiteConfig":
-    """Return where the base lies and what computes. Raises ConfigError for a device that cannot be."""
+    """Return where the base lies and what computes. Raises ConfigError for a device that cannot be or is not here."""
     from pydantic import ValidationError
 
     from consilium.config.site import SiteConfig
+    from consilium.training.device import pick_device
 
     try:
-        return SiteConfig(device=device, checkpoints=checkpoints)
+        site = SiteConfig(device=device, checkpoints=checkpoints)
+        pick_device(device, "--device")
     except ValidationError:
         raise ConfigError(f"--device: {shown(device, 40)!r}: expected auto, cpu, cuda, cuda:NUMBER or mps") from None
+    except ConsiliumError as error:
+        raise ConfigError(str(error)) from None
+    return site
 
 
 def _prompts(opened: "TrainedModel", given: dict[str, Path | None]) -> "Prompts | None":

@@ -39,13 +39,29 @@ def pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
-def pick_device(wanted: str) -> torch.device:
-    """Return the torch device for "auto" (first GPU, else CPU) or a named one. Raises ConsiliumError if it is not there."""
+def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
+    """Return the torch device for "auto" (first GPU, else CPU) or a named one.
+
+    Raises ConsiliumError if it is not there, naming where the user `said` so.
+    """
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConsiliumError(f"site.yaml: device: {wanted!r}: no CUDA device here; use cpu or auto", Reason.POLICY)
-    return torch.device(wanted)
+    kind, _, number = wanted.partition(":")
+    if (why := _missing(kind, int(number or 0))) is not None:
+        raise ConsiliumError(f"{said}: {wanted!r}: {why}; use cpu or auto", Reason.POLICY)
+    return torch.device(kind, int(number)) if number else torch.device(kind)
+
+
+def _missing(kind: str, number: int) -> str | None:
+    """Return why a device cannot be used here, None where it can. PyTorch itself takes cuda:256 for cuda:0."""
+    if kind == "mps":
+        return None if torch.backends.mps.is_available() else "no MPS device here"
+    if kind != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    count = torch.cuda.device_count()
+    return None if number < count else f"the last CUDA device here is cuda:{count - 1}"
 
 
 def cuda_devices(params: Mapping[str, Tensor]) -> list[torch.device]:

@@ -1,7 +1,7 @@
-"""Asking a model about the planes or tiles of one input, read as training read them."""
+"""Asking a model about pictures, planes and tiles, read as training read them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from consilium.data.datalist import DataList, Item
 from consilium.data.expand import expand
 from consilium.data.images import inner, read_image, shrink
-from consilium.errors import DataError
+from consilium.errors import ConfigError, DataError
 from consilium.report.clean import shown
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
@@ -21,6 +21,15 @@ from consilium.use.model import TrainedModel
 
 MOST_NUMBERS = 2**29
 """Logits of one input that are held at once, 2 GiB."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plane, a tile or a picture (H, W, 3) of 8 bits; `prompts` (C, 4 or 2) in the model's pixels, None without."""
+
+    item: Item
+    image: np.ndarray
+    prompts: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -51,28 +60,48 @@ class Asking:
         found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
         return list(found.splits["test"])
 
-    def segmented(self, one: Input) -> Iterator[Asked]:
-        """Yield logits (C, H, W) on each part's own pixels."""
-        for items, images, logits in self._batches(one):
-            for item, image, each in zip(items, images, logits, strict=True):
-                rows, columns = inner(image.shape, self.opened.config.model.image_side, self.task)
-                found = F.interpolate(each[None, :, :rows, :columns], image.shape[:2], mode="bilinear", align_corners=False)[0]
-                yield Asked(item, image, self._only_asked(one, item, found))
-
-    def classified(self, one: Input) -> Iterator[Asked]:
-        """Yield the probabilities (C,) of each part."""
-        for items, images, logits in self._batches(one):
-            for item, image, each in zip(items, images, logits.softmax(1), strict=True):
-                yield Asked(item, image, each)
-
-    def _batches(self, one: Input) -> Iterator[tuple[Sequence[Item], list[np.ndarray], Tensor]]:
+    def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[Loaded]:
+        """Yield the parts of an input with their pixels. Raises DataError."""
         self._check_prompted(one)
-        parts = self.parts(one)
-        for start in range(0, len(parts), self.batch_size):
-            items = parts[start : start + self.batch_size]
-            images = [read_image(item, self.task) for item in items]
-            self._check_parts(one, images)
-            yield items, images, self._ask(one, items, images)
+        for item in items:
+            image = read_image(item, self.task)
+            self._check_part(one, image)
+            yield Loaded(item, image, self._given(one, item, image.shape))
+
+    @torch.no_grad()
+    def ask(self, parts: Sequence[Loaded]) -> list[Asked]:
+        """Return the model's raw answers, in float32 on the processor, of one call for all; the parts may be of several inputs.
+
+        Raises ConfigError where the device has no memory for as many.
+        """
+        config, model = self.opened.config, self.opened.model
+        device, side = next(model.parameters()).device, config.model.image_side
+        small = [shrink(part.image, side, self.task, config.model.padding) for part in parts]
+        batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
+        prompts = [part.prompts.to(device) for part in parts if part.prompts is not None]
+        try:
+            with autocast(device, config.training.precision):
+                found = model(batch, torch.stack(prompts)) if prompts else model(batch)
+        except torch.OutOfMemoryError:
+            remedy = "give a smaller number, or --device cpu"
+            raise ConfigError(f"--batch: {len(parts)}: do not fit into the memory of {device}; {remedy}") from None
+        return [Asked(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
+
+    def segmented(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+        """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError where they are no numbers."""
+        for part in raw:
+            _check_finite(one, part)
+            shape = part.image.shape
+            rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+            logits = part.answer[None, :, :rows, :columns]
+            found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
+            yield replace(part, answer=self._only_asked(one, part.item, found))
+
+    def classified(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+        """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError where they are no numbers."""
+        for part in raw:
+            _check_finite(one, part)
+            yield replace(part, answer=part.answer.softmax(0))
 
     def _check_prompted(self, one: Input) -> None:
         """Raise DataError for an input that no prompt names: a mask without anything would look like an answer."""
@@ -80,36 +109,17 @@ class Asking:
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
 
-    def _check_parts(self, one: Input, images: list[np.ndarray]) -> None:
+    def _check_part(self, one: Input, image: np.ndarray) -> None:
         """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
-        crop = getattr(self.task, "crop", None)
-        for rows, columns in (image.shape[:2] for image in images):
-            if crop is not None and max(rows, columns) > crop:
-                what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
-                raise DataError(f"{one.path}: {what}; cut it into such parts first")
+        crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
+        if crop is not None and max(rows, columns) > crop:
+            what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
+            raise DataError(f"{one.path}: {what}; cut it into such parts first")
 
-    @torch.no_grad()
-    def _ask(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor:
-        """Return the model's answers in float32 on the processor. Raises DataError where they are no numbers."""
-        config, model = self.opened.config, self.opened.model
-        device, side = next(model.parameters()).device, config.model.image_side
-        small = [shrink(image, side, self.task, config.model.padding) for image in images]
-        batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
-        prompts = self._given(one, items, images)
-        with autocast(device, config.training.precision):
-            found = model(batch) if prompts is None else model(batch, prompts.to(device))
-        found = found.float().cpu()
-        if not torch.isfinite(found).all():
-            raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
-        return found
-
-    def _given(self, one: Input, items: Sequence[Item], images: list[np.ndarray]) -> Tensor | None:
-        """Return prompts (N, C, 4 or 2) in the model's pixels, NaN where there is none; None for a task without."""
+    def _given(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
+        """Return prompts (C, 4 or 2) in the model's pixels, NaN where a class has none; None for a task without."""
         if self.prompts is None:
             return None
-        return torch.stack([self._scaled(one, item, image.shape) for item, image in zip(items, images, strict=True)])
-
-    def _scaled(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor:
         numbers = len(PROMPTS[self.task.prompt].numbers)
         found = torch.full((len(self.task.classes), numbers), float("nan"))
         rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
@@ -132,6 +142,11 @@ class Asking:
             return logits
         missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
         return logits.masked_fill(missing[:, None, None], -1e4)
+
+
+def _check_finite(one: Input, part: Asked) -> None:
+    if not torch.isfinite(part.answer).all():
+        raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
 
 
 def _check_inside(one: Input, prompt: tuple[float, ...], shape: tuple[int, ...]) -> None:

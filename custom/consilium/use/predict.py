@@ -4,7 +4,7 @@ import csv
 import errno
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,38 +15,27 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.errors import ConfigError, DataError
-from consilium.report.clean import shown
 from consilium.report.panels import overlay
 from consilium.storage import PRIVATE, private_folder, write_atomic
 from consilium.use.asking import Asked, Asking, joined
+from consilium.use.gathering import gathered
 from consilium.use.inputs import Input
 from consilium.use.labels import label_map, legend
+from consilium.use.outputs import CLASSES, LABELS, Wanted, check_files, clashes, overlay_name, probability_name
 from consilium.use.texts import answers
 from consilium.use.writing import (
     is_dicom,
     mask_name,
-    with_ending,
     write_dicom,
     write_nifti,
     write_pages,
     write_picture,
 )
 
-CLASSES, LABELS = "classes.csv", "labels.json"
 ENDS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What ends a run: the next input would meet it too."""
 SIDE = 1024
 """Pixels of an overlay's longest side, at most."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Where predictions go, and what beside the masks is wanted; `force`: files there may be replaced."""
-
-    out: Path
-    overlays: bool = False
-    probabilities: bool = False
-    force: bool = False
 
 
 @dataclass
@@ -60,26 +49,30 @@ class Outcome:
 def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[[Input], None]) -> Outcome:
     """Predict every input; one that cannot be used is noted, and the rest goes on. `done` is told of each.
 
+    So is one that would be written to a file of an input before it.
+
     Raises ConfigError, before anything is written, where files would be replaced.
     """
     name = asking.opened.config.task.name
     work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
-    files = _files(name, inputs, wanted)
-    _check_apart(files)
-    _check_inputs(files, inputs, wanted)
-    _check_free([file for file, _ in files], wanted)
+    apart, clashing = clashes(name, inputs, wanted)
+    check_files(name, inputs, apart, wanted)
     private_folder(wanted.out)
-    outcome = Outcome()
-    work(asking, _tried(inputs, outcome, done), wanted, outcome)
+    outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
+    for one, _ in clashing:
+        done(one)
+    asked = ((one, iter(())) for one in apart) if work is _answers else gathered(asking, apart)
+    work(asking, _tried(asked, outcome, done), wanted, outcome)
     return outcome
 
 
 Try = Callable[[Callable[[], None]], None]
+Tried = Iterator[tuple[Input, Iterator[Asked], Try]]
 
 
-def _tried(inputs: list[Input], outcome: Outcome, done: Callable[[Input], None]) -> Iterator[tuple[Input, Try]]:
+def _tried(asked: Iterable[tuple[Input, Iterator[Asked]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
     """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
 
     def run(work: Callable[[], None]) -> None:
@@ -93,95 +86,40 @@ def _tried(inputs: list[Input], outcome: Outcome, done: Callable[[Input], None])
             why = f"{one.path}: its prediction cannot be written ({error.strerror}); look at the folder's names and rights"
             outcome.bad.append((one.name, why))
 
-    for one in inputs:
-        yield one, run
+    for one, parts in asked:
+        yield one, parts, run
         volumes.forget()
         done(one)
-
-
-def _files(task: str, inputs: list[Input], wanted: Wanted) -> list[tuple[str, str]]:
-    """Return the name of every file that would be written, and what it would be of."""
-    if task == "classification":
-        return [(CLASSES, "the table of classes")]
-    if task in ("language", "report"):
-        return [(one.name, one.name) for one in inputs]
-    masks = [(mask_name(one.name), one.name) for one in inputs]
-    more = [(with_ending(name, "overlay", ".png"), one) for name, one in masks if wanted.overlays]
-    more += [(_probability_name(name), one) for name, one in masks if wanted.probabilities]
-    return [*masks, *more, (LABELS, "the table of labels")]
-
-
-def _check_apart(files: list[tuple[str, str]]) -> None:
-    """Raise ConfigError where two inputs would share a file, on disks too to which A and a are the same."""
-    seen: dict[str, str] = {}
-    for name, one in files:
-        if (other := seen.get(name.casefold())) is not None:
-            what = f"both would be written to {shown(name)!r}"
-            raise ConfigError(f"{shown(other)!r} and {shown(one)!r}: {what}; rename one of them")
-        seen[name.casefold()] = one
-
-
-def _check_inputs(files: list[tuple[str, str]], inputs: list[Input], wanted: Wanted) -> None:
-    """Raise ConfigError, `force` or not, where a file would take the place of an input, or of a file of its series."""
-    originals = {_place(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
-    for name, _ in files:
-        path = wanted.out / name
-        if path.exists() and _place(path) in originals:
-            raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
-
-
-def _place(path: Path) -> tuple[int, int]:
-    """Return what tells a file from all others, whatever names and links it has."""
-    try:
-        told = path.stat()
-    except OSError:  # a link to nowhere
-        return (-1, -1)
-    return (told.st_dev, told.st_ino)
-
-
-def _check_free(names: list[str], wanted: Wanted) -> None:
-    if wanted.out.exists() and not wanted.out.is_dir():
-        raise ConfigError(f"{wanted.out}: is a file; give a folder")
-    there = [name for name in names if (wanted.out / name).exists()]
-    if there and not wanted.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{wanted.out / there[0]}{more}: is there already; give another folder, or --force to replace it")
-
-
-def _probability_name(name: str) -> str:
-    low = name.lower()
-    ending = ".dcm" if low.endswith((".dcm", ".dicom")) else ".nii.gz" if low.endswith((".nii", ".nii.gz")) else ".tif"
-    return with_ending(name, "probabilities", ending)
 
 
 # segmentation ---------------------------------------------------------------------------------------------------------
 
 
-def _masks(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+def _masks(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
     values = {str(value): list(meant) for value, meant in legend(asking.task.classes).items()}
     write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
-    for one, run in tried:
-        run(lambda one=one: _mask(asking, one, wanted, outcome))  # type: ignore[misc]
+    for one, asked, run in tried:
+        run(lambda one=one, asked=asked: _mask(asking, one, asked, wanted, outcome))  # type: ignore[misc]
 
 
-def _mask(asking: Asking, one: Input, wanted: Wanted, outcome: Outcome) -> None:
+def _mask(asking: Asking, one: Input, asked: Iterator[Asked], wanted: Wanted, outcome: Outcome) -> None:
     name, names = mask_name(one.name), list(asking.task.classes)
-    parts = joined(asking.segmented(one), str(one.path))
+    parts = joined(asking.segmented(one, asked), str(one.path))
     found = _Volume(one, asking, wanted) if volumes.is_volume(one.path) else None
     best: Asked | None = None
     for part in parts:
         if found is None:
             write_picture(wanted.out / name, label_map(part.answer, names, legend(asking.task.classes)))
             if wanted.probabilities:
-                write_pages(wanted.out / _probability_name(name), part.answer.sigmoid().numpy())
+                write_pages(wanted.out / probability_name(name), part.answer.sigmoid().numpy())
         else:
             found.put(part)
         best = part if best is None or _area(part) > _area(best) else best
     if found is not None:
-        found.write(wanted.out / name, wanted.out / _probability_name(name))
+        found.write(wanted.out / name, wanted.out / probability_name(name))
     outcome.written.append(name)
     if wanted.overlays and best is not None:
-        _drawn(wanted.out / with_ending(name, "overlay", ".png"), best, one)
+        _drawn(wanted.out / overlay_name(name), best, one)
 
 
 def _area(part: Asked) -> int:
@@ -255,16 +193,16 @@ def _overlay(path: Path, part: Asked) -> None:
 # classification and language ------------------------------------------------------------------------------------------
 
 
-def _classes(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+def _classes(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
     rows: list[list[Any]] = []
 
-    def ask(one: Input) -> None:
-        found = [_row(one, part, asking.task.classes) for part in asking.classified(one)]
+    def note(one: Input, asked: Iterator[Asked]) -> None:
+        found = [_row(one, part, asking.task.classes) for part in asking.classified(one, asked)]
         rows.extend(found)
         outcome.written.append(one.name)
 
-    for one, run in tried:
-        run(lambda one=one: ask(one))  # type: ignore[misc]
+    for one, asked, run in tried:
+        run(lambda one=one, asked=asked: note(one, asked))  # type: ignore[misc]
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
     table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in asking.task.classes)])
@@ -279,7 +217,7 @@ def _row(one: Input, part: Asked, classes: list[str]) -> list[Any]:
     return [one.name, part.item.part, classes[best], *numbers]
 
 
-def _answers(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted, outcome: Outcome) -> None:
+def _answers(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
     def ask(one: Input) -> None:
         bad, rows = list[DataError](), list[dict[str, Any]]()
         rows += answers(asking.opened, one.path, asking.batch_size, bad)
@@ -288,5 +226,5 @@ def _answers(asking: Asking, tried: Iterator[tuple[Input, Try]], wanted: Wanted,
         outcome.written.append(one.name)
         outcome.bad.extend((one.name, str(error)) for error in bad)
 
-    for one, run in tried:
+    for one, _, run in tried:
         run(lambda one=one: ask(one))  # type: ignore[misc]

@@ -1,0 +1,167 @@
+"""Pictures that are asked about together: as if each were asked alone, and none pays for another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from consilium.config.job import JobConfig
+from consilium.errors import ConfigError
+from consilium.use import gathering
+from consilium.use.asking import Asking
+from consilium.use.gathering import gathered
+from consilium.use.inputs import Prompts, find_inputs
+from consilium.use.model import TrainedModel
+from consilium.use.outputs import Wanted
+from consilium.use.predict import Outcome, predict
+from tests.conftest import run
+from tests.use.handing import CELLS, FUNDUS, HERE, trained
+from tests.use.test_predict import noise
+
+
+def opened(config: JobConfig) -> TrainedModel:
+    """Return a model whose adapter says something; where it came from is not asked."""
+    return TrainedModel(config, trained(config).eval(), Path(), None, None, HERE)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def fundus() -> TrainedModel:
+    return opened(FUNDUS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return five pictures of different sizes, a broken one among them, and a volume of three planes in their midst."""
+    found = tmp_path_factory.mktemp("in")
+    for number, size in enumerate([(40, 30, 3), (64, 64, 3), (33, 90, 3), (70, 20, 3), (50, 51, 3)]):
+        Image.fromarray(noise(size, number)).save(found / f"{number}.png")
+    (found / "0b.png").write_bytes(b"\x89PNG")
+    nibabel.save(nibabel.Nifti1Image(noise((40, 30, 3)).astype(np.int16), np.eye(4)), found / "3b.nii")
+    return found
+
+
+@contextmanager
+def calls(model: Any) -> Iterator[list[int]]:
+    """Yield how many pictures each call of the model has."""
+    sizes: list[int] = []
+    handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    yield sizes
+    handle.remove()
+
+
+def predicted(model: TrainedModel, folder: Path, out: Path, batch: int, prompts: Prompts | None = None) -> Outcome:
+    inputs = find_inputs(folder, False, out)
+    return predict(Asking(model, batch, prompts), inputs, Wanted(out, probabilities=True), lambda one: None)
+
+
+def pages(path: Path) -> np.ndarray:
+    """Return the pages of a TIFF, or the voxels of a volume."""
+    if path.suffix != ".tif":
+        return np.asarray(nibabel.load(path).dataobj)
+    with Image.open(path) as file:
+        return np.stack([np.asarray(file) for page in range(file.n_frames) if file.seek(page) is None])
+
+
+def test_pictures_together_get_the_masks_that_each_gets_alone(fundus: TrainedModel, folder: Path, tmp_path: Path) -> None:
+    with calls(fundus.model) as sizes:
+        alone, together = (predicted(fundus, folder, tmp_path / str(batch), batch) for batch in (1, 3))
+    assert sizes == [1] * 8 + [3, 1, 3, 1]  # 0 1 2, 3, the volume's planes, 4
+    assert alone == together
+    assert together.written == ["0.png", "1.png", "2.png", "3.png", "3b.nii", "4.png"]
+    ((bad, why),) = together.bad
+    assert bad == "0b.png"
+    assert "0b.png" in why
+    for one in sorted((tmp_path / "1").iterdir()):
+        other = tmp_path / "3" / one.name
+        if "probabilities" in one.name:
+            assert pages(one) == pytest.approx(pages(other), abs=1e-5)
+        else:
+            assert one.read_bytes() == other.read_bytes()
+    assert all(pages(path).std() > 0 for path in (tmp_path / "3").glob("*_probabilities.tif"))
+
+
+def test_classes_together_are_those_of_each_alone(folder: Path, tmp_path: Path) -> None:
+    model = opened(CELLS)
+    with calls(model.model) as sizes:
+        found = [predicted(model, folder, tmp_path / str(batch), batch) for batch in (1, 4)]
+    assert sizes == [1] * 8 + [4, 3, 1]
+    assert found[0] == found[1]
+    lines = [(tmp_path / batch / "classes.csv").read_text().splitlines() for batch in ("1", "4")]
+    for one, other in zip(*lines, strict=True):
+        assert one.split(",")[:3] == other.split(",")[:3]
+        if not one.startswith("image"):
+            numbers = [[float(value) for value in line.split(",")[3:]] for line in (one, other)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=2e-6)  # six digits are written
+
+
+def test_prompts_of_different_number_go_into_one_call(folder: Path, tmp_path: Path) -> None:
+    raw = FUNDUS.model_dump()
+    model = opened(JobConfig.model_validate(raw | {"task": raw["task"] | {"prompt": "box"}}))
+    prompts = {(name, None, "disc"): (2.0, 3.0, 18.0, 25.0) for name in ("0.png", "1.png", "3.png")}
+    prompts |= {("1.png", None, "cup"): (5.0, 5.0, 20.0, 20.0), ("4.png", None, "cup"): (51.0, 3.0, 60.0, 9.0)}
+    with calls(model.model) as sizes:
+        alone, together = (predicted(model, folder, tmp_path / str(batch), batch, prompts) for batch in (1, 8))
+    assert sizes == [1, 1, 1, 3]
+    assert alone == together
+    assert together.written == ["0.png", "1.png", "3.png"]  # no box names 2.png, and 4.png's lies outside
+    for name in ("0", "1", "3"):
+        found = [pages(tmp_path / batch / f"{name}_probabilities.tif") for batch in ("1", "8")]
+        assert found[0] == pytest.approx(found[1], abs=1e-5)
+        assert found[1][1].any() == (name == "1")  # where no box is of the cup, it was not asked for
+
+
+def test_an_answer_that_is_no_number_costs_its_picture_alone(fundus: TrainedModel, folder: Path, tmp_path: Path) -> None:
+    def spoil(model: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        if len(logits) == 4:
+            logits[2, 0, 0, 0] = float("nan")
+        return logits
+
+    handle = fundus.model.register_forward_hook(spoil)
+    found = predicted(fundus, folder, tmp_path, 4)
+    handle.remove()
+    assert found.written == ["0.png", "1.png", "3.png", "3b.nii", "4.png"]
+    assert [name for name, why in found.bad] == ["0b.png", "2.png"]
+    assert "the model answers with NaN or Inf" in found.bad[1][1]
+
+
+def test_no_more_waits_than_the_batch_and_the_memory_allow(
+    fundus: TrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [one for one in find_inputs(folder, False, folder / "out") if one.name[1:] == ".png"]
+    monkeypatch.setattr(gathering, "MOST_PIXELS", 64 * 64 + 40 * 30)
+    with calls(fundus.model) as sizes:
+        found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Asking(fundus, 8), inputs)]
+    assert sizes == [2, 2, 1]
+    assert found[2] == ("2.png", [(33, 90, 3)])
+    given = iter(inputs)
+    next(gathered(Asking(fundus, 2), given))  # type: ignore[arg-type]
+    assert next(given).name == "3.png"  # of a folder without end no more is read
+
+
+def test_too_many_for_the_memory_name_the_option(fundus: TrainedModel, folder: Path, tmp_path: Path) -> None:
+    def fail(model: Any, args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    handle = fundus.model.register_forward_pre_hook(fail)
+    with pytest.raises(ConfigError, match=r"^--batch: 3: do not fit into the memory of cpu; give a smaller number"):
+        predicted(fundus, folder, tmp_path, 3)
+    handle.remove()
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda:7", "the last CUDA device here is cuda:1"), ("cuda:256", "cuda:1")])
+def test_a_device_that_is_not_here_names_the_option(
+    device: str, said: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert run(monkeypatch, "predict", finished, finished, "-o", finished / "out", "--device", device) == 2
+    told = capsys.readouterr().err
+    assert f"--device: {device!r}: " in told
+    assert said in told
+    assert "site.yaml" not in told
