@@ -68,6 +68,7 @@ class Asking:
     def _batches(self, one: Input) -> Iterator[tuple[Sequence[Item], list[np.ndarray], Tensor]]:
         self._check_prompted(one)
         parts = self.parts(one)
+        self._check_met(one, parts)
         for start in range(0, len(parts), self.batch_size):
             items = parts[start : start + self.batch_size]
             images = [read_image(item, self.task) for item in items]
@@ -79,6 +80,15 @@ class Asking:
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
+
+    def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
+        """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
+        for name, plane, label in self.prompts or {}:
+            met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
+            if name == one.name and not any(met):
+                where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
+                remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
+                raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
 
     def _check_parts(self, one: Input, images: list[np.ndarray]) -> None:
         """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
