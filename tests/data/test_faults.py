@@ -149,6 +149,11 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "not finite numbers",
         "float32 of shape (24, 24, 5) with NaN",
     ),
+    "voxels beyond float32": (  # they became Inf, and the picture whatever the processor makes of that
+        lambda f: volumes(f, phantom() * 1e300, slice=2),
+        "not finite numbers",
+        "float64 of shape (24, 24, 5) with NaN or Inf, or over 1e+38",
+    ),
     "NaN mask": (lambda f: volumes(f, label=with_nan(blob()), slice=2), "not finite numbers", "s.nii.gz: holds float32"),
     "other spacing": (
         lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, scale=1.5)), slice=2),

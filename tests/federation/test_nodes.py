@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 
@@ -65,6 +67,36 @@ def test_without_the_secret_nobody_comes(nodes: NodesConfig) -> None:
     thread.join()
 
 
+def test_a_stranger_who_sends_a_byte_now_and_then_is_hung_up_on_in_time(nodes: NodesConfig) -> None:
+    """Each of its bytes would come within a limit of its own, and a message may have 256."""
+    ended = []
+
+    def drip() -> None:
+        link = reached(nodes.place)
+        link.sendall(b"\0\0\0\x64")
+        with suppress(OSError):
+            for _ in range(100):
+                time.sleep(0.05)
+                link.sendall(b"a")
+            ended.append("of itself")
+        link.close()
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(ConsiliumError, match=r"0 of 1 ranks called"):
+        gather(nodes.model_copy(update={"wait": 0.3}))
+    thread.join()
+    assert not ended
+
+
+def reached(place: tuple[str, int]) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(place)
+        except ConnectionRefusedError:
+            continue
+
+
 def test_the_site_listens_at_its_address_only_and_no_longer_than_it_gathers(nodes: NodesConfig) -> None:
     host, port = nodes.place
     thread = threading.Thread(target=call, args=(nodes.place, b"0123456789abcdef"))
@@ -98,7 +130,10 @@ def test_a_secret_that_is_none_is_refused(content: bytes | None, mode: int, why:
         read_secret(tmp_path / "secret")
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:29500", "localhost:29500", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:70000"])
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:29500", "localhost:29500", "0:5", "0x0.0:5", "LocalHost.:5", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:70000"],
+)
 def test_an_address_of_no_one_network_is_refused(address: str, tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text(f"nodes: {{address: '{address}', secret: secret, ranks: 1}}")
     with pytest.raises(ConfigError, match=r"nodes\.address"):

@@ -57,9 +57,11 @@ def test_settings_that_flare_refuses_and_kits_that_are_none_are_one_line(
     kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.yaml").write_text("runtime: vmware\n")
+    (tmp_path / "list.yaml").write_text("runtime: [slurm]\n")
     out = tmp_path / "out"
     for kit, settings, told, code in (
         (kits / "hospital-a", tmp_path / "bad.yaml", "Config must contain runtime: docker, runtime: k8s, or runtime: slurm", 1),
+        (kits / "hospital-a", tmp_path / "list.yaml", "list.yaml: FLARE cannot use it (TypeError", 1),
         (kits / "hospital-a", tmp_path / "none.yaml", "Config file not found", 1),
         (kits / "lead@hub.example", CONTAINER / "slurm.yaml", "is no closed kit of a site or server", 2),
         (tmp_path, CONTAINER / "slurm.yaml", "no startup kit", 2),

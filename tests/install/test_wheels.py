@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
@@ -67,6 +68,25 @@ def test_the_root_key_signs_the_hashes_of_all_files(made: Path, state: Path) -> 
     assert subprocess.run(["sha256sum", "--status", "-c", SUMS], cwd=made, check=False).returncode == 0
     (made / SUMS).write_text((made / SUMS).read_text().replace("a", "b", 1))
     assert not signed(made, state)
+
+
+@pytest.mark.parametrize("kept", ["[]", '{"root_pri_key": 7}', "EC"])
+def test_what_is_no_root_key_of_flare_is_one_line(kept: str, tmp_path: Path) -> None:
+    if kept == "EC":
+        own = ec.generate_private_key(ec.SECP256R1())
+        (tmp_path / "rootCA.key").write_bytes(own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    else:
+        (tmp_path / "cert.json").write_text(kept)
+    with pytest.raises(ConfigError, match="has no root key"):
+        wheels.root_key(tmp_path)
+
+
+def test_a_wheel_whose_metadata_is_no_text_is_none_of_ours(tmp_path: Path) -> None:
+    wheel = tmp_path / "consilium-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("consilium-1.0.dist-info/METADATA", b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is no wheel of consilium"):
+        make(wheel, tmp_path / "out", Target("linux-x86_64", "3.11"), (), (), None)
 
 
 def test_the_lock_pins_each_wheel_by_its_hash_and_the_bill_says_the_same(made: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from consilium.errors import RefusedError
 from consilium.federation.aggregate import ExactMean
 from consilium.linalg.together import SMALL, norm, norms, together
 
@@ -31,6 +32,17 @@ def test_norms_are_those_of_each_and_of_all() -> None:
     assert norm({}) == 0.0
     drawn = {str(n): torch.randn(3 + n, 70, generator=torch.Generator().manual_seed(n)) for n in range(9)}
     assert norms(drawn) == {name: float(one.double().square().sum().sqrt()) for name, one in drawn.items()}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_mean_takes_no_nan_wherever_it_stands(place: int) -> None:
+    mean = ExactMean()
+    mean.add({"a": torch.tensor([1.0])}, 1)
+    update = {"a": torch.tensor([1.0]), "b": torch.tensor([1.0], dtype=torch.float64)}
+    update["ab"[place]][0] = math.nan
+    with pytest.raises(RefusedError, match="value of nan"):
+        mean.add(update, 1)
+    assert mean.value()["a"].tolist() == [1.0]
 
 
 def test_a_mean_of_sites_that_name_their_tensors_in_another_order_or_lack_one_is_the_same() -> None:

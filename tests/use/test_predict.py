@@ -1,8 +1,11 @@
 """What `consilium predict` writes: read back by the libraries that others read it with, and equal to the model's own answer."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import highdicom
 import nibabel
@@ -218,12 +221,43 @@ def test_boxes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) 
 
 
 @pytest.mark.parametrize(
-    ("row", "said"), [("a.png,disc,1", "lacks y"), ("a.png,disc,-1,3", "0 or more"), ("a.png,disc,1,inf", "0 or")]
+    ("row", "said"),
+    [
+        ("a.png,disc,1", "lacks y"),
+        ("a.png,disc,-1,3", "0 or more"),
+        ("a.png,disc,1,inf", "0 or"),
+        (f"{'a' * 140_000},disc,1,2", "not valid CSV"),
+    ],
 )
 def test_points_that_cannot_be_are_refused(tmp_path: Path, row: str, said: str) -> None:
     (tmp_path / "points.csv").write_text(f"image,class,x,y\n{row}")
     with pytest.raises(DataError, match=said):
         read_prompts(tmp_path / "points.csv", "point", ["disc", "cup"])
+
+
+@pytest.mark.parametrize("place", [{"x": 1, "slice": 1.7}, {"x": 1, "slice": float("inf")}, {"x": 10**400}])
+def test_numbers_of_json_that_no_pixel_and_no_slice_has_are_refused(tmp_path: Path, place: dict[str, float]) -> None:
+    (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "y": 1, **place}]))
+    with pytest.raises(DataError, match="has a value that is no number"):
+        read_prompts(tmp_path / "p.json", "point", ["disc"])
+
+
+@pytest.mark.parametrize(
+    ("plane", "point", "said"),
+    [(0, (3.0, 3.0), "is on slice 0, which it has not"), (None, (999.0, 3.0), "lies outside of it"), (None, (25.0, 3.0), "")],
+)
+def test_a_prompt_that_no_part_meets_is_told_of(
+    plane: int | None, point: tuple[float, float], said: str, tmp_path: Path
+) -> None:
+    one = Input(tmp_path / "a.png", "a.png")
+    opened: Any = SimpleNamespace(config=SimpleNamespace(task=SimpleNamespace(prompt="point", classes=["disc"])))
+    tiles = [Item(one.path, None, tile=(x, 0, 20, 20)) for x in (0, 20)]
+    asking = Asking(opened, 1, {("a.png", plane, "disc"): point, ("b.png", 7, "disc"): (1.0, 1.0)})
+    if not said:
+        asking._check_met(one, tiles)
+        return
+    with pytest.raises(DataError, match=f"the point of 'disc' {said}"):
+        asking._check_met(one, tiles)
 
 
 def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
@@ -266,3 +300,9 @@ def test_a_box_is_cut_to_each_tile() -> None:
     assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]
     pointed = Asking(None, 1, {("a.png", None, "disc"): (50.0, 63.0)})  # type: ignore[arg-type]
     assert [pointed._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts] == [(50, 63), (2, 63), None]
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="is a device or a pipe"):
+        find_inputs(tmp_path / "a.png", False, tmp_path / "out")

@@ -1,5 +1,6 @@
 """site.yaml: what belongs to a hospital, not to a job."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -53,7 +54,7 @@ class NodesConfig(Section):
     @classmethod
     def _one_place(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
-        if host in ("0.0.0.0", "localhost") or not 0 < int(port) < 65_536:
+        if _is_everywhere(host) or host.lower().rstrip(".") == "localhost" or not 0 < int(port) < 65_536:
             raise ValueError("is no address of one network; give that of the network between the machines, as 10.0.0.1:29500")
         return value
 
@@ -62,6 +63,14 @@ class NodesConfig(Section):
         """Host and port."""
         host, _, port = self.address.rpartition(":")
         return host, int(port)
+
+
+def _is_everywhere(host: str) -> bool:
+    """Tell whether a host is 0.0.0.0, which the system also takes as 0, 0x0 or 00.0.0.0."""
+    try:
+        return socket.inet_aton(host) == bytes(4)
+    except OSError:  # a name
+        return False
 
 
 class TrackingConfig(Section):

@@ -6,11 +6,15 @@ import numpy as np
 
 from consilium.errors import DataError
 
+MOST = 1e38
+"""The largest value: pictures are made in float32, which ends soon after."""
+
 
 def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return an array that holds something, each a finite real number. Raises DataError for any other."""
-    if not array.size or array.dtype.kind not in "uif" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
-        what = f"{array.dtype} of shape {array.shape}" + (" with NaN or Inf" if array.dtype.kind == "f" else "")
+    """Return an array that holds something, each a real number of at most `MOST`. Raises DataError for any other."""
+    if not array.size or array.dtype.kind not in "uif" or (array.dtype.kind == "f" and not _is_small(array)):
+        beyond = f" with NaN or Inf, or over {MOST:g}" if array.dtype.kind == "f" else ""
+        what = f"{array.dtype} of shape {array.shape}{beyond}"
         raise DataError(f"{path}: holds {what}; save it as real, finite numbers", "not finite numbers")
     return array
 
@@ -23,3 +27,7 @@ def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
         what = "mask holds values between whole numbers"
         raise DataError(f"{path}: {what}; save label values as whole numbers", "mask of broken numbers")
     return array.astype(np.int64)
+
+
+def _is_small(array: np.ndarray) -> bool:
+    return float(array.min()) >= -MOST and float(array.max()) <= MOST  # false for NaN

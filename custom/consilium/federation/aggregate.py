@@ -41,8 +41,9 @@ class ExactMean:
         Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
         """
         pieces = _pieces(update)
-        largest = max((float(t.abs().max()) for t in pieces.values() if t.numel()), default=0.0)
-        if largest / MEAN_UNIT * weight >= 2.0**62 / self._parties:
+        tops = [float(t.abs().max()) for t in pieces.values() if t.numel()]
+        if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused
+            largest = next((top for top in tops if math.isnan(top)), max(tops))
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
         for piece, numbers in pieces.items():
             term = quantize({"": numbers})[""] * weight

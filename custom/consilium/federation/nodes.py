@@ -8,10 +8,10 @@ of site.yaml only, and only while its ranks gather.
 import os
 import socket
 import stat
-import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
@@ -22,7 +22,7 @@ from consilium.federation.processes import Child
 from consilium.federation.rank import work
 
 HANDSHAKE = 10
-"""Seconds that a caller has to prove that it knows the secret."""
+"""Seconds that a caller has in all to prove that it knows the secret, however slowly it sends."""
 AGAIN = 1.0
 """Seconds after which a rank that found nobody, or whose training is over, calls again."""
 SHORTEST = 16
@@ -60,7 +60,7 @@ def gather(nodes: NodesConfig) -> list[Joined]:
         with socket.create_server(nodes.place) as door:
             while len(found) < nodes.ranks and (left := until - time.monotonic()) > 0:
                 door.settimeout(left)
-                if caller := _admitted(door, secret):
+                if caller := _admitted(door, secret, until):
                     found.append(caller)
     except OSError as error:
         _hang_up(found)
@@ -77,7 +77,7 @@ def _hang_up(found: Sequence[Joined]) -> None:
         one.end()
 
 
-def _admitted(door: socket.socket, secret: bytes) -> Joined | None:
+def _admitted(door: socket.socket, secret: bytes, until: float) -> Joined | None:
     """Return the next caller if it knows the secret, None for one that does not, or if none calls in time."""
     try:
         caller, (machine, *_) = door.accept()
@@ -85,28 +85,40 @@ def _admitted(door: socket.socket, secret: bytes) -> Joined | None:
         return None
     pipe = _piped(caller)
     try:
-        connection.deliver_challenge(pipe, secret)
-        connection.answer_challenge(pipe, secret)
+        with _hurried(pipe, min(HANDSHAKE, until - time.monotonic())):
+            connection.deliver_challenge(pipe, secret)
+            connection.answer_challenge(pipe, secret)
     except (AuthenticationError, OSError, EOFError):
         pipe.close()
         return None
-    _wait_as_long(pipe, 0)
     return Joined(pipe, machine)
 
 
 def _piped(link: socket.socket) -> connection.Connection:
-    """Return a connection over a socket, whose reads wait no longer than a handshake may take."""
+    """Return a connection over a socket."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    pipe = connection.Connection(link.detach())
-    _wait_as_long(pipe, HANDSHAKE)
-    return pipe
+    return connection.Connection(link.detach())
 
 
-def _wait_as_long(pipe: connection.Connection, seconds: int) -> None:
+@contextmanager
+def _hurried(pipe: connection.Connection, seconds: float) -> Iterator[None]:
+    """Hang up if the block takes longer. A limit of each read would let a byte now and then hold the site for ever."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as link:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+        timer = threading.Timer(max(seconds, 0.0), _shut, (link,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _shut(link: socket.socket) -> None:
+    with suppress(OSError):  # the other end has hung up
+        link.shutdown(socket.SHUT_RDWR)
 
 
 # on the other machine -------------------------------------------------------------------------------------------------
@@ -137,15 +149,15 @@ def _join(place: tuple[str, int], secret: bytes, device: str, parent: connection
         try:
             link = socket.create_connection(place, timeout=HANDSHAKE)
             address, pipe = link.getsockname()[0], _piped(link)
-            connection.answer_challenge(pipe, secret)
-            connection.deliver_challenge(pipe, secret)
+            with _hurried(pipe, HANDSHAKE):
+                connection.answer_challenge(pipe, secret)
+                connection.deliver_challenge(pipe, secret)
             break
         except AuthenticationError:
             print(f"{place[0]}:{place[1]}: has another secret; nothing is done for it", flush=True)
             time.sleep(HANDSHAKE)
         except (OSError, EOFError):
             time.sleep(AGAIN)
-    _wait_as_long(pipe, 0)
     threading.Thread(target=_watch, args=(os.dup(pipe.fileno()),), daemon=True).start()
     work(pipe, address, device)
 

@@ -55,14 +55,16 @@ class Asking:
         return self.opened.config.task
 
     def parts(self, one: Input) -> list[Item]:
-        """Return the planes or tiles of an input, or the picture itself. Raises DataError."""
+        """Return the planes or tiles of an input, or the picture itself. Raises DataError, for prompts that miss it too."""
         nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
         found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
-        return list(found.splits["test"])
+        parts = list(found.splits["test"])
+        self._check_prompted(one)
+        self._check_met(one, parts)
+        return parts
 
     def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[Loaded]:
         """Yield the parts of an input with their pixels. Raises DataError."""
-        self._check_prompted(one)
         for item in items:
             image = read_image(item, self.task)
             self._check_part(one, image)
@@ -108,6 +110,15 @@ class Asking:
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
+
+    def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
+        """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
+        for name, plane, label in self.prompts or {}:
+            met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
+            if name == one.name and not any(met):
+                where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
+                remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
+                raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
 
     def _check_part(self, one: Input, image: np.ndarray) -> None:
         """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""

@@ -39,6 +39,8 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
+    if not given.is_dir() and not given.is_file():
+        raise ConfigError(f"{shown(given)}: is a device or a pipe; give a file or a folder")
     ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
     if not given.is_dir():
         return [Input(given, given.name)]
@@ -113,7 +115,10 @@ def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
 
 def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     if path.suffix.lower() != ".json":
-        yield from csv.DictReader(io.StringIO(text))
+        try:
+            yield from csv.DictReader(io.StringIO(text))
+        except csv.Error as error:
+            raise DataError(f"{path}: not valid CSV ({error}); write {','.join(columns)}") from None
         return
     try:
         found = json.loads(text)
@@ -133,7 +138,9 @@ def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) 
     try:
         found = tuple(float(row[key]) for key in columns[2:])
         number = int(row["slice"]) if row.get("slice") not in (None, "") else None
-    except (TypeError, ValueError):
+        if number is not None and number != float(row["slice"]):  # int() cuts 1.7 to 1
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
         raise DataError(f"{where}: has a value that is no number; write pixels from the left and the top") from None
     _check_pixels(where, found)
     return (str(row["image"]), number, str(row["class"])), found

@@ -80,6 +80,9 @@ def _flare(copy: Path, settings: Path, output: Path) -> None:
     except SystemExit:
         lines = [line for line in said.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
         raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # it checks not every value's kind
+        what = f"FLARE cannot use it ({type(error).__name__}: {error})"
+        raise ConsiliumError(f"{settings}: {what}; compare it with provisioning/container/slurm.yaml") from None
 
 
 def _close(output: Path) -> None:

@@ -97,8 +97,12 @@ def make(wheel: Path, output: Path, target: Target, extras: Sequence[str], links
 
 def _own(wheel: Path, extras: Sequence[str]) -> str:
     """Return the requirement of our wheel with extras. Raises ConfigError."""
-    found = list(distributions(path=[str(wheel)])) if wheel.is_file() and _NAME.fullmatch(wheel.name) else []
-    if not found or found[0].metadata["Name"] != OURS:
+    try:
+        found = list(distributions(path=[str(wheel)])) if wheel.is_file() and _NAME.fullmatch(wheel.name) else []
+        ours = bool(found) and found[0].metadata["Name"] == OURS
+    except UnicodeDecodeError:
+        ours = False
+    if not ours:
         raise ConfigError(f"{wheel}: is no wheel of {OURS}; give the released one, or build it: python -m build --wheel")
     known = found[0].metadata.get_all("Provides-Extra") or []
     if wrong := [extra for extra in extras if extra not in known]:
@@ -185,10 +189,11 @@ def root_key(state: Path) -> rsa.RSAPrivateKey:
         else:
             text = (state / "rootCA.key").read_bytes()
         key = load_pem_private_key(text, password=None)
-    except (OSError, ValueError, KeyError, TypeError):
+        if not isinstance(key, rsa.RSAPrivateKey):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         remedy = "give kits/NAME/state, or the folder of `nvflare cert init`"
         raise ConfigError(f"--sign: {state}: has no root key; {remedy}") from None
-    assert isinstance(key, rsa.RSAPrivateKey)  # FLARE's are
     return key
 
 
