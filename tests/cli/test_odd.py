@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from torch import nn
 
 from consilium.cli.main import app, main
 from consilium.federation.bench import Bench, Way
@@ -90,7 +91,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     monkeypatch.setattr("consilium.federation.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
-    ways = tuple(Way(name, print, [1.0]) for name in ("job", "ready", "bare"))
+    ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
     monkeypatch.setattr("consilium.federation.bench.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
     monkeypatch.setattr("consilium.flare.simulator.run_simulator", lambda job, names, folder, *rest: no_results(folder))
     return tmp_path

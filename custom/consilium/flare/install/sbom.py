@@ -22,7 +22,7 @@ def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
     parts: dict[str, Component] = {}
     for one, digest in found:
         said = one.metadata  # read anew at each look
-        if (name := _normal(said["Name"] or "")) and name not in parts:
+        if (name := _normal(said.get("Name") or "")) and name not in parts:
             parts[name] = _component(said, name, digest)
     about = parts.pop(subject, None)
     bom = Bom(components=parts.values())
@@ -44,11 +44,11 @@ def _normal(name: str) -> str:
 
 
 def _component(said: PackageMetadata, name: str, digest: str) -> Component:
-    told, url = _license(said), PackageURL("pypi", None, name, said["Version"])
+    told, url = _license(said), PackageURL("pypi", None, name, said.get("Version"))
     return Component(
         type=ComponentType.LIBRARY,
-        name=said["Name"],
-        version=said["Version"],
+        name=said.get("Name"),
+        version=said.get("Version"),
         purl=url,
         bom_ref=str(url),
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else (),
