@@ -22,7 +22,7 @@ def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
     parts: dict[str, Component] = {}
     for one, digest in found:
         said = one.metadata  # read anew at each look
-        if (name := _normal(said.get("Name") or "")) and name not in parts:
+        if (name := _normal(_told(said, "Name"))) and name not in parts:
             parts[name] = _component(said, name, digest)
     about = parts.pop(subject, None)
     bom = Bom(components=parts.values())
@@ -43,12 +43,16 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def _told(said: PackageMetadata, what: str) -> str:
+    return said[what] if what in said else ""  # noqa: SIM401 - some metadata have no `get`, others raise for what is not there
+
+
 def _component(said: PackageMetadata, name: str, digest: str) -> Component:
-    told, url = _license(said), PackageURL("pypi", None, name, said.get("Version"))
+    told, url = _license(said), PackageURL("pypi", None, name, _told(said, "Version") or None)
     return Component(
         type=ComponentType.LIBRARY,
-        name=said.get("Name"),
-        version=said.get("Version"),
+        name=_told(said, "Name"),
+        version=_told(said, "Version") or None,
         purl=url,
         bom_ref=str(url),
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else (),
