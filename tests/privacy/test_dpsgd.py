@@ -14,7 +14,7 @@ from consilium.adapters import layers, lora
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import assemble_job, build_model, build_task
 from consilium.federation.engine import simulate
 from consilium.federation.samples import site_data
@@ -26,6 +26,7 @@ from consilium.models.sam.network import build_sam
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
 from consilium.training.loop import train
+from consilium.training.losses import Losses
 from tests.conftest import small_config, training_only
 
 Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Tensor]]
@@ -153,6 +154,31 @@ def test_each_sample_is_clipped_on_its_own_and_the_mean_has_a_constant_divisor()
             (-layer(x)).mean().backward()  # gradient of sample i is -x_i
         private.step({})
     assert torch.allclose(layer.weight, torch.tensor([[1.0, 0.5]]) / 2, atol=1e-5)  # 10 samples at rate 0.2: 2 expected
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e30])
+def test_a_sample_without_a_finite_gradient_adds_nothing_and_stops_nothing(odd: float) -> None:
+    def after(rows: list[list[float]]) -> torch.Tensor:
+        layer, private = steps(DpSgd(0.0, 0.5, 1.0, seed=0))
+        with private:
+            with private.gradients.collect(len(rows)):
+                (-layer(torch.tensor(rows))).mean().backward()
+            private.step({})
+        return layer.weight.detach().clone()
+
+    assert torch.equal(after([[1.0, 2.0], [odd, 1.0], [0.5, 0.1]]), after([[1.0, 2.0], [0.0, 0.0], [0.5, 0.1]]))
+
+
+def test_a_private_loss_that_is_no_number_is_left_out_and_another_ends_the_round() -> None:
+    found = Losses(torch.device("cpu"), 0.1, private=True)
+    for value in (1.0, float("nan"), float("inf"), 2.0):
+        found.add(torch.tensor(value), 0.5)
+    assert found.look(True)
+    assert found.total == 1.5
+    found = Losses(torch.device("cpu"), 0.1)
+    found.add(torch.tensor(float("nan")))
+    with pytest.raises(ConsiliumError, match="the loss became nan"):
+        found.look(True)
 
 
 def test_an_empty_batch_still_takes_a_step_of_noise() -> None:

@@ -171,6 +171,12 @@ def _refuse_ties(model: nn.Module, unit: str) -> None:
             raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or dropout 0")
 
 
+def _finite(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return gradients (N, *shape) by name, 0 for a unit whose norm over all of them is not finite: noise would not hide it."""
+    kept = torch.stack([one.flatten(1).square().sum(1) for one in gradients.values()]).sum(0).isfinite()
+    return {name: one.where(kept.reshape(-1, *[1] * (one.ndim - 1)), 0.0) for name, one in gradients.items()}
+
+
 class PrivateSteps:
     """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager."""
 
@@ -225,7 +231,7 @@ class PrivateSteps:
 
     def step(self, penalty: Mapping[str, Tensor]) -> None:
         """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""
-        for name, gradient in self.gradients.take().items():
+        for name, gradient in _finite(self.gradients.take()).items():
             parameter: Any = self.gradients.trained[name]
             parameter.grad_sample = gradient
         self.optimizer.pre_step()

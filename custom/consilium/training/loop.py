@@ -67,7 +67,7 @@ def train(
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with what
     is `kept`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step by its
     share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own. The
-    model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not finite.
+    model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see losses.py.
     """
     active = switched(params, trained)
     optimizer = make_optimizer(list(active.values()), config)
@@ -76,7 +76,7 @@ def train(
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
-    losses = Losses(_device(model), config.lr)
+    losses = Losses(_device(model), config.lr, dp is not None)
     penalties: list[Tensor] = []
 
     def regularize(step: LocalStep) -> Tensor | None:

@@ -17,10 +17,15 @@ EVERY = 1.0
 
 @dataclass
 class Losses:
-    """Losses of steps, each the sum of its batches' times their shares. `lr` is the learning rate that errors name."""
+    """Losses of steps, each the sum of its batches' times their shares. `lr` is the learning rate that errors name.
+
+    `private`: under privacy for records or patients a loss that is not finite counts as 0, as its gradient does; an error
+    would end the round, and so tell, without noise, that its record was drawn.
+    """
 
     device: torch.device
     lr: float
+    private: bool = False
     total: float = 0.0
     _shares: list[float] = field(default_factory=list)
     _unread: list[Tensor] = field(default_factory=list)
@@ -35,7 +40,8 @@ class Losses:
     def look(self, last: bool) -> bool:
         """End a step; read all that is unread where that costs nothing, is due, or the step is the `last`, and tell whether.
 
-        `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite.
+        `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
+        `private`.
         """
         self._ends.append(len(self._unread))
         now = time.monotonic()
@@ -47,10 +53,11 @@ class Losses:
 
     def _read(self, values: list[float]) -> None:
         """Add up step by step, so that it makes no difference when this is done."""
-        if (wrong := next((value for value in values if not math.isfinite(value)), None)) is not None:
+        wrong = next((value for value in values if not math.isfinite(value)), None)
+        if wrong is not None and not self.private:
             what = f"training.lr: {self.lr}: the loss became {wrong}; lower it or check the data"
             raise ConsiliumError(what, Reason.TRAINING)
-        products = [share * value for share, value in zip(self._shares, values, strict=True)]
+        products = [share * value if math.isfinite(value) else 0.0 for share, value in zip(self._shares, values, strict=True)]
         for begin, end in zip([0, *self._ends], self._ends, strict=False):
             self.total += sum(products[begin:end])
         self._shares, self._unread, self._ends = [], [], []
