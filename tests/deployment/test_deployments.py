@@ -29,6 +29,7 @@ SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
 def test_a_bundle_runs_without_the_package_where_it_is_allowed_and_only_there(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, bundles=["server", "site-1", "site-2"], installed=False) as federation:
+        federation.variables["site-3"] = Federation.scratch_environment(tmp_path)  # its kit counts on the package
         federation.start()
         job = tmp_path / "job.yaml"
         job.write_text(yaml.safe_dump(small_config("fedit", rounds=1).model_dump()))
