@@ -20,6 +20,7 @@ def config() -> JobConfig:
     return load_job(ROOT / "jobs/quickstart_dicom", small)
 
 
+@pytest.mark.slow
 def test_dicom_hospitals_train_and_are_scored_by_patient(flare: Runner, tmp_path: Path) -> None:
     hospitals(tmp_path / "data")
     sites = {name: find_site(name, Given(tmp_path / "data")) for name in SITES}
