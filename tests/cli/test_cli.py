@@ -48,6 +48,7 @@ def test_simulate_as_json_with_overrides_and_own_data(
     assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["sharing"] == "M1"
 
 
+@pytest.mark.slow
 def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", JOBS / "fundus_fediat") == 0
     assert "546,816" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from consilium.config.job import JobConfig
@@ -32,6 +33,7 @@ def held_out(workspace: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [(line["round"], line["site"], line["metrics"]) for line in lines if line["event"] == "held_out"]
 
 
+@pytest.mark.slow
 def test_three_tiers_exchange_payloads_of_different_shapes(flare: Runner, tmp_path: Path) -> None:
     job = assemble_job(config())
     workspace = flare(config(), edited(client=listen))

@@ -107,6 +107,7 @@ def check_refused(workspace: Path, rounds: int) -> None:
     assert all(kind in reason for kind, (_, reason) in zip(DAMAGE, reasons, strict=False))
 
 
+@pytest.mark.slow
 def test_a_damaged_site_and_one_with_broken_data_are_left_out_and_the_job_goes_on(flare: Runner, hospitals: Path) -> None:
     """The one whose data are broken says why, without a file's name."""
     edit = edited(client=partial(add_filter, "Corrupter"))
