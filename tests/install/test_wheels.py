@@ -178,7 +178,7 @@ def test_what_the_other_machine_needs_is_collected_and_not_what_this_one_needs(
         write_wheel(tmp_path / "links", f"for_{machine}", "1.0")
         needs.append(f'for_{machine}==1.0; platform_machine == "{machine}"')
     (other,) = wheels.PLATFORMS.keys() - {HERE.platform}
-    wheel, words = write_wheel(tmp_path, "consilium", "9.9", *needs), ["--find-links", tmp_path / "links", "--platform", other]
+    wheel, words = write_wheel(tmp_path, "consilium", "9.9", *needs), ["--links", tmp_path / "links", "--platform", other]
     assert run(monkeypatch, "wheels", wheel, "-o", tmp_path / "out", *words) == 0
     assert re.findall(r"^(\S+)==", (tmp_path / "out" / LOCK).read_text(), re.M) == [
         "consilium",
@@ -202,7 +202,7 @@ def test_it_is_made_and_installed_without_a_network_and_nothing_else_gets_in(
     (tmp_path / "links").mkdir()
     write_wheel(tmp_path / "links", "tinypart", "1.0")
     wheel, folder = write_wheel(tmp_path, "consilium", "9.9", "tinypart==1.0"), tmp_path / "a house"
-    words = [wheel, "-o", folder, "--platform", HERE.platform, "--find-links", tmp_path / "links", "--sign", state]
+    words = [wheel, "-o", folder, "--platform", HERE.platform, "--links", tmp_path / "links", "--sign", state]
     assert run(monkeypatch, "wheels", *words) == 0
     assert signed(folder, state)
     write_wheel(folder / WHEELS, "tinypart", "1.0.post1")  # a newer one laid beside them

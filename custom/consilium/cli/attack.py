@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from consilium.use.model import TrainedModel
 
 
+DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")]
+
+
 def attack(
     model: ModelArgument,
-    data: Annotated[
-        Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")
-    ] = None,
+    data: DataOption = None,
     site: SiteOption = None,
     stage: StageOption = None,
     best: BestOption = False,
@@ -64,9 +65,7 @@ def attack(
 
 def invert(
     model: ModelArgument,
-    data: Annotated[
-        Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")
-    ] = None,
+    data: DataOption = None,
     site: SiteOption = None,
     batch: Annotated[int, typer.Option(min=1, max=16, help="pictures in the site's step")] = 1,
     sum: Annotated[int, typer.Option(min=2, max=100, help="sites in the sum that secure aggregation would open")] = 3,

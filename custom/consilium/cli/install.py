@@ -29,17 +29,14 @@ def wheels(
         str, typer.Option(help="build of torch: cpu, cu128, ...; without it what the index gives, on PyPI for a recent CUDA")
     ] = "",
     extra: Annotated[list[str] | None, typer.Option(help="of this package, such as dicom; several times for several")] = None,
-    find_links: Annotated[
-        list[Path] | None,
-        typer.Option("--find-links", help="a folder of wheels to look into as well; repeatable"),
-    ] = None,
+    links: Annotated[list[Path] | None, typer.Option(help="a folder of wheels to look into as well; repeatable")] = None,
     sign: Annotated[Path | None, typer.Option(help="kits/NAME/state, whose root key signs")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Collect all that a machine without internet needs: wheels for it, their hashes, a bill of materials, install.sh."""
     from consilium.flare.install.wheels import SIGNATURE, WHEELS, Target, make
 
-    sums = make(wheel, output, Target(platform, python, accelerator), extra or (), find_links or (), sign)
+    sums = make(wheel, output, Target(platform, python, accelerator), extra or (), links or (), sign)
     found = list((output / WHEELS).iterdir())
     size = sum(path.stat().st_size for path in found)
     if format is Format.JSON:

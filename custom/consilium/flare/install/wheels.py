@@ -39,8 +39,6 @@ OURS = "consilium"
 PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
 """Where torch has wheels that we have run, and the other Linux. glibc 2.28 or newer."""
 GLIBC = 28
-PYTORCH = "https://download.pytorch.org/whl/"
-"""Where builds of torch for other accelerators than PyPI's are; uv knows it by itself, pip is told."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.]*-[\w.!+]+(-\d[\w.]*)?(-[\w.]+){3}\.whl", re.ASCII)
 _ACCELERATOR = re.compile(r"cpu|cu\d{2,3}|rocm[\d.]{1,8}|xpu")
 _PYTHON = re.compile(r"3\.\d{1,2}")
@@ -122,7 +120,7 @@ def _resolve(own: str, lock: Path, target: Target, links: Sequence[Path]) -> Non
     words = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes", "--python", sys.executable]
     words += ["--python-version", target.python, "--python-platform", platform, "--no-emit-package", re.split(r"[ \[]", own)[0]]
     words += ["--torch-backend", target.accelerator] if target.accelerator else []
-    words += [word for link in links for word in ("--find-links", str(link.resolve()))]
+    words += [word for link in links for word in ("-f", str(link.resolve()))]
     _run([*words, str(wanted), "--output-file", str(lock)], "what the package needs could not be resolved")
 
 
@@ -132,8 +130,7 @@ def _fetch(lock: Path, folder: Path, target: Target, links: Sequence[Path]) -> N
     tags = [f"manylinux_2_{n}_{arch}" for n in range(GLIBC, 4, -1)] + [f"manylinux{year}_{arch}" for year in (2014, 2010, 1)]
     abi = "cp" + target.python.replace(".", "")
     options = ["--no-deps", "--quiet", "--disable-pip-version-check", "--dest", str(folder)]
-    options += [word for link in links for word in ("--find-links", str(link.resolve()))]
-    options += ["--extra-index-url", PYTORCH + target.accelerator] if target.accelerator else []
+    options += [word for link in links for word in ("-f", str(link.resolve()))]
     machine = ["--python-version", target.python, "--implementation", "cp"]
     machine += [word for one in (abi, "abi3", "none") for word in ("--abi", one)]
     machine += [word for tag in [*tags, f"linux_{arch}"] for word in ("--platform", tag)]
@@ -144,7 +141,7 @@ def _fetch(lock: Path, folder: Path, target: Target, links: Sequence[Path]) -> N
         _run(build, f"{source.name} could not be made a wheel")
         source.unlink()
     if foreign := [path.name for path in folder.iterdir() if not _fits(path.name, arch)]:
-        problem = f"is for another machine than {target.platform}; build it there and give its folder with --find-links"
+        problem = f"is for another machine than {target.platform}; build it there and give its folder with --links"
         raise ConsiliumError(f"{foreign[0]}: {problem}")
 
 

@@ -20,6 +20,6 @@ if ! (cd -- "$here" && sha256sum --strict --status --check SHA256SUMS 2>/dev/nul
 fi
 mkdir -p -- "$(dirname -- "$target")" && "$python" -m venv "$target" || fail "$target: cannot be made; is its folder yours to write?"
 "$target/bin/python3" -m pip --isolated --disable-pip-version-check install --quiet --no-index --no-cache-dir \
-  --only-binary :all: --find-links "$here/wheels" --require-hashes --requirement "$here/requirements.lock" ||
+  --only-binary :all: -f "$here/wheels" --require-hashes --requirement "$here/requirements.lock" ||
   fail "$target: incomplete, see above; remove it"
 "$target/bin/consilium" --version
