@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from scipy.stats import beta, kstest
 
 from consilium.errors import RefusedError
+from consilium.linalg.together import norm as joint_norm
 from consilium.privacy.accounting import gaussian_delta
-from consilium.privacy.mechanism import Geometry, geometry, joint_norm, privatize, seeded_normal, system_normal
+from consilium.privacy.mechanism import Geometry, geometry, privatize, seeded_normal, system_normal
 
 M, R, N = 7, 3, 13
 NONE: dict[str, Geometry] = {}

@@ -28,6 +28,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from consilium.errors import RefusedError
+from consilium.linalg.together import norm as joint_norm
 from consilium.messages import Tensors
 
 NULL = 1e-9
@@ -130,11 +131,6 @@ def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: f
 
 def _factor(clip: float, norm: float) -> float:
     return min(1.0, clip / norm) if norm > 0 else 1.0
-
-
-def joint_norm(tensors: Mapping[str, Tensor]) -> float:
-    """Return the Frobenius norm of all tensors together."""
-    return sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
 
 
 def _cosine(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
