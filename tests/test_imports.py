@@ -1,4 +1,4 @@
-"""What a process loads: reading a job takes no torch, and a server needs nothing of what only sites do."""
+"""What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ HEAVY = (
     "nibabel",
     "torch._dynamo",
 )
-READ = "import consilium.config.job"
+READ = "import consilium.cli.main"
 SERVER = """
 import consilium.flare.aggregator, consilium.flare.controller, consilium.flare.filters
 from pathlib import Path
@@ -50,7 +50,7 @@ def server(job: str, folder: Path) -> set[str]:
     return loaded(SERVER.format(job=str(ROOT / "jobs" / job), folder=str(folder / "run"), text=job == "quickstart_text"))
 
 
-def test_reading_a_job_loads_no_torch() -> None:
+def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
     found = loaded(READ)
     assert "consilium.config.job" in found
     assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()

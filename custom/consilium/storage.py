@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import psutil
-import torch
 from filelock import FileLock
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize
-from torch import Tensor
 
 from consilium.errors import CheckpointError
+
+if TYPE_CHECKING:  # every command reads this file, and most have no use for torch
+    from torch import Tensor
 
 PATIENCE = 600.0
 """Seconds to wait for another process' lock: longer than anything that is done under one."""
@@ -24,20 +25,20 @@ PRIVATE, PUBLIC = 0o600, 0o666
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 
-def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+def save_state(path: Path, tensors: Mapping[str, "Tensor"], meta: Mapping[str, Any]) -> None:
     """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"meta": json.dumps(dict(meta)), "sha256": digest(ready)}
     write_atomic(path, serialize({name: _described(tensor) for name, tensor in ready.items()}, metadata=header))
 
 
-def _described(tensor: Tensor) -> TensorSpec:
+def _described(tensor: "Tensor") -> TensorSpec:
     """Return where a tensor's bytes are: safetensors' own `save` takes 20 times as long to find it out for small ones."""
     kind = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
-def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     """Return (tensors, meta) of a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -137,8 +138,10 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
+def digest(tensors: Mapping[str, "Tensor"]) -> str:
     """Return the SHA-256 of tensors: names, types, shapes, bytes."""
+    import torch
+
     found = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
