@@ -72,6 +72,6 @@ def test_a_resumed_run_of_sampled_sites_equals_an_uninterrupted_one(strategy: st
         assert not judged & set(names)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_sites_stopped_after_five_of_ten_rounds(tmp_path: Path) -> None:
     run_twice(unequal_job("fedhera", 10, 0.1), some_sites(100), tmp_path, 5)

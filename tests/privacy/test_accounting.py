@@ -103,7 +103,7 @@ def test_noise_is_never_too_small(accountant: str, epsilon: float, delta: float,
     assert epsilon_of([GaussianEvent(sigma, rate, count)], delta, accountant) <= epsilon
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @ACCOUNTANTS
 @given(st.floats(1e-4, 100), st.floats(1e-9, 0.2), st.integers(1, 20_000), st.sampled_from([1e-3, 0.1, 0.5, 1.0]))
 @settings(max_examples=25, deadline=None)
