@@ -53,7 +53,7 @@ def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(s
 def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: MakeStudy, tmp_path: Path) -> None:
     for site in ("a", "b"):
         make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 2, 0, 1, 64, 0.5, 0.5)
-    path = study_file(set={}, axes={"seed": {"training.seed": [3]}})
+    path = study_file(set={"federation.max_norm_ratio": 1e-6}, axes={"seed": {"training.seed": [3]}})
     (one,) = planned(path, tmp_path / "w", tmp_path / "data")
     assert planned(path, tmp_path / "w", tmp_path / "data")[0].data == one.data
 
@@ -74,7 +74,9 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     assert (aside / "metrics.jsonl").read_text() == mark != (one.cell.folder / "metrics.jsonl").read_text()
     picture.write_bytes(before)
     (again,) = planned(path, tmp_path / "w", tmp_path / "data")
-    run_cell(again, break_down)
+    reason = run_cell(again, quiet).reason
+    assert reason.startswith("b was refused: update has norm")
+    assert "round 0: 0 of 2 results, federation.min_sites is" in reason
     assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
     assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}"]
 

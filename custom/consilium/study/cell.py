@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
@@ -22,6 +22,8 @@ from consilium.storage import file_lock, private_folder, write_atomic
 from consilium.study.plan import Planned
 
 RECORD = "cell.json"
+MOST_REASON = 600
+"""Characters of why a cell failed."""
 State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 """`elsewhere`: another process is at it; `broken`: it was interrupted and goes on from its checkpoint."""
 
@@ -97,23 +99,29 @@ def fail(planned: Planned, reason: str) -> Record:
 
 
 def _run(planned: Planned, observer: Observer) -> Record:
-    record, began = _begun(planned), time.monotonic()
+    record, began, refused = _begun(planned), time.monotonic(), list[str]()
     record.save(planned.cell.folder)
+
+    def hear(event: Mapping[str, Any]) -> None:
+        if event["event"] == "refused":
+            refused[:] = [f"{event['site']} was refused: {event['reason']}; "]
+        observer(event)
+
     try:
-        _simulate(planned, observer)
+        _simulate(planned, hear)
         ended = replace(record, state="done", reason="")
     except Exception as error:  # the other cells go on
         traceback.print_exc()
-        ended = replace(record, state="failed", reason=_reason(error))
+        ended = replace(record, state="failed", reason=_reason(error, "".join(refused)))
     ended = replace(ended, seconds=round(record.seconds + time.monotonic() - began, 2))
     ended.save(planned.cell.folder)
     return ended
 
 
-def _reason(error: Exception) -> str:
-    """Return one line: our own errors as they are, others with their kind."""
+def _reason(error: Exception, refused: str) -> str:
+    """Return one line: our own errors behind the last refusal, which is often their cause; others with their kind."""
     text = " ".join(str(error).split())
-    return shown(text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}")
+    return shown(refused + text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}", MOST_REASON)
 
 
 def _begun(planned: Planned) -> Record:
