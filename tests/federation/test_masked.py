@@ -344,15 +344,16 @@ def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, ident
 
 
 @pytest.mark.parametrize(
-    ("policy", "asks", "why"),
+    ("secure", "asks", "why"),
     [
-        ({}, {"min_colluders": 2}, r"secure_aggregation.colluders 1 is under min_colluders of site.yaml \(2\)"),
+        ({"colluders": 0}, {}, r"secure_aggregation.colluders 0 is under min_colluders of site.yaml \(1\)"),
         ({}, {"min_sites": 5}, "4 sites, under secure_aggregation.min_sites 5 of site.yaml"),
     ],
 )
-def test_a_hospital_asks_for_more_than_the_job(policy: dict, asks: dict, why: str, tmp_path: Path, identities: Path) -> None:
+def test_a_hospital_asks_for_more_than_the_job(secure: dict, asks: dict, why: str, tmp_path: Path, identities: Path) -> None:
+    """One that says nothing counts on one colluder, as jobs do that say nothing."""
     site = SiteConfig(secure_aggregation=SitePartnersConfig.model_validate(asks))
-    federation = Federation(job_of(secure={}), tmp_path, identities, site=site)
+    federation = Federation(job_of(secure=secure), tmp_path, identities, site=site)
     with pytest.raises(ConsiliumError):
         federation.run()
     assert any(re.search(why, str(event.get("reason"))) for event in federation.events)

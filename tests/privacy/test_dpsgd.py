@@ -1,7 +1,9 @@
 """Record-level DP-SGD: per-sample gradients are autograd's, Opacus counts what the plan plans, adapters survive saving."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
-from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
+from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
 from consilium.training.loop import train
 from consilium.training.losses import Losses
 from tests.conftest import small_config, training_only
@@ -130,6 +132,20 @@ def test_a_module_that_ties_records_together_is_named(tie: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4), tie)
     with pytest.raises(ConfigError, match=rf"'1' \({type(tie).__name__}\) ties the records of a batch together"):
         PerSampleGradients(model, {"weight": model[0].weight, "bias": model[0].bias})
+
+
+@pytest.mark.parametrize("collector", [PerSampleGradients, partial(UnitGradients, unit="patient")])
+def test_a_model_that_draws_without_a_module_that_says_so_is_refused(collector: Callable[..., Any]) -> None:
+    """DropPath keeps or drops whole records: it is no dropout module, and its draws go by places in the batch."""
+
+    class DropPath(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.empty(len(x), 1).bernoulli_(0.5)
+
+    layer = DropPath(3, 4)
+    gradients = collector(layer, {"weight": layer.weight, "bias": layer.bias})
+    with pytest.raises(ConfigError, match="the model draws random numbers in training"), gradients.collect(2):
+        layer(torch.ones(2, 3)).mean().backward()
 
 
 def test_a_layer_that_sees_some_rows_only_is_refused() -> None:

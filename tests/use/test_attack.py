@@ -35,9 +35,14 @@ def test_a_bound_is_the_lower_end_of_clopper_and_pearsons_interval() -> None:
     assert epsilon_bound(80, 100, 100, 0.0, 0.95) == pytest.approx(math.log(share / (1 - share)))
 
 
-@pytest.mark.parametrize(("correct", "guesses", "delta"), [(50, 100, 0.0), (0, 10, 0.0), (100, 100, 3e-4)])
+def test_with_delta_a_bound_is_the_one_that_is_printed_in_the_paper() -> None:
+    """Steinke, Nasr, Jagielski, Appendix D: 75 of 100 guesses about 1,000 units at delta 1e-4 show 0.673 with 95 %."""
+    assert epsilon_bound(75, 100, 1000, 1e-4, 0.95) == pytest.approx(0.673, abs=5e-4)
+
+
+@pytest.mark.parametrize(("correct", "guesses", "delta"), [(50, 100, 0.0), (0, 10, 0.0), (100, 100, 0.03)])
 def test_where_nothing_is_shown_the_bound_is_zero(correct: int, guesses: int, delta: float) -> None:
-    """Half right; none right; a delta whose failures could make all guesses right: 2 * 100 * 3e-4 is over 0.05."""
+    """Half right; none right; a delta by which all 100 may fail at once: 2 * 100 * 0.03 / 100 is over 0.05."""
     assert epsilon_bound(correct, guesses, 100, delta, 0.95) == 0.0
 
 

@@ -36,7 +36,7 @@ def attack(
     shadow: Annotated[
         list[Path] | None, typer.Option(help="a run on another part of the list (data.most_training, other seed); repeat")
     ] = None,
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bound on epsilon")] = 0.95,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bounds on epsilon, all together")] = 0.95,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     format: FormatOption = Format.TXT,
@@ -149,7 +149,8 @@ def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> No
         table.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
     typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
     page().print(table)
-    typer.echo(f"epsilon of one {unit} at delta {delta:g}, with confidence {found[0].confidence:g}; an AUC of 0.5 is chance")
+    sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
+    typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
     typer.echo(f"promised: {shown(claim, 600)}")
     if promised is not None:
         typer.echo(f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this")

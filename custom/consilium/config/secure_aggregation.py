@@ -40,7 +40,7 @@ class SitePartnersConfig(Section):
     partners: Annotated[dict[Annotated[str, Field(min_length=1, max_length=128)], Sha256], Field(max_length=10_000)] = Field(
         default_factory=dict
     )
-    min_colluders: Annotated[int, Field(ge=0, le=10_000, description="jobs that count on fewer are refused")] = 0
+    min_colluders: Annotated[int, Field(ge=0, le=10_000, description="jobs that count on fewer are refused")] = 1
     min_sites: Annotated[int, Field(ge=FEWEST, le=10_000, description="fewer sites together are refused")] = FEWEST
 
 

@@ -5,8 +5,9 @@ sample, and SAM's windowed attention (and one decoding per class) hands layers s
 stay together, so a layer's input (N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product.
 
 Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
-(one generator draws all masks: a record more changes everybody's), and so would batch statistics and rounding to bf16. So
-record level has none of them: simpler than a generator a record, and little is lost beside the noise.
+(one generator, of a seed that the server knows, draws all masks: a record more changes everybody's), and so would batch
+statistics and rounding to bf16. So record level has none of them: simpler than a generator a record, and little is lost beside
+the noise. Dropout as a function and DropPath are no modules of a known class, so whatever draws in a pass ends the training.
 
 Of a patient the gradient is that of the mean loss over some of the samples, by autograd, one patient at a time. So no layer
 needs gradients per sample.
@@ -75,12 +76,14 @@ class UnitGradients:
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str) -> None:
         self.trained = dict(trained)
         _refuse_ties(model, unit)
+        self._unit = unit
         self._found: list[dict[str, Tensor]] = []
 
     @contextmanager
     def collect(self, count: int) -> Iterator[None]:
         """Collect from the backward pass of the mean loss over the `count` samples of one unit inside the block."""
-        yield
+        with _without_draws(self.trained, self._unit):
+            yield
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained.items()}
         self._found.append({name: gradient.detach().unsqueeze(0) for name, gradient in gradients.items()})
         for parameter in self.trained.values():
@@ -117,7 +120,8 @@ class PerSampleGradients:
     def collect(self, count: int) -> Iterator[None]:
         """Collect from the forward and backward pass of the mean loss over `count` samples inside the block."""
         self._count, self._found = count, {}
-        yield
+        with _without_draws(self.trained, "record"):
+            yield
         self._count = 0
         for parameter in self.trained.values():
             missing = torch.zeros(count, *parameter.shape, device=parameter.device)
@@ -169,6 +173,22 @@ def _refuse_ties(model: nn.Module, unit: str) -> None:
         if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
             what = f"{name!r} ({type(module).__name__}) ties the records of a batch together"
             raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or dropout 0")
+
+
+@contextmanager
+def _without_draws(trained: Mapping[str, nn.Parameter], unit: str) -> Iterator[None]:
+    """Raise ConfigError where what is computed inside the block drew random numbers, which one record more would shift."""
+    before = _states(trained)
+    yield
+    if not all(map(torch.equal, before, _states(trained))):
+        what = "the model draws random numbers in training (dropout, DropPath), which ties the records of a batch together"
+        raise ConfigError(f"privacy.unit: {unit!r}: {what}; use a model without it, or set its rate to 0")
+
+
+def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return the states of the generators that layers draw from: of the processor, and of the GPU that holds parameters."""
+    gpus = {parameter.device for parameter in trained.values() if parameter.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,10 +10,9 @@ patient are one unit. Three scores, each higher for members:
                   the unit in training (LiRA, Carlini et al.)
 
 The attacker guesses "member" of the highest, "not" of the lowest, and abstains between. How many it guesses is chosen on one
-half of the units, and counted on the other. Each right guess is at most as likely as exp(epsilon) / (1 + exp(epsilon)), so
-the lower end of Clopper and Pearson's interval of right guesses bounds epsilon from below, all guesses of one run counting
-(Steinke et al., Theorem 5.2: among m units, delta adds 2 m delta to the error at most). This takes it that coins decided who
-is a member.
+half of the units, and counted on the other. The bound is the largest epsilon under which so many right guesses would be too
+unlikely (Steinke et al., Theorem 5.2 and Appendix D). All attacks' bounds hold together at the confidence asked for: each is
+allowed its part of the error (Bonferroni). This takes it that coins decided who is a member.
 
 Sources: S. Yeom, I. Giacomelli, M. Fredrikson, S. Jha, "Privacy Risk in Machine Learning", CSF 2018; L. Watson, C. Guo,
 G. Cormode, A. Sablayrolles, "On the Importance of Difficulty Calibration in Membership Inference Attacks", ICLR 2022;
@@ -59,7 +58,7 @@ Key = tuple[str, str]
 class Guessed:
     """What an attack came to. `auc`: 0.5 is chance; of `guesses` about the counting half, `correct` were right.
 
-    `epsilon`: a lower bound at `confidence`, 0 where nothing can be shown.
+    `epsilon`: a lower bound, 0 where nothing can be shown; with those of all other attacks together it has `confidence`.
     """
 
     attack: str
@@ -97,7 +96,9 @@ def attack(
         included = np.array([drawn.included(_trained_on(one, own, name, folder)) for one in shadows])
         scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, included)
     read = np.isfinite(loss) & np.isfinite(before)
-    return [judged(kind, values[read], drawn.members[read], delta, confidence) for kind, values in scores.items()]
+    each = 1 - (1 - confidence) / len(scores)
+    found = [judged(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
+    return [replace(one, confidence=confidence) for one in found]
 
 
 def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
@@ -114,13 +115,30 @@ def all_of(config: JobConfig) -> JobConfig:
 
 def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confidence: float) -> float:
     """Return the epsilon that so many right guesses about so many `units` show at least; 0 where they show none."""
-    error = 1 - confidence - 2 * units * delta
-    if error <= 0 or not correct:
-        return 0.0
+    from scipy.optimize import brentq
     from scipy.stats import beta
 
-    share = float(beta.ppf(error, correct, guesses - correct + 1))  # Clopper and Pearson, one side
-    return max(0.0, math.log(share / (1 - share))) if share > 0 else 0.0
+    error = 1 - confidence
+    share = float(beta.ppf(error, correct, guesses - correct + 1)) if correct else 0.0  # Clopper and Pearson, one side
+    without = math.log(share / (1 - share)) if share > 0.5 else 0.0
+    if not delta or not without:
+        return without
+    if _chance(correct, guesses, units, 0.0, delta) >= error:
+        return 0.0
+    return float(brentq(lambda epsilon: _chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
+
+
+def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float) -> float:
+    """Return the most likely that (epsilon, delta) makes so many right guesses or more (Steinke et al., Appendix D).
+
+    Each is right as one of randomized response is; delta adds 2 `units` times what the best number of failed units gains each.
+    """
+    from scipy.stats import binom
+
+    right = 1 / (1 + math.exp(-epsilon))
+    fewer = binom.pmf(np.arange(correct)[::-1], guesses, right).cumsum()  # one short of `correct`, two, and so on
+    gain = (fewer / np.arange(1, correct + 1)).max(initial=0.0)
+    return float(binom.sf(correct - 1, guesses, right) + 2 * units * delta * gain)
 
 
 def judged(attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0) -> Guessed:

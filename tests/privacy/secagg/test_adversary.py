@@ -210,6 +210,44 @@ def test_lies_about_survivors_to_different_sites_open_nothing(net: Net) -> None:
         refused(net, name, changed(attempt.reveal_question(), confirmed=signed), "2 sites have confirmed this sum")
 
 
+def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
+    """d works with the server and signs both lists, a and b one, c the other. Of c's own mask one share is known, d's."""
+    attempt, _ = net.through()
+    context, lists = net.context(attempt, NAMES), {"a": ["a", "b", "d"], "b": ["a", "b", "d"], "c": ["b", "c", "d"]}
+    signed = {n: net.parties[n].answer(attempt.confirm_question(one))["signature"] for n, one in lists.items()}
+    both = {n: sign(net.identities["d"].key, "confirm", context, canonical(lists[n])) for n in ("a", "c")}
+    first, second = {n: signed[n] for n in "ab"} | {"d": both["a"]}, {"c": signed["c"], "d": both["c"]}
+    for name in ("a", "b"):
+        shown = net.parties[name].answer(changed(attempt.reveal_question(), confirmed=first))
+        attempt.take_revealed(name, shown, NAMES, context)
+    for confirmed in (second, second | {"b": signed["b"]}, first):
+        refused(
+            net, "c", changed(attempt.reveal_question(), confirmed=confirmed), "have confirmed this sum, under the threshold"
+        )
+    with pytest.raises(ConsiliumError, match="do not give back what it signed"):
+        attempt._seed("c", attempt.answers.of("prepare")["c"]["seed"])
+
+
+def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net: Callable[..., Net]) -> None:
+    """b is shown three sites of the four: what it prepares for them is nothing to a."""
+    net = make_net()
+    net.meet(["a", "b", "c"])
+    three = net.collector.begin(0, 0, net.collector.roster)
+    answer = net.parties["b"].answer(three.prepare_question())
+    net.meet()
+    four = net.collector.begin(0, 0, net.collector.roster)
+    with pytest.raises(RefusedError, match="not signed by it for this attempt"):
+        four.take_prepared("b", answer | {"shares": answer["shares"] | {"d": answer["shares"]["a"]}})
+    net.prepare(four, ["a", "c", "d"])
+    told = {f: answer[f] for f in ("key", "seed", "signature")}
+    task = net.task(four, "a", ["a", "c", "d"])
+    forged = task.masking["prepared"] | {"b": told}
+    with pytest.raises(RefusedError, match="'b' are not signed by it for this attempt, its sites and its terms"):
+        net.parties["a"].open(
+            tampered(task, prepared=forged, shares=task.masking["shares"] | {"b": answer["shares"]["a"]}), ORDER
+        )
+
+
 def test_signatures_that_are_forged_replayed_or_of_others_do_not_count(net: Net) -> None:
     attempt, survivors = net.through()
     context = net.context(attempt, NAMES)

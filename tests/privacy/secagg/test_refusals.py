@@ -1,5 +1,6 @@
 """What each side refuses that no other test brings up: too small sums, keys that are not as prepared, unsigned answers."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
 
 
@@ -52,6 +54,44 @@ def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> 
     with pytest.raises(RefusedError, match="its cancellation is not of this attempt"):
         attempt.take_cancelled("a", forged)
     assert canonical(swapped) != canonical(found["shares"])
+
+
+ODD: list[Any] = ["\ud800" * 64, None, 7.5, [], "00"]
+
+
+def refused_all(take: Callable[[Any], object], message: Message, odd: Any, *keep: str) -> None:
+    """Put `odd` in the place of each field, and of each field below, but for those to `keep`: nothing but a refusal follows."""
+    for bad in everywhere(message, odd, keep):
+        with pytest.raises(RefusedError):
+            take(bad)
+
+
+def everywhere(message: Message, odd: Any, keep: Iterable[str]) -> Iterator[Message]:
+    for field, value in message.items():
+        if field not in keep:
+            yield message | {field: odd}
+            if isinstance(value, dict):
+                yield from ({**message, field: one} for one in everywhere(value, odd, keep))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, net: Net) -> None:
+    """An error of the reading code would not be on record. What has no say in a first attempt, or may be anything, stays."""
+    site = net.parties["a"]
+    refused_all(lambda bad: net.collector.admit("a", bad), site.answer(net.collector.hello_question()), odd)
+    attempt = net.begin()
+    refused_all(site.answer, attempt.prepare_question(), odd, "past", "cancelled")
+    prepared = site.answer(attempt.prepare_question())
+    refused_all(lambda bad: attempt.take_prepared("a", bad), prepared, odd, *"bcd")
+    parties = net.prepare(attempt)
+    task = net.task(attempt, "a", parties)
+    refused_all(lambda bad: site.open(replace(task, masking=bad), ORDER), task.masking, odd, "step")
+    survivors = net.train(attempt, parties, NAMES)
+    refused_all(site.answer, attempt.confirm_question(survivors), odd)
+    net.confirm(attempt, parties, survivors, NAMES)
+    refused_all(site.answer, attempt.reveal_question(), odd, *NAMES)
+    with pytest.raises(RefusedError):
+        attempt.take_revealed("a", odd, parties, net.context(attempt, parties))
 
 
 def test_an_entry_that_changes_and_a_key_of_another_site_are_refused(net: Net) -> None:

@@ -23,6 +23,7 @@ from consilium.privacy.secagg.signing import canonical, signed
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
+    is_field,
     mask_context,
     names_sent,
     prepare_context,
@@ -99,7 +100,7 @@ class Attempt:
         if (
             not isinstance(shares, dict)
             or shares.keys() != set(self.cohort) - {name}
-            or not all(map(_is_text, shares.values()))
+            or not all(map(is_field, shares.values()))
         ):
             raise RefusedError("its shares are not one for every other site")
         sealing.check_public(fields["key"])
@@ -175,7 +176,7 @@ class Attempt:
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
         """Keep a site's shares."""
-        shares, signature = answer.get("shares"), _text(answer, "signature")
+        signature, shares = _text(answer, "signature"), answer.get("shares")
         if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
             raise RefusedError("its shares are not one of every party")
         if not signed(self.keys[name], signature, "reveal", masks, canonical(shares)):
@@ -266,13 +267,9 @@ class Attempt:
 
 def _text(answer: Any, field: str) -> str:
     found = answer.get(field) if isinstance(answer, dict) else None
-    if not _is_text(found):
+    if not is_field(found):
         raise RefusedError(f"its answer has no {field}")
     return str(found)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) < 10_000
 
 
 def _is_share(value: Any) -> bool:

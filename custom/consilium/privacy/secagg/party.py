@@ -55,7 +55,7 @@ class Party:
             step = question.get("step")
             if step == "hello":
                 return self._hello(values)
-            if step not in steps:
+            if not isinstance(step, str) or step not in steps:
                 raise refused(f"there is no step {str(step)[:40]!r}")
             return steps[step](values, question)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.questions import Keys, check_confirmed, check_survivors
-from consilium.privacy.secagg.terms import Message, Place, Terms, mask_context, refused
+from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask_context, refused
 
 TRAINED = "trained"
 """Where a site's record has the phase that it was sent a model in last, the model's hashes, and whether that is proved."""
@@ -49,7 +49,7 @@ def check_past(values: dict[str, Any], past: Any, terms: Terms, keys: Keys, cont
     attempt, prepared = said.get("attempt"), said.get("keys")
     if type(attempt) is not int or not isinstance(prepared, dict):
         raise refused("the last phase has no proof that other sites were sent the same model; it is to be opened first")
-    if not all(isinstance(one, str) for one in prepared.values()) or not prepared.keys() <= set(keys):
+    if not all(map(is_field, prepared.values())) or not prepared.keys() <= set(keys):
         raise refused("the proof of the last phase has mask keys of other sites")
     order: Layout = [(one, tuple(shape)) for one, shape in last["told"]["order"]]
     round, phase = map(int, last["phase"])

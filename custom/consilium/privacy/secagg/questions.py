@@ -6,7 +6,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.privacy.secagg.signing import canonical, signed
-from consilium.privacy.secagg.terms import Message, Terms, refused
+from consilium.privacy.secagg.terms import Message, Terms, is_field, refused
 
 Keys = Mapping[str, rsa.RSAPublicKey]
 
@@ -44,14 +44,14 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
         raise refused("this site's mask key is not the one that it prepared")
     if len({one["key"] for one in prepared.values()}) < len(prepared):
         raise refused("two sites have one mask key")
-    if shares.keys() != prepared.keys() - {name} or not all(isinstance(one, str) for one in shares.values()):
+    if shares.keys() != prepared.keys() - {name} or not all(map(is_field, shares.values())):
         raise refused("the shares for this site are not one of every other party")
     return prepared
 
 
 def _check_one_prepared(found: Any, party: str, context: bytes, key: rsa.RSAPublicKey) -> None:
     fields = ("key", "seed", "signature")
-    if not isinstance(found, dict) or found.keys() != set(fields) or not all(isinstance(found[f], str) for f in fields):
+    if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
         raise refused(f"the prepared keys of {party!r} are none")
     told = context, party.encode(), found["key"].encode(), found["seed"].encode()
     if not signed(key, found["signature"], "prepare", *told):
@@ -89,6 +89,6 @@ def cancellations(terms: Terms) -> int:
 
 
 def _valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: bytes) -> int:
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+    if not isinstance(found, dict) or not all(map(is_field, found.values())):
         return 0
     return sum(name in found and signed(keys[name], found[name], kind, *fields) for name in names)

@@ -10,11 +10,9 @@ from consilium.errors import Reason
 from consilium.privacy.secagg.certificates import Identity, check_certificate, fingerprint
 from consilium.privacy.secagg.sealing import check_public
 from consilium.privacy.secagg.signing import sign, signed
-from consilium.privacy.secagg.terms import Message, refused
+from consilium.privacy.secagg.terms import Message, is_field, refused
 
 FIELDS = {"key", "certificate", "signature"}
-LONGEST = 20_000
-"""Characters of a field: a certificate has a few thousand."""
 _KEY = 64
 """Hex digits of an X25519 public key."""
 
@@ -37,12 +35,8 @@ def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str
 
 def check_form(found: Any, name: str) -> None:
     """Raise RefusedError unless an entry has its fields, all text, and no more."""
-    if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(_is_text, found.values())):
+    if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_field, found.values())):
         raise refused(f"the entry of {str(name)[:80]!r} is none")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) < LONGEST
 
 
 def public_key(pem: str) -> rsa.RSAPublicKey:

@@ -15,6 +15,15 @@ Message = dict[str, Any]
 """Plain JSON values; keys, signatures and ciphertexts are hex digits."""
 
 
+LONGEST = 20_000
+"""Characters of a field: a certificate has a few thousand."""
+
+
+def is_field(value: Any) -> bool:
+    """Tell whether a value is what a message has beside numbers and lists: ASCII text, not too long."""
+    return isinstance(value, str) and value.isascii() and len(value) < LONGEST
+
+
 def refused(what: str, reason: Reason = Reason.TASK) -> RefusedError:
     """Return the error of a question that is not answered."""
     return RefusedError(f"secure aggregation: {what}; nothing was sent", reason)
