@@ -33,6 +33,8 @@ def kit(tmp_path: Path) -> Path:
         Record(own / "r1" / FILE).add({"site": "clinic", "kind": "refusal", "flare_job": "../../outside"})
         (kit / job / "app_clinic").mkdir(parents=True)
         (kit / job / "log.txt").write_text("12345")
+        (kit / STATE / "errors").mkdir(exist_ok=True)
+        (kit / STATE / f"errors/{job}.log").write_text("images/MRN123.png: cannot be read")
     (kit / STATE / "ledger.sqlite").write_text("ledger")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/patients.csv").write_text("x")
@@ -50,9 +52,13 @@ def test_models_and_logs_go_the_record_and_the_ledger_stay_and_it_is_told(
     before = files(kit)
     assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "the hospital withdrew") == 0
     told = capsys.readouterr().out
-    assert "fundus-1: 3 files" in told  # the model, the log, the link
+    assert "fundus-1: 4 files" in told  # the model, the log, what errors said of the data, the link
     assert "cannot be taken back: 1 updates that the server had" in told
-    gone = {"_consilium/runs/fundus-1/sites/clinic/adapters/global/adapter.safetensors", f"{JOB}/log.txt"}
+    gone = {
+        "_consilium/runs/fundus-1/sites/clinic/adapters/global/adapter.safetensors",
+        f"{JOB}/log.txt",
+        f"_consilium/errors/{JOB}.log",
+    }
     assert before - files(kit) == gone
     assert not (kit / JOB).exists()
     assert not (kit / STATE / "runs/fundus-1/link").is_symlink()

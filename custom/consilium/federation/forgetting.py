@@ -15,7 +15,7 @@ import psutil
 from filelock import Timeout
 
 from consilium.errors import ConfigError
-from consilium.federation.runs import OWNER, RUNS
+from consilium.federation.runs import ERRORS, OWNER, RUNS, STATE
 from consilium.privacy.audit import FILE, Record, verified
 from consilium.report.runlog import LOCK
 from consilium.storage import file_lock
@@ -47,6 +47,7 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     if going := next((one for one in jobs if _runs(one)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
+    flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
     return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _left(messages)})
 
 
@@ -64,13 +65,15 @@ def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
 
 
 def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Delete a run's files and FLARE's folders of it, and record it; an empty folder goes too."""
-    files = [*_files(folder), *(path for one in flares for path in one.rglob("*") if path.is_symlink() or path.is_file())]
+    """Delete a run's files, with the files and folders that its jobs have elsewhere, and record it; empty folders go too."""
+    others = [path for one in flares for path in (one, *one.rglob("*")) if path.is_symlink() or path.is_file()]
+    files = [*_files(folder), *others]
     size = sum(path.lstat().st_size for path in files)
-    for path in _files(folder):
+    for path in files:
         path.unlink()
     for one in flares:
-        shutil.rmtree(one)
+        if one.is_dir():
+            shutil.rmtree(one)
     for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
         if not any(place.iterdir()):
             place.rmdir()
