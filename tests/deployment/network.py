@@ -5,7 +5,8 @@
         relay.stall(5); relay.reset(); relay.forget()
     relay.up, relay.down                               # bytes from the site, and to it
 
-`target` None makes it a proxy as hospitals have them: it takes CONNECT HOST:PORT and nothing else. `asked` has what it took.
+`target` None makes it a proxy as hospitals have them: it takes CONNECT HOST:PORT and nothing else, with a `login`
+(USER:PASSWORD) from who gives it only. `asked` has what it took.
 """
 
 import queue
@@ -13,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from base64 import b64encode
 from contextlib import suppress
 from typing import Self
 
@@ -23,8 +25,8 @@ CHUNK, QUEUED = 16_384, 64
 class Relay:
     """See the module. `delay` in seconds for each direction, `rate` in bytes a second for each, 0 for no limit."""
 
-    def __init__(self, target: int | None, delay: float = 0.0, rate: float = 0.0) -> None:
-        self.target, self.delay, self.rate = target, delay, rate
+    def __init__(self, target: int | None, delay: float = 0.0, rate: float = 0.0, login: str = "") -> None:
+        self.target, self.delay, self.rate, self.login = target, delay, rate, login
         self.up = self.down = self.connections = 0
         self.asked: list[str] = []
         self._forgotten = 0
@@ -82,7 +84,11 @@ class Relay:
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             head += site.recv(1)
-        verb, address, _ = head.split(b"\r\n")[0].decode().split()
+        (verb, address, _), *lines = (line.decode().split() for line in head.splitlines())
+        if self.login and ["Proxy-Authorization:", "Basic", b64encode(self.login.encode()).decode()] not in lines:
+            site.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+            site.close()
+            raise OSError("login")
         self.asked.append(f"{verb} {address}")
         if verb != "CONNECT":
             site.close()

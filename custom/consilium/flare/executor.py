@@ -14,6 +14,7 @@ from consilium.federation.build import build_site
 from consilium.federation.site import Site
 from consilium.flare import context, wire
 from consilium.flare.private_log import keep_apart, log_failure
+from consilium.flare.timers import share_timers
 from consilium.messages import Kind
 from consilium.privacy.authorized import Task
 from consilium.training.loop import Stopped
@@ -40,6 +41,7 @@ class SiteExecutor(Executor):
             wire.register()
             context.leave_to_quorum(fl_ctx)
             keep_apart(fl_ctx)
+            share_timers()
         if event_type == EventType.END_RUN and self._site is not None:
             self._site.close()
 
