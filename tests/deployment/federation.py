@@ -87,7 +87,7 @@ class Federation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in ["server", *self.sites]:
+        for name in ["server", *self.sites, *self._started]:
             self.kill(name)
 
     def kit(self, name: str) -> Path:
@@ -273,7 +273,7 @@ class Federation:
             return False
         with self.session() as session:
             known = {client.name for client in session.get_system_info().client_info}
-        return known >= self._started.keys() - {"server"}
+        return known >= self._started.keys() & set(self.sites)
 
     def _kill(self, name: str, jobs_only: bool) -> None:
         ends = time.monotonic() + 20

@@ -54,7 +54,7 @@ def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_r
     with (
         Federation(tmp_path / "kits", {"site-1": {}, "site-2": {}}) as federation,
         Relay(federation.port, **SLOW) as line,
-        Relay(None) as proxy,
+        Relay(None, login="ward 3:p@ss:word") as proxy,
     ):
         federation.reroute("site-2", line.port)
         federation.start()
@@ -76,7 +76,8 @@ def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_r
         second = federation.submit(federation.export(job(500, 2.0)))
         federation.until(lambda: federation.concluded() >= 1, 90, "round 1")
         federation.add("site-3")
-        federation.variables["site-3"] = {"https_proxy": f"http://127.0.0.1:{proxy.port}", "no_proxy": "127.0.0.1"}
+        way = f"http://ward%203:p%40ss%3Aword@127.0.0.1:{proxy.port}"
+        federation.variables["site-3"] = {"https_proxy": way, "no_proxy": "127.0.0.1"}
         federation.start("site-3")
         federation.until(lambda: "site-3" in trained(federation), 60, "site-3 to train in the job that runs")
         assert proxy.asked

@@ -10,6 +10,8 @@ import pytest
 
 from consilium.federation.runs import OWNER, STATE
 from consilium.privacy.audit import FILE, Record, read
+from consilium.report.runlog import LOCK
+from consilium.storage import file_lock
 from tests.conftest import run
 
 JOB = "0c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
@@ -31,6 +33,8 @@ def kit(tmp_path: Path) -> Path:
         Record(own / "r1" / FILE).add({"site": "clinic", "kind": "refusal", "flare_job": "../../outside"})
         (kit / job / "app_clinic").mkdir(parents=True)
         (kit / job / "log.txt").write_text("12345")
+        (kit / STATE / "errors").mkdir(exist_ok=True)
+        (kit / STATE / f"errors/{job}.log").write_text("images/MRN123.png: cannot be read")
     (kit / STATE / "ledger.sqlite").write_text("ledger")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/patients.csv").write_text("x")
@@ -48,9 +52,13 @@ def test_models_and_logs_go_the_record_and_the_ledger_stay_and_it_is_told(
     before = files(kit)
     assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "the hospital withdrew") == 0
     told = capsys.readouterr().out
-    assert "fundus-1: 3 files" in told  # the model, the log, the link
+    assert "fundus-1: 4 files" in told  # the model, the log, what errors said of the data, the link
     assert "cannot be taken back: 1 updates that the server had" in told
-    gone = {"_consilium/runs/fundus-1/sites/clinic/adapters/global/adapter.safetensors", f"{JOB}/log.txt"}
+    gone = {
+        "_consilium/runs/fundus-1/sites/clinic/adapters/global/adapter.safetensors",
+        f"{JOB}/log.txt",
+        f"_consilium/errors/{JOB}.log",
+    }
     assert before - files(kit) == gone
     assert not (kit / JOB).exists()
     assert not (kit / STATE / "runs/fundus-1/link").is_symlink()
@@ -99,7 +107,7 @@ def test_a_run_that_goes_on_is_not_touched(
         (["fundus-1", "--reason", " "], "--reason: empty"),
         (["--reason", "x"], "EXPERIMENT, --expired: give exactly one"),
         (["fundus-1", "--expired"], "EXPERIMENT, --expired: give exactly one"),
-        (["fundus-3", "--reason", "x"], "no such run at this site; there: fundus-1, fundus-2"),
+        (["fundus-3", "--reason", "x"], "no such run here; there: fundus-1, fundus-2"),
         (["..", "--reason", "x"], "expected at most 64 letters"),
     ],
 )
@@ -118,14 +126,44 @@ def test_without_a_time_nothing_expires(kit: Path, monkeypatch: pytest.MonkeyPat
     assert "retention_days: not set" in capsys.readouterr().err
 
 
-def test_a_servers_runs_are_not_a_sites_to_forget(
-    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    """Return a server's kit with a run, and FLARE's store with two jobs of it, by notes and by default name, and another's."""
+    kit, store = tmp_path / "hub", tmp_path / "store"
+    jobs = {JOB: {"experiment": "fundus-1"}, OTHER: {}, "0": {"experiment": "cells"}}
+    for number, notes in jobs.items():
+        (store / number).mkdir(parents=True)
+        (store / number / "meta").write_text(json.dumps({"name": "fundus", "job_id": number} | notes))
+        (store / number / "data").write_text("12345678")
+    components = [{"id": "job_manager", "path": "x", "args": {"uri_root": str(store)}}]
+    for path, text in (("startup/server.crt", ""), ("local/resources.json", json.dumps({"components": components}))):
+        (kit / path).parent.mkdir(parents=True)
+        (kit / path).write_text(text)
+    for run_name in ("fundus-1", "fundus-1c5d0bd4"):
+        own = kit / STATE / "runs" / run_name
+        (own / "server").mkdir(parents=True)
+        for file in ("server/state.safetensors", "metrics.jsonl", OWNER):
+            (own / file).write_text("{}")
+    return kit
+
+
+@pytest.mark.parametrize(("name", "job"), [("fundus-1", JOB), ("fundus-1c5d0bd4", OTHER)])
+def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_record(
+    name: str, job: str, server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (kit / "startup").mkdir(exist_ok=True)
-    for path in (kit / "startup").glob("client.crt"):
-        path.unlink()
-    (kit / "startup/server.crt").write_text("a server's")
-    before = files(kit)
-    assert run(monkeypatch, "forget", "fundus-1", "--kit", kit, "--reason", "x") == 2
-    assert "not a site's startup kit" in capsys.readouterr().err
-    assert files(kit) == before
+    before, others = files(tmp_path), {p for p in files(tmp_path) if name not in p.split("/") and job not in p}
+    assert run(monkeypatch, "forget", name, "--kit", server, "--reason", "hospital b withdrew") == 0
+    assert files(tmp_path) == others | {f"hub/_consilium/runs/{name}/{OWNER}", f"hub/_consilium/{FILE}"}
+    (said,) = read(server / STATE / FILE)["messages"]
+    assert (said["run"], said["reason"], said["jobs"], said["files"]) == (name, "hospital b withdrew", [job], 4)
+    assert len(before - files(tmp_path)) == 4
+
+
+def test_a_run_that_goes_on_at_the_server_is_not_touched(
+    server: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(server)
+    with file_lock(server / STATE / "runs/fundus-1" / LOCK):  # as the run's own process holds it
+        assert run(monkeypatch, "forget", "fundus-1", "--kit", server, "--reason", "x") == 2
+    assert "fundus-1: is going on; wait for its end" in capsys.readouterr().err
+    assert files(server) == before

@@ -89,6 +89,23 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_hung_up_on_in_time(nodes: N
     assert not ended
 
 
+def test_strangers_who_say_nothing_do_not_use_up_the_time_of_the_ranks(nodes: NodesConfig) -> None:
+    """One after the other they would have it all: each may take longer than the site waits."""
+    silent: list[socket.socket] = []
+
+    def call_behind_them() -> None:
+        silent.extend(reached(nodes.place) for _ in range(3))
+        call(nodes.place, b"0123456789abcdef")
+
+    thread = threading.Thread(target=call_behind_them)
+    thread.start()
+    (found,) = gather(nodes)
+    thread.join()
+    found.end()
+    for one in silent:
+        one.close()
+
+
 def reached(place: tuple[str, int]) -> socket.socket:
     while True:
         try:

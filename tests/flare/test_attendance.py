@@ -70,6 +70,9 @@ def test_a_row_says_what_somebody_should_look_at() -> None:
     assert "0.2.0 or before" in second["notes"][0]
     assert third["state"] == "silent"
     assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
+    only_version = attendance.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
+    (fourth,) = told({"server": own_facts(), "sites": {"d": only_version}}, NOW)
+    assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
 
 
 def test_at_the_server_a_table_of_80_columns_and_json(
@@ -96,7 +99,16 @@ def test_at_the_server_a_table_of_80_columns_and_json(
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"server": 1'])
+ROW = {"last_seen": 1, "here": True, "jobs": []}
+WRONG = [{"here": 1}, {"jobs": 2}, {"jobs": [2]}, {"certificate_ends": "x"}, {"version": 1}, {"skew": "x"}, {"last_seen": None}]
+SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} for wrong in WRONG)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"server": 1', '{"server": {}, "sites": {}}']
+    + [json.dumps({"server": {"version": "0.3.0", "protocol": 3}, "sites": sites}) for sites in SITES],
+)
 def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / attendance.FILE).write_text(text)

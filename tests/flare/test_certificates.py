@@ -2,8 +2,12 @@
 
 import json
 import shutil
+import socketserver
+import ssl
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +27,13 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 
 from consilium.errors import ConfigError
 from consilium.flare import revocation
-from consilium.flare.certificates import examine_own, warnings
+from consilium.flare.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
 from consilium.flare.kits import certificate, update
 from consilium.flare.provision import provision
 from consilium.flare.renewal import OLD, renew, update_kit
 from consilium.flare.revocation import REFUSED, read, revoke
 from consilium.flare.revocation_check import RevocationCheck
+from tests.deployment.network import Relay
 
 DAYS = 200
 
@@ -115,6 +120,50 @@ def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_
     assert root.startswith("root: ")
 
 
+@pytest.fixture
+def answering(hub: Path) -> Iterator[int]:
+    """A port of this machine where something answers with the server's certificate, and asks for the other's."""
+    startup = hub / "kits/test/prod_00/localhost/startup"
+    shown = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
+    shown.load_cert_chain(startup / "server.crt", startup / "server.key")
+    shown.verify_mode = ssl.CERT_REQUIRED
+
+    class Handshake(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                shown.wrap_socket(self.request, server_side=True).recv(1)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handshake) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_the_doctor_goes_through_the_proxy_that_the_site_would_go_through(
+    kit: Path, answering: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gRPC does; else it would find a problem behind every such firewall. A wrong password is told, and not shown."""
+    for name in (*PROXIES, *NO_PROXIES):
+        monkeypatch.delenv(name, raising=False)
+    path = kit / "startup/fed_client.json"
+    raw = json.loads(path.read_text())
+    raw["servers"][0]["service"]["target"] = f"localhost:{answering}"
+    path.write_text(json.dumps(raw))
+    with Relay(None, login="ward 3:p@ss:word") as proxy:
+        monkeypatch.setenv("https_proxy", f"http://ward%203:p%40ss%3Aword@127.0.0.1:{proxy.port}")
+        assert "answers, and is of this project" in examine_servers(kit).found
+        assert proxy.asked == [f"CONNECT localhost:{answering}"]
+        monkeypatch.setenv("no_proxy", "example.org, localhost")
+        assert "answers, and is of this project" in examine_servers(kit).found
+        assert len(proxy.asked) == 1
+        monkeypatch.setenv("no_proxy", "example.org")
+        for wrong in (f"http://ward%203:hunter2@127.0.0.1:{proxy.port}", "http://ward:hunter2@127.0.0.1:x", "hunter2"):
+            monkeypatch.setenv("https_proxy", wrong)
+            assert not (found := examine_servers(kit)).ok
+            assert "hunter2" not in found.found + found.remedy
+            assert ("407" in found.found) is ("ward%203" in wrong)
+
+
 def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
     old, new = hub / "kits/test/prod_00", hub / "kits/test/prod_01"
     assert opened(old / "clinic").public_key() != opened(new / "clinic").public_key()
@@ -122,7 +171,7 @@ def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
     assert before.public_key() == after.public_key()  # it signs the sites' sessions
     assert (before.subject, list(before.extensions)) == (after.subject, list(after.extensions))
     assert (after.not_valid_after_utc - after.not_valid_before_utc).days == 300
-    assert opened(old / "a@hub.example") == opened(new / "a@hub.example")  # not named
+    assert {path.name for path in new.iterdir()} == {"clinic", "localhost"}  # nobody's who was not named
     root, next_root = opened(old / "clinic", "rootCA.pem"), opened(new / "clinic", "rootCA.pem")
     assert (root.public_key(), root.subject) == (next_root.public_key(), next_root.subject)
     assert (next_root.not_valid_after_utc - next_root.not_valid_before_utc).days == 300

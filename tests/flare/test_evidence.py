@@ -246,7 +246,7 @@ def test_a_run_that_is_not_there_is_told(
     clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "evidence", "fundus-2", "--kit", clinic) == 2
-    assert "no such run at this site; there: fundus-1" in capsys.readouterr().err
+    assert "no such run here; there: fundus-1" in capsys.readouterr().err
     assert run(monkeypatch, "evidence", "../fundus-1", "--kit", clinic) == 2
 
 

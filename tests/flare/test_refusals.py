@@ -1,7 +1,10 @@
 """Refusals and odd ends of FLARE's side that no run of a whole federation brings up."""
 
 import json
+import logging
+import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.config.server import ServerConfig
-from consilium.errors import ConfigError, ConsiliumError, Reason, RefusedError
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job
-from consilium.flare import certificates, packing, revocation, simulator, wire
+from consilium.flare import certificates, context, packing, revocation, simulator, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.controller import RoundController
 from consilium.flare.evidence import chains, copy_ledger
@@ -104,11 +109,47 @@ def test_an_unexpected_error_at_a_site_leaves_as_a_word(monkeypatch: pytest.Monk
         raise ZeroDivisionError("/data/ward/John Doe.dcm")
 
     executor = SiteExecutor()
-    monkeypatch.setattr(executor, "log_exception", lambda fl_ctx, text: None)
     monkeypatch.setattr(wire, "take", take)
     answer = executor.execute(wire.TRAIN, Shareable(), FLContext(), Signal())
     assert wire.reason_of(answer) is Reason.ERROR
     assert "Doe" not in str(dict(answer))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DataError("/ward/John Doe/1.png: is cut off"), "the data cannot be used; the text is in "),
+        (OSError(5, "bad sector", "/ward/John Doe/1.png"), "unexpected error (OSError); the text is in "),
+        (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
+    ],
+)
+def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
+    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def take(shareable: Shareable) -> object:
+        logging.getLogger("consilium.data.cache").warning("left out of training: /ward/Jane Doe/2.png")
+        raise error
+
+    fl_ctx, executor = FLContext(), SiteExecutor()
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    logger = logging.getLogger("consilium.data")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    monkeypatch.setattr(context, "leave_to_quorum", lambda fl_ctx: None)
+    monkeypatch.setattr(wire, "take", take)
+    executor.handle_event(EventType.START_RUN, fl_ctx)
+    executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
+    assert told in caplog.text
+    kept = tmp_path / "state/errors/job-1.log"
+    assert "Jane Doe/2.png" in kept.read_text()
+    assert ("John Doe" in kept.read_text()) is ("John" in str(error))
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    shutil.rmtree(kept.parent)
+    kept.parent.write_text("no folder: nothing can be kept")
+    executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
+    assert "Doe" not in caplog.text + "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("other", [wire.HELLO, wire.STATISTICS, wire.MODEL, "DXO"])

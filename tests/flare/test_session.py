@@ -35,6 +35,12 @@ class Session:
     def list_jobs(self, detailed: bool) -> list[dict]:
         return self.listed
 
+    def get_job_meta(self, job_id: str) -> dict:
+        return next(one for one in self.listed if one["job_id"] == job_id)
+
+    def show_stats(self, job_id: str, target: str) -> dict:
+        return {}
+
     def download_job_result(self, job_id: str, destination: str) -> str:
         self.downloads.append(job_id)
         if not (self.folder / job_id).is_dir():
@@ -42,7 +48,7 @@ class Session:
         return str(self.folder / job_id)
 
 
-def job(number: int, **more: str) -> dict:
+def job(number: int, **more: object) -> dict:
     return {"job_id": f"{number}-id", "name": "study", "submit_time": number, "status": "FINISHED:ABNORMAL"} | more
 
 
@@ -96,6 +102,20 @@ def test_a_job_that_failed_always_has_a_reason(status: str, tmp_path: Path) -> N
     assert "reason" not in told.status("1-id")
     left(tmp_path / "0-id" / "workspace", log=REFUSED)
     assert "not in allow_list" in told.status("0-id")["reason"]
+
+
+def test_a_job_that_no_site_was_there_for_says_so_while_it_waits_and_when_it_has_waited_too_long(tmp_path: Path) -> None:
+    """The lines are FLARE 2.9's own."""
+    missing = [f"2026-11-22 20:3{n}:00: connected sites ({n}) < min_sites (3)" for n in (0, 2)]
+    over = "2026-11-22 20:40:00: exceeded max schedule count 1000"
+    ended = job(0, status="FINISHED:CAN_NOT_SCHEDULE", schedule_history=[*missing, over])
+    waiting = job(1, status="SUBMITTED", schedule_history=[missing[1], missing[1]])
+    told = Admin(Session([ended, waiting, job(2, status="SUBMITTED"), job(3, status="FINISHED:ABANDONED")], tmp_path))
+    said = "connected sites (2) < min_sites (3)"
+    assert told.status("0-id")["reason"] == f"{said}; exceeded max schedule count 1000" == told.reasons(told.jobs())[0]
+    assert told.status("1-id")["waits"] == said
+    assert "waits" not in told.status("2-id")
+    assert told.status("3-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
 
 
 def test_of_a_list_of_jobs_the_newest_that_failed_have_their_reason_in_one_line(tmp_path: Path) -> None:

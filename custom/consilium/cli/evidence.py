@@ -1,4 +1,4 @@
-"""The commands `consilium evidence` and `consilium forget`: what a site can prove of a run, and what it deletes of one."""
+"""The commands `consilium evidence` and `consilium forget`: what a site can prove of a run, and what one deletes of a run."""
 
 import json
 import sys
@@ -111,11 +111,16 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
     site = load_site(settings)
     state = site.state or kit / STATE
+    return _run(experiment, state), state, site.privacy.ledger or state / "ledger.sqlite"
+
+
+def _run(experiment: str, state: Path) -> Path:
+    """Return a run's folder. Raises ConfigError if there is no such run."""
     folder = state / RUNS / check_name(experiment)
     if not folder.is_dir():
         known = ", ".join(sorted(p.name for p in (state / RUNS).iterdir())) if (state / RUNS).is_dir() else "none"
-        raise ConfigError(f"{experiment}: no such run at this site; there: {shown(known, 400)}")
-    return folder, state, site.privacy.ledger or state / "ledger.sqlite"
+        raise ConfigError(f"{experiment}: no such run here; there: {shown(known, 400)}")
+    return folder
 
 
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
@@ -164,27 +169,24 @@ def _packages() -> str:
 def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,
-    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit, or the server's")],
     reason: Annotated[str, typer.Option(help="who withdrew, or what asks for it, for the record; no names of patients")] = "",
     expired: Annotated[bool, typer.Option("--expired", help="every run past `retention_days` of site.yaml")] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Delete what this site keeps of a run: models, pictures, scores, FLARE's files. Its record and the ledger stay.
+    """Delete what this site, or the server, keeps of a run: models, pictures, scores, FLARE's files. A site's ledger and
+    record of what left stay.
 
-    What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in the site's state.
+    What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in audit.jsonl.
     """
     from consilium.federation.forgetting import expired_runs
-    from consilium.federation.forgetting import forget as delete
 
     if bool(experiment) == expired:
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
     names = expired_runs(*_state(kit)) if expired else [experiment]
-    found = []
-    for name in names:
-        folder, state, _ = place_of(name, kit)
-        found.append(delete(kit, folder, state, reason))
+    found = [_forget(name, kit, reason) for name in names]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
@@ -194,6 +196,19 @@ def forget(
         typer.echo(f"  cannot be taken back: {one['left']}")
     if not found:
         typer.echo("nothing is past its time")
+
+
+def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
+    from consilium.federation import forgetting
+    from consilium.flare.kits import kit_role
+
+    if kit_role(kit) == "server":
+        from consilium.flare.session import stored_jobs
+
+        folder = _run(experiment, kit / STATE)
+        return forgetting.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
+    folder, state, _ = place_of(experiment, kit)
+    return forgetting.forget(kit, folder, state, reason)
 
 
 def _state(kit: Path) -> tuple[Path, int]:

@@ -82,7 +82,8 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
     if "version" not in one:
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]
     has, wanted = ({OWN: facts["version"], **facts.get("libraries", {})} for facts in (one, server))
-    found = [f"speaks protocol {one['protocol']}: jobs refuse it"] if one.get("protocol") != server["protocol"] else []
+    protocol = one.get("protocol", "(none told)")
+    found = [f"speaks protocol {protocol}: jobs refuse it"] if protocol != server["protocol"] else []
     for package, verdict in differences(has, wanted).items():
         what = "jobs refuse it" if verdict is Verdict.REFUSE else "its numbers may differ in the last bits"
         found.append(f"{package} {has[package]}, the server has {wanted[package]}: {what}")

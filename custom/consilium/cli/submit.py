@@ -174,6 +174,8 @@ def show(found: dict[str, Any]) -> None:
     console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
     for problem in found["problems"]:
         console.print(line(f"not deployed: {problem}", "red"))
+    if "waits" in found:
+        console.print(line(f"not started yet: {found['waits']}", "yellow", 1000))
     if "reason" in found:
         console.print(line(f"stopped: {found['reason']}", "red", 1000))
     if progress is None:

@@ -1,23 +1,31 @@
-"""A run that a site forgets: what it keeps is deleted. The record of what left and the ledger stay: budgets are for ever."""
+"""A run that a site or the server forgets: what it keeps is deleted, on record.
+
+At a site the record of what left and the ledger stay: budgets are for ever.
+"""
 
 import getpass
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import Timeout
 
 from consilium.errors import ConfigError
-from consilium.federation.runs import OWNER, RUNS
+from consilium.federation.runs import ERRORS, OWNER, RUNS, STATE
 from consilium.privacy.audit import FILE, Record, verified
+from consilium.report.runlog import LOCK
+from consilium.storage import file_lock
 
 KIND = "forgotten"
 KEPT = frozenset({FILE, OWNER})
 """Of a run's folder: what left, and whose the name is, so that no other run takes it."""
 STAYS = "the record of what left (audit.jsonl) and the ledger's rows"
+AT_SERVER = "the run's name, with whose it is"
+RECEIVED = "what sites received and keep, and what people downloaded: ask them to delete it"
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """FLARE's job ids: what a record names as one becomes a folder's name here."""
 
@@ -39,17 +47,38 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     if going := next((one for one in jobs if _runs(one)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
-    files = [*_files(folder), *(path for one in flares for path in one.rglob("*") if path.is_symlink() or path.is_file())]
+    flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
+    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _left(messages)})
+
+
+def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
+    """Delete a run's files at the server, `stored`, where FLARE keeps its jobs, included, and put that on record in `state`.
+
+    Returns what was recorded. Raises ConfigError for a run that goes on.
+    """
+    jobs, lock = sorted(path.name for path in stored), file_lock(folder / LOCK, wait=False)
+    try:
+        with lock:
+            return _delete(folder, stored, state, {"reason": reason, "jobs": jobs, "stays": AT_SERVER, "left": RECEIVED})
+    except Timeout:
+        raise ConfigError(f"{folder.name}: is going on; wait for its end, or `consilium abort` it") from None
+
+
+def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
+    """Delete a run's files, with the files and folders that its jobs have elsewhere, and record it; empty folders go too."""
+    others = [path for one in flares for path in (one, *one.rglob("*")) if path.is_symlink() or path.is_file()]
+    files = [*_files(folder), *others]
     size = sum(path.lstat().st_size for path in files)
-    for path in _files(folder):
+    for path in files:
         path.unlink()
     for one in flares:
-        shutil.rmtree(one)
+        if one.is_dir():
+            shutil.rmtree(one)
     for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
         if not any(place.iterdir()):
             place.rmdir()
-    said = {"run": folder.name, "files": len(files), "bytes": size, "stays": STAYS, "left": _left(messages)}
-    Record(state / FILE).add({"kind": KIND, "by": getpass.getuser(), "reason": reason, "jobs": jobs, **said}, again=True)
+    said = {"run": folder.name, "files": len(files), "bytes": size} | said
+    Record(state / FILE).add({"kind": KIND, "by": getpass.getuser(), **said}, again=True)
     return said | {"record": str(state / FILE)}
 
 

@@ -25,6 +25,10 @@ HANDSHAKE = 10
 """Seconds that a caller has in all to prove that it knows the secret, however slowly it sends."""
 AGAIN = 1.0
 """Seconds after which a rank that found nobody, or whose training is over, calls again."""
+AT_ONCE = 256
+"""Callers that may be proving themselves at a time; the next ones wait."""
+LOOK = 0.1
+"""Seconds between two looks whether all are there."""
 SHORTEST = 16
 """Bytes of a secret, at least."""
 
@@ -55,43 +59,68 @@ def read_secret(path: Path) -> bytes:
 
 def gather(nodes: NodesConfig) -> list[Joined]:
     """Return the site's ranks on other machines once all have called. Raises ConfigError, ConsiliumError."""
-    secret, until, found = read_secret(nodes.secret), time.monotonic() + nodes.wait, list[Joined]()
+    gathering = _Gathering(read_secret(nodes.secret), nodes.ranks, time.monotonic() + nodes.wait)
     try:
         with socket.create_server(nodes.place) as door:
-            while len(found) < nodes.ranks and (left := until - time.monotonic()) > 0:
-                door.settimeout(left)
-                if caller := _admitted(door, secret, until):
-                    found.append(caller)
+            door.settimeout(LOOK)
+            while gathering.goes_on():
+                with suppress(TimeoutError):
+                    gathering.hear(door)
     except OSError as error:
-        _hang_up(found)
+        gathering.end()
         raise ConsiliumError(f"site.yaml: nodes.address: {nodes.address}: {error.strerror}", Reason.TRAINING) from None
-    if len(found) < nodes.ranks:
-        _hang_up(found)
+    if len(found := gathering.end(nodes.ranks)) < nodes.ranks:
         what = f"{len(found)} of {nodes.ranks} ranks called within {nodes.wait} s; start `consilium rank` there"
         raise ConsiliumError(f"site.yaml: nodes: {what}", Reason.TRAINING)
     return found
 
 
-def _hang_up(found: Sequence[Joined]) -> None:
-    for one in found:
-        one.end()
+class _Gathering:
+    """Callers prove side by side that they know the secret, so that a stranger who says nothing holds up nobody."""
 
+    def __init__(self, secret: bytes, wanted: int, until: float) -> None:
+        self.secret, self.wanted, self.until = secret, wanted, until
+        self.found: list[Joined] = []
+        self.open, self.lock, self.free = True, threading.Lock(), threading.BoundedSemaphore(AT_ONCE)
 
-def _admitted(door: socket.socket, secret: bytes, until: float) -> Joined | None:
-    """Return the next caller if it knows the secret, None for one that does not, or if none calls in time."""
-    try:
-        caller, (machine, *_) = door.accept()
-    except TimeoutError:
-        return None
-    pipe = _piped(caller)
-    try:
-        with _hurried(pipe, min(HANDSHAKE, until - time.monotonic())):
-            connection.deliver_challenge(pipe, secret)
-            connection.answer_challenge(pipe, secret)
-    except (AuthenticationError, OSError, EOFError):
+    def goes_on(self) -> bool:
+        """Tell whether ranks are missing and there is time left."""
+        return len(self.found) < self.wanted and time.monotonic() < self.until
+
+    def hear(self, door: socket.socket) -> None:
+        """Let the next caller prove itself, in a thread of its own. Raises TimeoutError if none calls, or too many do."""
+        if not self.free.acquire(timeout=LOOK):
+            raise TimeoutError
+        try:
+            caller, (machine, *_) = door.accept()
+        except OSError:
+            self.free.release()
+            raise
+        threading.Thread(target=self._admit, args=(_piped(caller), machine), daemon=True).start()
+
+    def end(self, wanted: int = 0) -> list[Joined]:
+        """Let nobody in any more; return who is, and hang up on them where they are fewer than `wanted`, or none is."""
+        with self.lock:
+            self.open = False
+        for one in self.found if len(self.found) < wanted or not wanted else ():
+            one.end()
+        return self.found
+
+    def _admit(self, pipe: connection.Connection, machine: str) -> None:
+        try:
+            with _hurried(pipe, min(HANDSHAKE, self.until - time.monotonic())):
+                connection.deliver_challenge(pipe, self.secret)
+                connection.answer_challenge(pipe, self.secret)
+        except (AuthenticationError, OSError, EOFError):
+            pipe.close()
+            return
+        finally:
+            self.free.release()
+        with self.lock:
+            if self.open and len(self.found) < self.wanted:
+                self.found.append(Joined(pipe, machine))
+                return
         pipe.close()
-        return None
-    return Joined(pipe, machine)
 
 
 def _piped(link: socket.socket) -> connection.Connection:

@@ -123,15 +123,37 @@ def read(kit: Path) -> Facts:
         raise ConfigError(f"{path}: not there: no site has been seen by this server; {remedy}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
-    if not isinstance(found, dict) or not found.keys() >= {"server", "sites"}:
-        raise ConfigError(f"{path}: is none of this version; remove it, the server writes it anew")
+    if not _is_whole(found):
+        raise ConfigError(f"{path}: is damaged, or of another version; remove it, the server writes it anew")
     return found
 
 
 def _kept(path: Path) -> dict[str, Facts]:
     """Return the sites of a former life of the server; none where the file is missing or damaged."""
     try:
-        sites = json.loads(path.read_text(encoding="utf-8"))["sites"]
-        return {name: {k: v for k, v in facts.items() if k not in ("here", "jobs")} for name, facts in sites.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
+    sites = found["sites"] if _is_whole(found) else {}
+    return {name: {k: v for k, v in facts.items() if k not in ("here", "jobs")} for name, facts in sites.items()}
+
+
+def _is_whole(found: Any) -> bool:
+    """Tell whether a file says what `_answer` returns."""
+    try:
+        server, sites = found["server"], found["sites"]
+        return is_version(server["version"]) and type(server["protocol"]) is int and all(map(_is_row, sites.values()))
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_row(one: Facts) -> bool:
+    skew, told = one.get("skew", 0.0), checked_facts(one, one["last_seen"])
+    known = all(told[name] == one[name] for name in ("version", "protocol", "libraries", "certificate_ends") if name in one)
+    whole = (
+        _is_time(one["last_seen"])
+        and type(one["here"]) is bool
+        and isinstance(one["jobs"], list)
+        and all(isinstance(job, str) for job in one["jobs"])
+    )
+    return whole and known and type(skew) in (int, float) and abs(skew) < 1e11

@@ -1,12 +1,16 @@
 """How long certificates last: a kit's own, the project's root in it, and the one that the server shows."""
 
 import json
+import os
 import socket
 import ssl
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, InvalidURL
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
@@ -21,6 +25,9 @@ WARN_DAYS, URGENT_DAYS = 60, 30
 RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
 RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
 CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+"""Environment variables in the order in which gRPC looks at them, lower case only."""
 PATIENCE = 5.0
 """Seconds to wait for the server."""
 
@@ -70,24 +77,54 @@ def examine_servers(kit: Path) -> Finding:
 
 def server_address(kit: Path) -> str:
     """Return host:port of the server that a kit is for. Raises ConfigError."""
+    return _service(kit)[0]
+
+
+def _service(kit: Path) -> tuple[str, str]:
+    """Return host:port of the server that a kit is for, and FLARE's transport. Raises ConfigError."""
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
             raw = json.loads(path.read_text(encoding="utf-8"))
             if "admin" in raw:
-                return f"{raw['admin']['host']}:{raw['admin']['port']}"
-            return raw["servers"][0]["service"]["target"]
+                return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
+            return raw["servers"][0]["service"]["target"], raw["servers"][0]["service"].get("scheme", "")
     raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
 
 
 def server_certificate(kit: Path) -> x509.Certificate:
     """Return the certificate that the server shows. Raises OSError, of which ssl.SSLError is one."""
-    host, _, port = server_address(kit).rpartition(":")
-    own = certificate(kit)
+    (target, scheme), own = _service(kit), certificate(kit)
+    host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, own.with_suffix(".key"))
-    address = (host, int(port))
-    with socket.create_connection(address, timeout=PATIENCE) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+    proxy = proxy_of(host) if scheme == "grpc" else ""
+    with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
+
+
+def proxy_of(host: str) -> str:
+    """Return the proxy that gRPC takes from the environment for a host, "" for none."""
+    without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
+    ends = [end for one in without.split(",") if (end := one.strip())]
+    return "" if host.endswith(tuple(ends)) else proxy
+
+
+def _reached(host: str, port: int, proxy: str) -> socket.socket:
+    """Return a connection to the server, where there is a proxy by its CONNECT. Raises OSError."""
+    if not proxy:
+        return socket.create_connection((host, port), timeout=PATIENCE)
+    try:
+        place = urlsplit(proxy)
+        link = HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE)
+    except (ValueError, InvalidURL):
+        raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
+    login = f"{unquote(place.username or '')}:{unquote(place.password or '')}".encode()
+    link.set_tunnel(host, port, {"Proxy-Authorization": f"Basic {b64encode(login).decode()}"} if place.username else {})
+    try:
+        link.connect()
+    except HTTPException as error:
+        raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
+    return link.sock
 
 
 def warnings(kit: Path) -> list[str]:

@@ -144,9 +144,9 @@ def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
 
     It belongs to who submitted the job. To `resume` there must be a run in it.
     """
-    if resume and not (_state(fl_ctx) / RUNS / experiment(fl_ctx, job) / "metrics.jsonl").is_file() and not simulated():
+    if resume and not (state_folder(fl_ctx) / RUNS / experiment(fl_ctx, job) / "metrics.jsonl").is_file() and not simulated():
         raise ConfigError(f"experiment: there is no run {experiment(fl_ctx, job)!r} at this server to go on with; submit it")
-    return _run_folder(fl_ctx, job, _state(fl_ctx))
+    return _run_folder(fl_ctx, job, state_folder(fl_ctx))
 
 
 def experiment(fl_ctx: FLContext, job: Job) -> str:
@@ -224,26 +224,26 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
     """
     if site.state:
         return _run_folder(fl_ctx, job, site.state)
-    return _run_folder(fl_ctx, job, _state(fl_ctx)) / "sites" / name
+    return _run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None where it took no part. Raises ConfigError."""
-    former = _former(fl_ctx, job, site.state or _state(fl_ctx))
+    former = _former(fl_ctx, job, site.state or state_folder(fl_ctx))
     found = former if former is None or site.state else former / "sites" / name
     return found if found and found.is_dir() else None
 
 
 def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
     """Return the server's folder of the run that a cross-site job scores; None where there is none. Raises ConfigError."""
-    return _former(fl_ctx, job, _state(fl_ctx))
+    return _former(fl_ctx, job, state_folder(fl_ctx))
 
 
 def _former(fl_ctx: FLContext, job: Job, state: Path) -> Path | None:
     """Return a run of the same submitter under `state`; in a simulation the folder of that name beside its own."""
     if job.config.cross_site is None:
         return None
-    if simulated() and state == _state(fl_ctx):
+    if simulated() and state == state_folder(fl_ctx):
         return former_run(job.config, state)
     return known_run(state, job.config.cross_site.run, submitter(fl_ctx))
 
@@ -252,7 +252,7 @@ def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
     if simulated():
         return site_folder(fl_ctx, job, name, site)
-    return site.state or _state(fl_ctx)
+    return site.state or state_folder(fl_ctx)
 
 
 def simulated() -> bool:
@@ -276,7 +276,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
     return observe
 
 
-def _state(fl_ctx: FLContext) -> Path:
+def state_folder(fl_ctx: FLContext) -> Path:
     """Return the folder of all our files in a kit, or those of a simulation."""
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
@@ -284,9 +284,9 @@ def _state(fl_ctx: FLContext) -> Path:
 def _run_folder(fl_ctx: FLContext, job: Job, state: Path) -> Path:
     """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone."""
     os.umask(0o077)
-    if simulated() and state == _state(fl_ctx):
+    if simulated() and state == state_folder(fl_ctx):
         return state
-    private_folder(_state(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
+    private_folder(state_folder(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
     found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx))
     sweep(found)
     return found

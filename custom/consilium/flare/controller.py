@@ -25,6 +25,7 @@ from consilium.flare.cross_sites import cross_sites
 from consilium.flare.invitations import Invitations
 from consilium.flare.masks import MaskedTasks
 from consilium.flare.revocation import REFUSED
+from consilium.flare.timers import share_timers
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
 
@@ -61,6 +62,7 @@ class RoundController(Controller):
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Read the job; a job that cannot run stops here, with one line that says why."""
         wire.register()
+        share_timers()
         try:
             job, self._revoked = context.load(fl_ctx), context.revocations(fl_ctx)
             aggregator = fl_ctx.get_engine().get_component(self.aggregator_id)

@@ -13,6 +13,8 @@ from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation.build import build_site
 from consilium.federation.site import Site
 from consilium.flare import context, wire
+from consilium.flare.private_log import keep_apart, log_failure
+from consilium.flare.timers import share_timers
 from consilium.messages import Kind
 from consilium.privacy.authorized import Task
 from consilium.training.loop import Stopped
@@ -38,11 +40,13 @@ class SiteExecutor(Executor):
         if event_type == EventType.START_RUN:
             wire.register()
             context.leave_to_quorum(fl_ctx)
+            keep_apart(fl_ctx)
+            share_timers()
         if event_type == EventType.END_RUN and self._site is not None:
             self._site.close()
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Do the task that the guard has left for this executor. A failure is a word only; the site's log has the rest."""
+        """Do the task that the guard has left for this executor. A failure is a word only; the site has the rest."""
         if (reason := wire.reason_of(shareable)) is not None:  # the guard refused the task
             return wire.refusal(reason)
         try:
@@ -50,12 +54,9 @@ class SiteExecutor(Executor):
             if not isinstance(task, Task) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
             return wire.hold(Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
-        except ConsiliumError as error:
-            self.log_error(fl_ctx, str(error))
-            return wire.refusal(error.reason)
-        except Exception:  # whatever it was, the round goes on without this site and its log has the traceback
-            self.log_exception(fl_ctx, "unexpected error")
-            return wire.refusal(Reason.ERROR)
+        except Exception as error:  # whatever it was, the round goes on without this site
+            log_failure(self, fl_ctx, error)
+            return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
     def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
         if self._site is None:

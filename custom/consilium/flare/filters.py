@@ -17,6 +17,7 @@ from consilium.federation.build import Job, build_guard
 from consilium.federation.checks import check_result
 from consilium.flare import context, wire
 from consilium.flare.executor import Answer
+from consilium.flare.private_log import log_failure
 from consilium.messages import Kind, Payload
 from consilium.privacy.authorized import Task
 from consilium.privacy.guard import Guard
@@ -35,12 +36,10 @@ class ClosedFilter(Filter):
         """Return what `handle` makes of it, or a refusal."""
         try:
             return _with_cookies(self.handle(shareable, fl_ctx), shareable)
-        except ConsiliumError as error:
-            self.log_error(fl_ctx, str(error))
-            return self.refused(error.reason, shareable, fl_ctx)
-        except Exception:
-            self.log_exception(fl_ctx, "unexpected error in a filter")
-            return self.refused(Reason.ERROR, shareable, fl_ctx)
+        except Exception as error:
+            log_failure(self, fl_ctx, error, "unexpected error in a filter")
+            reason = error.reason if isinstance(error, ConsiliumError) else Reason.ERROR
+            return self.refused(reason, shareable, fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal in the place of `shareable`."""

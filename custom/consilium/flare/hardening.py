@@ -1,7 +1,10 @@
 """What closes a startup kit: FLARE's settings that a job's files could stand in for, and the folder Python is started in."""
 
 import json
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from nvflare.lighter.constants import ProvFileName
 
@@ -20,14 +23,19 @@ mkdir -p "$WORKSPACE/.empty" && cd "$WORKSPACE/.empty" || exit 1
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
-def pin_settings(kit: Path) -> None:
+def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
     """Put into the kit's own folder the two files that FLARE looks for there first, and then anywhere below, jobs included.
 
     With a comm_config.json a job would name a folder of Python modules for the site to load. A site's own settings for
-    connections belong into that file; what is there stays.
+    connections belong into that file; what is there stays, but for the empty one of kits of earlier versions.
+
+    Ours (policies/comm_config.json): FLARE's server talks to 100 connections, of which a site with a job needs two, and lets
+    the next wait for ever; and without keep-alives an end that was forgotten on the way is found after a quarter of an hour.
+    `more` are settings beside these.
     """
-    if not (kit / COMM).exists():
-        write_atomic(kit / COMM, json.dumps({}).encode() + b"\n")
+    if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
+        ours = json.loads(files("consilium.flare").joinpath("policies", COMM).read_text(encoding="utf-8"))
+        write_atomic(kit / COMM, json.dumps(ours | dict(more or {}), indent=2).encode() + b"\n")
     if not (kit / RESOURCES).is_symlink():
         (kit / RESOURCES).unlink(missing_ok=True)
         (kit / RESOURCES).symlink_to(Path("local") / RESOURCES)

@@ -71,7 +71,7 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         else:
             del state[name]  # FLARE makes a new key and certificate for whom it does not know
     write_atomic(path, json.dumps(state).encode())
-    return provision(sites, folder)
+    return provision(sites, folder, names)
 
 
 def _new_root(root: str, key: str, days: int) -> str:

@@ -22,8 +22,9 @@ from consilium.report.progress import progress
 from consilium.schema import read_yaml
 
 ENDED = "FINISHED"
-UNEXPLAINED = ("FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION")
-"""How FLARE calls the end of a job that failed, whatever the reason."""
+WAITING = "SUBMITTED"
+TIMED = len("2026-11-22 20:30:00: ")
+"""What FLARE's scheduler begins its lines with."""
 LOST = "LOST"
 """Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
@@ -123,10 +124,11 @@ class Admin:
         if meta["status"] == LOST:
             return found | {"progress": None}
         if not meta["status"].startswith(ENDED):
-            return found | {"progress": self._running(meta["job_id"])}
+            waits = self._unscheduled(meta["job_id"]) if meta["status"] == WAITING else ""
+            return found | {"progress": self._running(meta["job_id"])} | ({"waits": waits} if waits else {})
         found |= self._outcome(meta["job_id"])
-        if meta["status"] in UNEXPLAINED and not found["problems"]:
-            found.setdefault("reason", NO_REASON)
+        if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
+            found["reason"] = self._unscheduled(meta["job_id"]) or NO_REASON
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
@@ -138,8 +140,14 @@ class Admin:
         if job["status"] == LOST:
             return "its server process is gone; `consilium resume` goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        said = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed) or NO_REASON
-        return " ".join(said.split())
+        said = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
+        return " ".join((said or self._unscheduled(job["job_id"]) or NO_REASON).split())
+
+    def _unscheduled(self, job_id: str) -> str:
+        """Return what FLARE's scheduler last said of a job that it has not started, "" where it said nothing."""
+        history = self.session.get_job_meta(job_id).get("schedule_history") or []
+        said = dict.fromkeys(line[TIMED:] for line in map(str, history[-2:]))
+        return "; ".join(one for one in said if one != "scheduled")
 
     def _running(self, job_id: str) -> Job | None:
         """Return a running job's progress; None before its controller has started and while it ends."""
@@ -177,6 +185,27 @@ def _failed(status: str) -> bool:
 def experiment_of(job: Job) -> str:
     """Return the name a job's files go by at the server; see context.experiment."""
     return job.get("experiment") or default_name(job["name"], job["job_id"])
+
+
+def stored_jobs(kit: Path, experiment: str) -> list[Path]:
+    """Return where FLARE keeps an experiment's jobs at the server, a folder each; of unreadable ones it cannot be said.
+
+    Raises ConfigError where the kit does not say where that is.
+    """
+    path = kit / "local" / "resources.json"
+    try:
+        (manager,) = (one for one in json.loads(path.read_text(encoding="utf-8"))["components"] if one["id"] == "job_manager")
+        metas = sorted(Path(manager["args"]["uri_root"]).glob("*/meta"))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path}: names no folder of jobs (job_manager); run `consilium doctor KIT`") from None
+    return [meta.parent for meta in metas if _is_of(meta, experiment)]
+
+
+def _is_of(meta: Path, experiment: str) -> bool:
+    try:
+        return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def reason_left(result: Path) -> str | None:

@@ -1,0 +1,62 @@
+"""What errors say of the data goes to a private file of the job: FLARE's logs have many readers, so they name no file of it.
+
+A text may name a file or hold a value, and so a patient. In a simulation all of it is the user's own, and stays in the log.
+"""
+
+import logging
+import traceback
+from logging.handlers import RotatingFileHandler
+
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_context import FLContext
+
+from consilium.errors import ConsiliumError, DataError
+from consilium.federation.runs import ERRORS
+from consilium.flare import context
+from consilium.storage import private_folder
+
+MOST = 1_000_000
+"""Bytes of a job's file; there is one former file beside it."""
+
+
+class PrivateFile(RotatingFileHandler):
+    """A job's file under `errors` in the kit's folder of ours, for its own user alone."""
+
+    def __init__(self, fl_ctx: FLContext) -> None:
+        folder = private_folder(context.state_folder(fl_ctx) / ERRORS)
+        super().__init__(folder / f"{fl_ctx.get_job_id()}.log", maxBytes=MOST, backupCount=1, delay=True, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing: Python would print the text, and with it what must not be printed."""
+
+
+def keep_apart(fl_ctx: FLContext) -> None:
+    """Have what the data's own code says of single samples written to the job's file, from now on in this process."""
+    if not context.simulated():
+        logger = logging.getLogger("consilium.data")
+        logger.handlers, logger.propagate = [PrivateFile(fl_ctx)], False
+
+
+def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:
+    """Log why there is no answer: an error of settings as it is, one of the data or an unexpected one by its kind only."""
+    expected = isinstance(error, ConsiliumError)
+    if expected and (context.simulated() or not isinstance(error, DataError)):
+        component.log_error(fl_ctx, str(error))
+    elif context.simulated():
+        component.log_exception(fl_ctx, what)
+    else:
+        text = str(error) if expected else "".join(traceback.format_exception(error))
+        kind = "the data cannot be used" if expected else f"{what} ({type(error).__name__})"
+        component.log_error(fl_ctx, f"{kind}; {_kept(fl_ctx, text)}")
+
+
+def _kept(fl_ctx: FLContext, text: str) -> str:
+    """Write a text to the job's file and return where it is."""
+    try:
+        file = PrivateFile(fl_ctx)
+        file.emit(logging.makeLogRecord({"msg": text, "levelno": logging.ERROR, "levelname": "ERROR"}))
+        file.close()
+    except Exception as error:  # an answer must follow, whatever is the matter with the disk or FLARE's context
+        return f"the text could not be kept ({type(error).__name__})"
+    return f"the text is in {file.baseFilename}"
