@@ -53,6 +53,7 @@ def add(folder: Path, *lines: object) -> None:
 def test_a_page_has_every_part_of_the_run(page: Page) -> None:
     ids = [one["id"] for one in page.of("h2")]
     assert ids == ["result", "curves", "sites", "travelled", "time", "absences", "privacy", "versions"]
+    assert "Dice, mean of 2 sites: 0.550 pretrained, 0.650 global, 0.750 personalized." in page.text
     for told in ("0.500", "0.600", "0.700", "0.650–0.750", "mean by n", "Best: a.png", "Worst: c.png", "4.0 s"):
         assert told in page.text, told
     assert "no differential privacy" in page.text
@@ -301,19 +302,19 @@ def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
 
 
 def test_the_folder_of_a_study_becomes_its_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, method, lr in (("a", "FedIT", 1e-3), ("b", EVIL, 2e-3), ("c", "lost", 3e-3)):
+    for place, (name, method, lr) in enumerate((("b", "FedIT", 1e-3), ("a", EVIL, 2e-3), ("c", "lost", 3e-3))):
         training = small_config("fedit", rounds=2, lr=lr).model_dump(mode="json")["training"]
         folder = make_run(tmp_path / "study/cells" / name, training=training)
         state, reason = ("failed", "no memory") if name == "c" else ("done", "")
-        (folder / "cell.json").write_text(
-            json.dumps({"state": state, "reason": reason, "labels": {"method": method, "seed": "0"}, "overrides": []})
-        )
+        record = {"state": state, "reason": reason, "labels": {"method": method, "seed": "0"}, "overrides": [], "place": place}
+        (folder / "cell.json").write_text(json.dumps(record))
     (tmp_path / "study/cells/c/results.json").unlink()
     assert run(monkeypatch, "report", tmp_path / "study") == 0
     page = Page((tmp_path / "study/report.html").read_text())
     assert "Comparison of 2 finished runs" in page.text
     for told in (EVIL, "FedIT", "failed: no memory", "0.650"):  # Dice of the global model: the mean of 0.6 and 0.7
         assert told in page.text, told
+    assert page.text.index("FedIT") < page.text.index(EVIL)  # the study's order, as in `compare`
     assert page.of("script", "img") == []
     assert "data:image/jpeg" not in page.source
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]

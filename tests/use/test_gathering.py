@@ -1,5 +1,6 @@
 """Pictures that are asked about together: as if each were asked alone, and none pays for another."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.use import gathering
+from consilium.data.text import Text
+from consilium.errors import ConfigError, DataError
+from consilium.use import gathering, texts
 from consilium.use.asking import Asking
 from consilium.use.gathering import gathered
 from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
 from consilium.use.outputs import Wanted
 from consilium.use.predict import Outcome, predict
-from tests.conftest import run
+from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
 
@@ -165,3 +168,49 @@ def test_a_device_that_is_not_here_names_the_option(
     assert f"--device: {device!r}: " in told
     assert said in told
     assert "site.yaml" not in told
+
+
+def test_records_of_several_files_go_into_one_call_and_back_to_their_files(tmp_path: Path) -> None:
+    model, given = opened(small_text()), tmp_path / "in"
+    given.mkdir()
+    for number, count in enumerate((2, 1, 3, 5, 0)):
+        lines = [json.dumps({"input": f"Ward {number}, patient {n}, fever."}) + "\n" for n in range(count)]
+        (given / f"{number}.jsonl").write_text("".join(lines))
+    (given / "1b.jsonl").write_text('{"input": "a"}\nno record\n{"input": "\\ud800"}\n')
+    (given / "2b.jsonl").write_bytes(b"\xff")
+    sizes, generate = list[int](), model.model.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "generate", lambda **given: sizes.append(len(given["input_ids"])) or generate(**given))
+        found = [
+            predict(Asking(model, batch), find_inputs(given, True, tmp_path), Wanted(tmp_path / str(batch)), lambda one: None)
+            for batch in (1, 4)
+        ]
+    assert sizes == [1] * 12 + [4, 3, 4, 1]  # 0, 1 and 1b; 2; 3, which is more than one call
+    assert found[0] == found[1]
+    assert found[1].written == ["0.jsonl", "1.jsonl", "1b.jsonl", "2.jsonl", "3.jsonl", "4.jsonl"]
+    assert [name for name, why in found[1].bad] == ["1b.jsonl", "1b.jsonl", "2b.jsonl"]
+    for name in found[1].written:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
+    said = [json.loads(line) for line in (tmp_path / "4/3.jsonl").read_text().splitlines()]
+    assert [(row["record"], row["input"]) for row in said][4] == ("3.jsonl:5", "Ward 3, patient 4, fever.")
+
+
+def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task refuses its data as a whole, at the start; which record it was is found by halves."""
+    for name, words in {"a": ["fever", "bad", "cough"], "b": ["bad"], "c": ["pain"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"input": word}) + "\n" for word in words))
+
+    def written(opened: TrainedModel, where: Path, asked: list[Text], batch: int) -> list[str]:
+        if bad := [text.name for text in asked if text.input == "bad"]:
+            raise DataError(f"{bad[0]}: cannot be used")
+        return [text.input.upper() for text in asked]
+
+    monkeypatch.setattr(texts, "_written", written)
+    model = TrainedModel(small_text(), nn.Identity(), Path(), None, None, HERE)  # type: ignore[arg-type]
+    found = [(one.name, list(said)) for one, said in texts.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)]
+    said = [(name, [str(one) if isinstance(one, DataError) else one["answer"] for one in answers]) for name, answers in found]
+    assert said == [
+        ("a.jsonl", ["FEVER", "a.jsonl:2: cannot be used", "COUGH"]),
+        ("b.jsonl", ["b.jsonl:1: cannot be used"]),
+        ("c.jsonl", ["PAIN"]),
+    ]

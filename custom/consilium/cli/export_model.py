@@ -47,4 +47,5 @@ def export_model(
     typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
     for note in found.card.notes:
         typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
-    typer.echo("note: the licence stands in the first lines of README.md; check it before you hand the model on", err=True)
+    page = "docs/README.md" if format is ModelFormat.BUNDLE else "README.md"
+    typer.echo(f"note: the licence stands in the first lines of {page}; check it before you hand the model on", err=True)

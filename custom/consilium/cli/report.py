@@ -92,7 +92,7 @@ def _seed(job: Path) -> int:
 
 
 def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
-    """Return a study's finished runs, and why the others have no scores."""
+    """Return a study's finished runs in its order, and why the others have no scores."""
     from consilium.report.compare.groups import Absent
     from consilium.report.compare.runs import read_run
     from consilium.report.page.files import folders
@@ -100,8 +100,8 @@ def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
 
     found: list[Run] = []
     absent: list[Absent] = []
-    for cell in folders(folder / CELLS):
-        record = record_of(cell)
+    records = {cell: record_of(cell) for cell in folders(folder / CELLS)}
+    for cell, record in sorted(records.items(), key=lambda one: one[1].place):
         labels = {axis: value for axis, value in (record.labels or {}).items() if axis != "seed"}
         try:
             found.append(read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels))

@@ -30,7 +30,10 @@ State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 
 @dataclass(frozen=True)
 class Record:
-    """How far a cell is. `data`: see Planned; `seconds`: what it took, without parts that were interrupted."""
+    """How far a cell is.
+
+    `data`: see Planned; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
+    """
 
     state: State = "waiting"
     reason: str = ""
@@ -38,6 +41,7 @@ class Record:
     data: str = ""
     labels: Mapping[str, str] | None = None
     overrides: tuple[str, ...] = ()
+    place: int = 0
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -134,7 +138,8 @@ def _begun(planned: Planned) -> Record:
             (aside / f"{folder.name}-{planned.data}").rename(folder)
         before = _stored(folder)
     here = planned.cell
-    return replace(before, state="running", data=planned.data, labels=here.labels, overrides=tuple(here.overrides))
+    before = replace(before, labels=here.labels, overrides=tuple(here.overrides), place=here.place)
+    return replace(before, state="running", data=planned.data)
 
 
 def _simulate(planned: Planned, observer: Observer) -> None:

@@ -26,7 +26,7 @@ class Cell:
     """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
 
     `counts`: how large its data are, if the study says so. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
-    says how far it is.
+    says how far it is. `place`: its number in the study's order, from 0.
     """
 
     id: str
@@ -37,6 +37,7 @@ class Cell:
     sites: str = ""
     data: str = ""
     counts: CountsConfig | None = None
+    place: int = 0
 
     @property
     def name(self) -> str:
@@ -101,9 +102,9 @@ class Study:
     def _cells(self) -> list[Cell]:
         wanted = [labels for labels in self.grid() if not self._why_not(labels)]
         mistakes, found = Mistakes(wanted), list[Cell]()
-        for labels in wanted:
+        for place, labels in enumerate(wanted):
             with mistakes.of(labels):
-                found.append(self._cell(labels))
+                found.append(self._cell(labels, place))
         mistakes.tell()
         _check_apart(self.path, found)
         return found
@@ -114,7 +115,7 @@ class Study:
         base = job_file(self.path.parent / self.config.base)
         return base, read_yaml(base)
 
-    def _cell(self, labels: dict[str, str]) -> Cell:
+    def _cell(self, labels: dict[str, str], place: int) -> Cell:
         values = dict(self.config.set)
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
@@ -123,7 +124,7 @@ class Study:
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
         name = _digest(make_job(raw, base, _parsed(texts), plugins=None, author=True), sites, data)
-        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts)
+        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place)
 
 
 def _text(name: str, value: Any) -> str:

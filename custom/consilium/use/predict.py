@@ -22,7 +22,7 @@ from consilium.use.gathering import gathered
 from consilium.use.inputs import Input
 from consilium.use.labels import label_map, legend
 from consilium.use.outputs import CLASSES, LABELS, Wanted, check_files, clashes, overlay_name, probability_name
-from consilium.use.texts import answers
+from consilium.use.texts import Answer, answers
 from consilium.use.writing import (
     is_dicom,
     mask_name,
@@ -63,16 +63,17 @@ def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
-    asked = ((one, iter(())) for one in apart) if work is _answers else gathered(asking, apart)
+    asked = answers(asking.opened, apart, asking.batch_size) if work is _answers else gathered(asking, apart)
     work(asking, _tried(asked, outcome, done), wanted, outcome)
     return outcome
 
 
 Try = Callable[[Callable[[], None]], None]
-Tried = Iterator[tuple[Input, Iterator[Asked], Try]]
+Tried = Iterator[tuple[Input, Iterator[Any], Try]]
+"""Every input with what the model says of it: Asked of a picture's parts, Answer of a file's records."""
 
 
-def _tried(asked: Iterable[tuple[Input, Iterator[Asked]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
+def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
     """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
 
     def run(work: Callable[[], None]) -> None:
@@ -218,13 +219,14 @@ def _row(one: Input, part: Asked, classes: list[str]) -> list[Any]:
 
 
 def _answers(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
-    def ask(one: Input) -> None:
-        bad, rows = list[DataError](), list[dict[str, Any]]()
-        rows += answers(asking.opened, one.path, asking.batch_size, bad)
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        write_atomic(wanted.out / one.name, "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
-        outcome.written.append(one.name)
-        outcome.bad.extend((one.name, str(error)) for error in bad)
+    def note(one: Input, found: Iterator[Answer]) -> None:
+        said = list(found)
+        bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]
+        lines = [json.dumps(answer, ensure_ascii=False) for answer in said if not isinstance(answer, DataError)]
+        outcome.bad.extend(bad)
+        if lines or not bad:
+            write_atomic(wanted.out / one.name, "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+            outcome.written.append(one.name)
 
-    for one, _, run in tried:
-        run(lambda one=one: ask(one))  # type: ignore[misc]
+    for one, found, run in tried:
+        run(lambda one=one, found=found: note(one, found))  # type: ignore[misc]

@@ -92,13 +92,13 @@ def of_models(results: Results, metric: str) -> list[tuple[str, dict[Stage, tupl
 
 def gains(results: Results, metric: str, label: str) -> str:
     """Return in a sentence what adapting changed, on the mean of the sites; "" where that is not known."""
-    keys = [str(MetricKey(split_of(results), stage, metric)) for stage in (Stage.PRETRAINED, Stage.GLOBAL)]
-    rows = [one for one in results.values() if all(key in one for key in keys)]
+    keys = {stage: str(MetricKey(split_of(results), stage, metric)) for stage in Stage}
+    rows = [one for one in results.values() if keys[Stage.PRETRAINED] in one and keys[Stage.GLOBAL] in one]
     if not rows:
         return ""
-    before, after = (sum(one[key] for one in rows) / len(rows) for key in keys)
+    means = {stage: sum(one[key] for one in rows) / len(rows) for stage, key in keys.items() if all(key in one for one in rows)}
     whose = f", mean of {len(rows)} sites" if len(rows) > 1 else ""
-    return f"{label}{whose}: {number(before)} pretrained, {number(after)} global."
+    return f"{label}{whose}: {', '.join(f'{number(mean)} {stage}' for stage, mean in means.items())}."
 
 
 def losses(record: Record) -> dict[str, Curve]:
