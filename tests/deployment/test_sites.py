@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from consilium.storage import load_state
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, ROOT, Federation
 from tests.deployment.network import Relay
+from tests.deployment.relayed import RELAY, provision_relayed
 
 SLOW = {"delay": 0.2, "rate": 250_000.0}
 """Seconds one way, and 2 Mbit/s."""
@@ -126,3 +128,46 @@ def test_a_patch_release_may_be_at_the_server_or_at_a_site_and_another_protocol_
         assert [rows[name]["version"] for name in federation.sites] == [__version__, f"{minor}.9", f"{minor}.9"]
         assert [bool(rows[name]["notes"]) for name in federation.sites] == [False, False, True]
         federation.shutdown()
+
+
+@pytest.mark.long
+def test_a_line_that_was_forgotten_on_the_way_is_found_and_the_site_is_back_in_its_job(tmp_path: Path) -> None:
+    """As by a router whose table was full: no end is told. Without keep-alives a site was not back after five minutes."""
+    raw = job(1000, 1.0).model_dump()
+    raw["federation"]["min_sites"] = 1
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation, Relay(federation.port) as line:
+        federation.reroute("site-2", line.port)
+        federation.start()
+        federation.submit(federation.export(JobConfig.model_validate(raw)))
+        federation.until(lambda: len(mine(federation, "result")) >= 2, 120, "two rounds of site-2")
+        before = line.connections
+        line.forget()
+        federation.until(lambda: trained(federation) == ["site-1"], 60, "a round without site-2")
+        federation.until(lambda: "site-2" in trained(federation), 200, "site-2 to be back")
+        assert line.connections > before
+        federation.shutdown()
+
+
+@pytest.mark.long
+def test_sites_behind_a_relay_reach_the_server_by_it_alone(tmp_path: Path) -> None:
+    with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}, make=provision_relayed) as federation:
+        federation.start("server", RELAY, wait=0)
+        federation.start("site-1", "site-2", "site-3")
+        submitted = federation.submit(federation.export(job(200, 5.0)))
+        federation.until(lambda: federation.concluded() >= 1, 120, "round 1")
+        assert trained(federation) == ["site-1", "site-2", "site-3"]
+        lines = {name: connected(federation, name) for name in (*federation.sites, RELAY)}
+        assert lines == {
+            "site-1": 2,
+            "site-2": 0,
+            "site-3": 0,
+            RELAY: 1,
+        }  # FLARE's process and the job's; the relay for two sites
+        federation.abort(submitted)
+        federation.shutdown()
+
+
+def connected(federation: Federation, name: str) -> int:
+    """Return how many connections a participant's processes have to the server's port."""
+    links = [link for pid in federation.processes(name) for link in psutil.Process(pid).net_connections()]
+    return sum(1 for link in links if link.raddr and link.raddr.port == federation.port)

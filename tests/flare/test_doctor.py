@@ -148,6 +148,17 @@ def test_every_weakened_kit_is_seen(weaken: Callable[[Path], None], check: str, 
     assert says in problems(kit)[check]
 
 
+def test_settings_for_connections_without_grpcs_are_told_of_and_broken_ones_a_problem(kit: Path) -> None:
+    found = {one.check: one for one in examine(kit)}["settings"]
+    assert (found.ok, found.advice) == (True, "")
+    (kit / "comm_config.json").write_text('{"max_message_size": 1}')
+    found = {one.check: one for one in examine(kit)}["settings"]
+    assert found.ok
+    assert "49 sites at a server at most" in found.advice
+    (kit / "comm_config.json").write_text("{")
+    assert "not valid JSON" in problems(kit)["settings"]
+
+
 def test_an_unsigned_kit_is_as_nvflare_package_makes_it(kit: Path) -> None:
     (kit / "startup/signature.json").unlink()
     assert "signature" not in problems(kit)

@@ -47,6 +47,7 @@ def test_a_prepared_kit_keeps_its_policies(
     assert "process_launcher" not in components
     assert not (out / "local/resources.json.default").exists()
     assert is_pinned(out)
+    assert read(out / "comm_config.json")["grpc"] == read(kit / "comm_config.json")["grpc"]
     assert read(out / "comm_config.json")["internal"]["resources"]["connection_security"] == "mtls"
     for policy in ("authorization.json", *(("privacy.json", "site.yaml") if role == "site" else ())):
         assert (out / "local" / policy).read_bytes() == (kit / "local" / policy).read_bytes()

@@ -24,7 +24,7 @@ from consilium.federation.doctor import (
 from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.certificates import examine_own, examine_servers
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.flare.hardening import is_pinned, leaves_callers_folder
+from consilium.flare.hardening import COMM, is_pinned, leaves_callers_folder
 from consilium.flare.kits import certificate, kit_name, kit_role, lacking
 from consilium.flare.revocation import is_checked
 from consilium.flare.revocation import read as read_revoked
@@ -57,7 +57,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         return
     yield _signature(kit)
     yield _start_script(kit)
-    yield _settings(kit)
+    yield checked("settings", lambda: _settings(kit))
     if (role := kit_role(kit)) is not None:
         yield from _policies(kit, role)
         yield checked("components", lambda: _components(kit, role))
@@ -97,7 +97,9 @@ def _start_script(kit: Path) -> Finding:
 
 def _settings(kit: Path) -> Finding:
     if is_pinned(kit):
-        return Finding("settings", "a job cannot bring its own for connections or resources")
+        narrow = "grpc" not in _json(kit / COMM)
+        advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
+        return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
     return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
 
 

@@ -5,6 +5,7 @@ A text may name a file or hold a value, and so a patient. In a simulation all of
 
 import logging
 import traceback
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 
 from nvflare.apis.fl_component import FLComponent
@@ -35,7 +36,9 @@ def keep_apart(fl_ctx: FLContext) -> None:
     """Have what the data's own code says of single samples written to the job's file, from now on in this process."""
     if not context.simulated():
         logger = logging.getLogger("consilium.data")
-        logger.handlers, logger.propagate = [PrivateFile(fl_ctx)], False
+        logger.handlers, logger.propagate = [logging.NullHandler()], False
+        with suppress(OSError):  # a full disk: then nobody is told, and what fails says that it could not be kept
+            logger.handlers = [PrivateFile(fl_ctx)]
 
 
 def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from nvflare.apis.fl_constant import SystemConfigs
 from nvflare.fuel.f3.comm_config import CommConfigurator
+from nvflare.fuel.f3.drivers.grpc_driver import GRPC_DEFAULT_OPTIONS, GrpcDriver
 from nvflare.fuel.utils.config_service import ConfigService
 
 from consilium.flare.hardening import pin_settings
@@ -44,6 +46,18 @@ def test_the_kits_own_settings_win(driver_path: Path) -> None:
     ConfigService.initialize({SystemConfigs.RESOURCES_CONF: "resources.json"}, [str(driver_path)])
     assert CommConfigurator().get_comm_driver_path(None) is None
     assert ConfigService.get_section(SystemConfigs.RESOURCES_CONF) == {"whose": "the site's"}
+
+
+def test_flares_grpc_takes_two_connections_of_every_site_and_some_peoples_and_finds_dead_lines(driver_path: Path) -> None:
+    """By itself it serves a hundred, and the next waits for ever; its limits of a message's size stay what they were."""
+    (driver_path / "comm_config.json").write_text("{}\n")  # as kits of earlier versions have it
+    pin_settings(driver_path)
+    ConfigService.initialize({}, [str(driver_path)])
+    driver, server = GrpcDriver(), files("consilium.flare").joinpath("policies", "resources_server.json")
+    assert driver.max_workers >= 2 * json.loads(server.read_text())["servers"][0]["max_num_clients"] + 100
+    options = dict(driver.options)
+    assert options.items() >= dict(GRPC_DEFAULT_OPTIONS).items()
+    assert 10_000 <= options["grpc.http2.min_ping_interval_without_data_ms"] < options["grpc.keepalive_time_ms"] <= 30_000
 
 
 def test_a_sites_own_connection_settings_stay(kit: Path) -> None:
