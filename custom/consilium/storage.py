@@ -41,15 +41,23 @@ def _described(tensor: "Tensor") -> TensorSpec:
 def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     """Return (tensors, meta) of a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            header = file.metadata() or {}
+        tensors, header = _read(path)
         meta, expected = json.loads(header["meta"]), header["sha256"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
     if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
     return tensors, meta
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors and header of a file: by way of numpy, which takes a third of torch's time for small tensors."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except TypeError:  # numpy has no bfloat16
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
@@ -80,7 +88,7 @@ def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
 
 def private_folder(path: Path) -> Path:
     """Make a folder, and those above it that are missing, for this user alone; one that exists stays as it is. Return it."""
-    for folder in reversed([path, *path.parents]):
+    for folder in [] if path.is_dir() else reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -146,5 +154,13 @@ def digest(tensors: Mapping[str, "Tensor"]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(_bytes(tensor.contiguous()))
     return found.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, where they are."""
+    try:
+        return tensor.numpy().reshape(-1).data
+    except TypeError:  # numpy has no bfloat16
+        return tensor.reshape(-1).view(torch.uint8).numpy().data

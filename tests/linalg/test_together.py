@@ -7,7 +7,7 @@ import torch
 
 from consilium.errors import RefusedError
 from consilium.federation.aggregate import ExactMean
-from consilium.linalg.together import SMALL, norm, norms, together
+from consilium.linalg.together import SMALL, norm, norms, together, unusable
 
 MIXED = {
     "a": torch.tensor([[3.0, 4.0]]),
@@ -32,6 +32,17 @@ def test_norms_are_those_of_each_and_of_all() -> None:
     assert norm({}) == 0.0
     drawn = {str(n): torch.randn(3 + n, 70, generator=torch.Generator().manual_seed(n)) for n in range(9)}
     assert norms(drawn) == {name: float(one.double().square().sum().sqrt()) for name, one in drawn.items()}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_holds_no_finite_number_is_named_and_nothing_beside_it(bad: float) -> None:
+    assert unusable(MIXED) == []
+    wrong = {name: MIXED[name].clone() for name in ("b", "large", "half")}
+    for one in wrong.values():
+        one.view(-1)[-1] = bad
+        assert not math.isfinite(norm({"one": one}))
+    assert sorted(unusable(MIXED | wrong)) == ["b", "half", "large"]
+    assert unusable(MIXED | {"b": wrong["b"]}) == ["b"]
 
 
 @pytest.mark.parametrize("place", [0, 1])

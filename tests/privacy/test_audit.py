@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -121,6 +122,16 @@ def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where a folder must be")
     with pytest.raises(RefusedError, match="cannot be written"):
         audit.Record(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
+
+
+def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Path) -> None:
+    record = audit.Record(tmp_path / audit.FILE)
+    with patch("consilium.privacy.audit.os.fsync", side_effect=OSError(28, "No space left")), pytest.raises(RefusedError):
+        record.add({"kind": "hello"})
+    record.path.write_text("")  # nothing of it has reached the disk
+    record.add({"kind": "hello"})
+    record.add({"kind": "hello"})
+    assert [line["kind"] for line in audit.read(record.path)["messages"]] == ["hello"]
 
 
 def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:

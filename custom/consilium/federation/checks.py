@@ -15,7 +15,7 @@ from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.federation.versions import check_versions
-from consilium.linalg.together import norm
+from consilium.linalg.together import norm, unusable
 from consilium.messages import Hello, Payload, Tensors, allowed_metrics
 from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
@@ -103,6 +103,7 @@ def check_result(job: Job, result: Payload) -> None:
         raise RefusedError(f"tensor {_first(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
     for name, dtype in expected.items():
         _check_tensor(name, result.tensors[name], dtype)
+    _check_finite(result.tensors)
     if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
         missing = wrong & job.strategy.upload_scalars
         raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
@@ -132,6 +133,7 @@ def check_lent(job: Job, result: Payload) -> None:
             raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(own.shape)}")
     if sum(tensor.numel() for tensor in result.tensors.values()) > LARGEST_ADAPTER:
         raise RefusedError(f"a model of over {LARGEST_ADAPTER:,} numbers")
+    _check_finite(result.tensors)
     if result.metrics or result.scalars.keys() != NUMBERS:
         raise RefusedError("a model with other numbers than declared")
     _check_numbers("scalar", result.scalars)
@@ -144,7 +146,7 @@ def _check_seal(result: Payload) -> None:
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
-    """Raise RefusedError unless it holds finite numbers of `dtype`, no more than its memory has room for."""
+    """Raise RefusedError unless it holds numbers of `dtype`, no more than its memory has room for."""
     if (
         type(tensor) is not Tensor
         or tensor.requires_grad
@@ -157,8 +159,12 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
         raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
     if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         raise RefusedError(f"tensor {name!r} claims more numbers than it brings")
-    if not torch.isfinite(tensor).all():
-        raise RefusedError(f"tensor {name!r} has NaN or Inf")
+
+
+def _check_finite(tensors: Tensors) -> None:
+    """Raise RefusedError where one of them, each of which `_check_tensor` has seen, holds NaN or Inf."""
+    if wrong := unusable(tensors):
+        raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
 
 
 def _check_shapes(job: Job, result: Payload, sent: Payload) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 SMALL = 2**14
 """Numbers of a tensor from which on it is taken by itself, so that no large one is copied."""
@@ -20,18 +20,19 @@ def together(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
 
 def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the Euclidean norm of every tensor, computed in float64."""
-    return {name: math.sqrt(square) for name, square in _squares(tensors).items()}
+    found: dict[str, float] = {}
+    for names, numbers in together(tensors):
+        parts = numbers.double().square().split([tensors[name].numel() for name in names])
+        found |= zip(names, torch.stack([part.sum() for part in parts]).sqrt().tolist(), strict=True)
+    return {name: found[name] for name in tensors}
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
-    found = _squares(tensors)
-    return math.sqrt(sum(found[name] for name in tensors))
+    return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for _, numbers in together(tensors)))
 
 
-def _squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for names, numbers in together(tensors):
-        parts = numbers.double().square().split([tensors[name].numel() for name in names])
-        found |= zip(names, torch.stack([part.sum() for part in parts]).tolist(), strict=True)
-    return {name: found[name] for name in tensors}
+def unusable(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that have NaN or Inf."""
+    doubtful = [name for names, numbers in together(tensors) if not torch.isfinite(numbers).all() for name in names]
+    return [name for name in doubtful if not torch.isfinite(tensors[name]).all()]

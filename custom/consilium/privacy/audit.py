@@ -44,14 +44,19 @@ class Record:
             with file_lock(self.path.with_suffix(".lock")), open_private(self.path, "a+") as file:
                 self._catch_up(file)
                 if again or _content(entry) not in self._known:
-                    file.write(json.dumps({"time": time.time(), **entry, "previous": self._seal}) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                    self._catch_up(file)
+                    self._append(file, json.dumps({"time": time.time(), **entry, "previous": self._seal}))
         except (OSError, ValueError) as error:
             why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "a line is damaged"
             what = f"{self.path}: the record of what leaves cannot be written ({why}); nothing was sent; look at it"
             raise RefusedError(what, Reason.LEDGER) from None
+
+    def _append(self, file: TextIO, line: str) -> None:
+        content = _content(_line(line))
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+        self._known.add(content)  # not before it is on disk: what is known leaves without a line of its own
+        self._seal, self._size = _seal([line]), os.fstat(file.fileno()).st_size
 
     def _catch_up(self, file: TextIO) -> None:
         """Read what was written since the last time; all of it where the file is no longer what it was."""

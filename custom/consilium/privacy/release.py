@@ -11,6 +11,7 @@ from consilium.adapters.names import factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import ConfigError, RefusedError
+from consilium.linalg.together import unusable
 from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
 from consilium.privacy.discrete import Bits
@@ -23,12 +24,12 @@ from consilium.strategies.strategy import Role, Strategy
 
 def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
     """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
-    for name, tensor in payload.tensors.items():
+    for name in payload.tensors:
         if (role := _role(strategy, name, payload)) is not Role.SHARED:
             whose = role or "none of the adapter's"
             raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
-        if not torch.isfinite(tensor).all():
-            raise RefusedError(f"release: tensor {name!r} has NaN or Inf; nothing was sent; lower training.lr")
+    if wrong := unusable(payload.tensors):
+        raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known, where in (
         ("scalar", payload.scalars, strategy.upload_scalars, "the strategy's upload_scalars"),
         ("metric", payload.metrics, metrics, "the task's metric_names"),
