@@ -50,8 +50,10 @@ def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     return tensors, meta
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     """Return tensors and header of a file: by way of numpy, which takes a third of torch's time for small tensors."""
+    import torch
+
     try:
         with safe_open(path, framework="np") as file:
             return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -148,8 +150,6 @@ def file_hash(path: Path) -> str:
 
 def digest(tensors: Mapping[str, "Tensor"]) -> str:
     """Return the SHA-256 of tensors: names, types, shapes, bytes."""
-    import torch
-
     found = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -158,9 +158,11 @@ def digest(tensors: Mapping[str, "Tensor"]) -> str:
     return found.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes(tensor: "Tensor") -> memoryview:
     """Return the bytes of a contiguous tensor, where they are."""
     try:
         return tensor.numpy().reshape(-1).data
     except TypeError:  # numpy has no bfloat16
+        import torch
+
         return tensor.reshape(-1).view(torch.uint8).numpy().data
