@@ -56,7 +56,7 @@ def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> 
     assert canonical(swapped) != canonical(found["shares"])
 
 
-ODD: list[Any] = ["\ud800" * 64, None, 7.5, [], "00"]
+ODD: dict[str, Any] = {"no UTF-8": "\ud800" * 64, "a number": 7.5, "a list": [], "another text": "00"}
 
 
 def refused_all(take: Callable[[Any], object], message: Message, odd: Any, *keep: str) -> None:
@@ -74,7 +74,7 @@ def everywhere(message: Message, odd: Any, keep: Iterable[str]) -> Iterator[Mess
                 yield from ({**message, field: one} for one in everywhere(value, odd, keep))
 
 
-@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_whatever_stands_in_a_message_is_refused_and_breaks_nothing(odd: Any, net: Net) -> None:
     """An error of the reading code would not be on record. What has no say in a first attempt, or may be anything, stays."""
     site = net.parties["a"]
