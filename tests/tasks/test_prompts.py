@@ -61,7 +61,7 @@ def test_a_chat_answer_is_learned_with_what_ends_it() -> None:
     begun = tokenizer.decode(ids)
     assert begun.count("<|im_start|>assistant\nthe heart<|im_end|>") == 1
     first = tokenizer("<|im_end|>\n", add_special_tokens=False).input_ids[0]
-    assert Encoder(tokenizer, 1000, "chat").ends(RECORD) == sorted({tokenizer.eos_token_id, first})
+    assert Encoder(tokenizer, 1000, "chat").ends() == sorted({tokenizer.eos_token_id, first})
 
 
 def test_templates_that_cannot_be_followed_are_refused() -> None:
@@ -72,6 +72,28 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
         Encoder(chatting(thinking), 1000, "chat").pair(RECORD)
     with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):
         validate(LanguageConfig, {"name": "language", "prompt": "aplaca"}, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles\nmust alternate') }}", "{% for m in messages %}{{ m['content'", "{{ x + 1 }}"]
+)
+def test_a_template_that_fails_is_one_line(template: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^task.prompt: 'chat': the tokenizer's template fails: .+; use alpaca, or write a template$"
+    ):
+        Prompt("chat", chatting(template)).parts(RECORD)
+
+
+def test_a_chat_asks_the_same_every_day_and_ends_every_answer_alike() -> None:
+    """Llama 3's template names the day; Qwen 3's puts a thought before answers, in which an answer's own letters stand too."""
+    dated = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}Today: {{ day }}\n" + CHATML
+    assert "".join(Prompt("chat", chatting(dated)).parts(RECORD)).startswith("Today: 26 Jul 2024\n<|im_start|>user\nName")
+    thought = CHATML.replace(
+        "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    )
+    assert [Prompt("chat", chatting(thought)).ending(said) for said in ("k", " think ", "")] == [
+        (said, "<|im_end|>\n") for said in ("k", "think", "")
+    ]
 
 
 def test_the_whole_sequence_is_learned_if_the_job_says_so() -> None:

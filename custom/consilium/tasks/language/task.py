@@ -15,7 +15,7 @@ from consilium.data.text import Text
 from consilium.errors import DataError
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
-from consilium.tasks.language.answers import final_answer, first_label, plain
+from consilium.tasks.language.answers import final_answer, first_label, settled
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
@@ -111,7 +111,7 @@ class LanguageTask:
         answers, texts = list[str](), self._texts(split, indices)
         rows = [self._encoder.prompt(text, max(most, 1))[0] for text in texts]
         generate = cast(Any, model).generate
-        how = self._greedy(texts[0])
+        how = self._greedy()
         numbers = range(len(texts)) if indices is None else indices
         for part in _parts(range(len(rows)), batch_size):
             batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
@@ -119,8 +119,8 @@ class LanguageTask:
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
-    def _greedy(self, text: Text) -> GenerationConfig:
-        most, ends = self.config.max_new_tokens, self._encoder.ends(text)
+    def _greedy(self) -> GenerationConfig:
+        most, ends = self.config.max_new_tokens, self._encoder.ends()
         return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=self._encoder.pad)
 
     def _forced(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
@@ -188,7 +188,7 @@ class LanguageTask:
             return found
         if self.kind != "exact":
             return None
-        if (found := plain(text.final_answer) if text.final_answer else final_answer(given)) is None:
+        if (found := settled(text.final_answer) if text.final_answer else final_answer(given)) is None:
             raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
         return found
 
