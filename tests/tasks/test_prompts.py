@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,23 @@ def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None
     task = LanguageTask(data, tokenizer, 128, LanguageConfig(name="language", max_new_tokens=512))
     task.write(Writing(len(tokenizer)), "test", 1)
     assert seen[0][0].tolist() == Encoder(tokenizer, 128).prompt(record, 128)[0]
+
+
+def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    record = Text("t:1", "Say yes, " * 40, "", ("yes",))
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+
+    class Short(Shifted):
+        def generate(self, input_ids: Tensor, **_: object) -> Tensor:
+            return input_ids
+
+    model = Short(len(tokenizer))
+    model.config = SimpleNamespace(max_position_embeddings=64)
+    LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=16)).write(model, "test", 1)
+    assert "1 prompts of 1 lost their middle to be answered: the model has positions for 48 tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
+        LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=60)).write(model, "test", 1)
 
 
 def test_dropout_drops_nothing_of_a_frozen_tail() -> None:
