@@ -1,12 +1,15 @@
 """The studies in jobs/studies, whichever there are: every cell is a valid job, in every size."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.config.site import Given
 from consilium.study.cell import run_cell
+from consilium.study.counted import counted
 from consilium.study.plan import Planner
 from consilium.study.study import Size, load
 from tests.conftest import JOBS
@@ -40,4 +43,10 @@ def test_the_smoke_of_a_study_runs(path: Path, tmp_path: Path) -> None:
 
 def test_every_study_is_in_the_list() -> None:
     listed = (JOBS / "README.md").read_text(encoding="utf-8").split("## Studies")[1].split("## Algorithms")[0]
-    assert [path.stem for path in STUDIES if f"`{path.stem}`" not in listed] == []
+    rows = {
+        name: row for row in listed.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert [path.stem for path in STUDIES if path.stem not in rows] == []
+    for name, one in counted(JOBS / "studies").items():
+        hours = float(f"{gpu_hours(one['flops'], TFLOPS):.2g}")
+        assert ("< 0.01" if hours < 0.01 else f"{hours:,g}") in rows[name].split("|")[4].strip().split(", "), name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from consilium.tasks.language.answers import final_answer, first_label
+from consilium.tasks.language.answers import final_answer, first_label, settled
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,10 @@ def test_of_two_labels_at_one_place_the_longer_counts() -> None:
         ("the answer is a cat, so D", "D"),
         ("a question about a cat", None),
         ("the answer is not easy, D", "D"),
+        ("A good question. The answer is **B**.", "B"),
+        ("A short note. **Answer:** `b`", "B"),
+        ("A fair one: the answer is option B", "B"),
+        (r"A proof ends in \boxed{\text{B}}", "B"),
     ],
 )
 def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str | None) -> None:
@@ -54,7 +58,12 @@ def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str
         ("#### 6/4", "3/2"),
         ("#### 4/2", "2"),
         ("1/0", "1/0"),
-        (r"\boxed{x + y}", "x + y"),
+        (r"\boxed{x + y}", "x+y"),
+        (r"so \frac12", "1/2"),
+        (r"\boxed{\frac{1}3}", "1/3"),
+        (r"\boxed{\frac{x}{2}}", r"\frac{x}{2}"),
+        (r"\boxed{\text{Sunday}}", "sunday"),
+        (r"#### \boxed{7}", "7"),
     ],
 )
 def test_fractions_and_boxes(text: str, answer: str) -> None:
@@ -74,8 +83,36 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
         ("12 ####", "12"),
         ("#### -0.0", "0"),
         ("#### 007.50", "7.5"),
+        ("#### 1,00,000 rupees", "100000"),
+        ("#### 1, 2", "1,2"),
+        ("#### 10:30", "10:30"),
         ("#### " + "9" * 5000, "9" * 5000),  # more digits than Python reads as one number
     ],
 )
 def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("12 apples", "so #### 12"),
+        (r"12\text{ cm}", r"\boxed{12}"),
+        (r"50\%", "#### 50%"),
+        (r"\$5", "#### $5.00"),
+        (r"90^\circ", r"\boxed{90}"),
+        ("2x+3", r"\boxed{2x + 3}"),
+        ("(1, 2)", "#### (1,2)"),
+        ("x = 7", "#### 7"),
+        (r"\frac12", r"\boxed{\dfrac{2}{4}}"),
+    ],
+)
+def test_a_given_answer_equals_the_same_one_written(given: str, written: str) -> None:
+    assert settled(given) == final_answer(written) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "written"), [("2x+3", "#### 2"), (r"\frac{x}{2}", r"\boxed{2}"), ("1, 2", "#### 12"), ("1,2", "#### 1, 3")]
+)
+def test_a_part_of_an_answer_is_not_the_answer(given: str, written: str) -> None:
+    assert settled(given) != final_answer(written)

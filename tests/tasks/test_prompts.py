@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_chat_answer_is_learned_with_what_ends_it() -> None:
     begun = tokenizer.decode(ids)
     assert begun.count("<|im_start|>assistant\nthe heart<|im_end|>") == 1
     first = tokenizer("<|im_end|>\n", add_special_tokens=False).input_ids[0]
-    assert Encoder(tokenizer, 1000, "chat").ends(RECORD) == sorted({tokenizer.eos_token_id, first})
+    assert Encoder(tokenizer, 1000, "chat").ends() == sorted({tokenizer.eos_token_id, first})
 
 
 def test_templates_that_cannot_be_followed_are_refused() -> None:
@@ -72,6 +73,28 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
         Encoder(chatting(thinking), 1000, "chat").pair(RECORD)
     with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):
         validate(LanguageConfig, {"name": "language", "prompt": "aplaca"}, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles\nmust alternate') }}", "{% for m in messages %}{{ m['content'", "{{ x + 1 }}"]
+)
+def test_a_template_that_fails_is_one_line(template: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^task.prompt: 'chat': the tokenizer's template fails: .+; use alpaca, or write a template$"
+    ):
+        Prompt("chat", chatting(template)).parts(RECORD)
+
+
+def test_a_chat_asks_the_same_every_day_and_ends_every_answer_alike() -> None:
+    """Llama 3's template names the day; Qwen 3's puts a thought before answers, in which an answer's own letters stand too."""
+    dated = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}Today: {{ day }}\n" + CHATML
+    assert "".join(Prompt("chat", chatting(dated)).parts(RECORD)).startswith("Today: 26 Jul 2024\n<|im_start|>user\nName")
+    thought = CHATML.replace(
+        "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    )
+    assert [Prompt("chat", chatting(thought)).ending(said) for said in ("k", " think ", "")] == [
+        (said, "<|im_end|>\n") for said in ("k", "think", "")
+    ]
 
 
 def test_the_whole_sequence_is_learned_if_the_job_says_so() -> None:
@@ -151,6 +174,23 @@ def test_a_prompt_is_whole_in_evaluation_however_much_is_to_be_written() -> None
     task = LanguageTask(data, tokenizer, 128, LanguageConfig(name="language", max_new_tokens=512))
     task.write(Writing(len(tokenizer)), "test", 1)
     assert seen[0][0].tolist() == Encoder(tokenizer, 128).prompt(record, 128)[0]
+
+
+def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    record = Text("t:1", "Say yes, " * 40, "", ("yes",))
+    data = DataList(Path("site"), {"training": (record,), "validation": (), "test": (record,)})
+
+    class Short(Shifted):
+        def generate(self, input_ids: Tensor, **_: object) -> Tensor:
+            return input_ids
+
+    model = Short(len(tokenizer))
+    model.config = SimpleNamespace(max_position_embeddings=64)
+    LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=16)).write(model, "test", 1)
+    assert "1 prompts of 1 lost their middle to be answered: the model has positions for 48 tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
+        LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=60)).write(model, "test", 1)
 
 
 def test_dropout_drops_nothing_of_a_frozen_tail() -> None:

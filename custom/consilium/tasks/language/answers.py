@@ -4,22 +4,30 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"-?(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?"
 _FRACTION = re.compile(
     r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/.])"
 )
-_ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n]|$))"
+_STATED = re.compile(
+    rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
+)
+"""A number that is an answer, and words behind it: "12 apples", not "2x + 3" or "1, 2"."""
+_LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ]|[$€£]")
+"""What changes no answer: degrees, money, LaTeX's spaces."""
+_MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
+_ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
 """Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
-_SAYS = r"\banswer\b(?:\s+(?:is|should be|would be))?\s*[:=]?\s*[\"'(\[]?"
+_ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
+_SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def first_label(text: str, labels: Sequence[str]) -> str | None:
     """Return the label that a text settles on, or None.
 
-    That is the one behind the last "answer", "answer is" or "answer:", a single letter in another case only where nothing but
-    a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not say A), in any
-    case for longer ones; of two at one place the longer.
+    That is the one behind the last "answer", "answer is" or "answer:", or in \\boxed{}, a single letter in another case only
+    where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
+    say A), in any case for longer ones; of two at one place the longer.
     """
     said = [found for label in labels for found in _said(text, label)]
     if said:
@@ -49,15 +57,35 @@ def _is_letter(label: str) -> bool:
 def final_answer(text: str) -> str | None:
     """Return the final answer of a text in its plain form: behind the last "####", in the last \\boxed{}, or its last number.
 
-    Behind a mark there may be words instead of a number; they are returned in lower case. None where there is nothing.
+    None where there is nothing.
     """
-    marked = text.rpartition("####")[2].strip() if "####" in text else ""
-    if not marked and (boxed := _BOXED.findall(text)):
-        marked = boxed[-1].strip()
-    found = _numbers(marked or text)
-    if marked and not found:
-        return plain(marked.splitlines()[0])
-    return plain(found[0 if marked else -1]) if found else None
+    if marked := text.rpartition("####")[2].strip() if "####" in text else "":
+        return settled(marked)
+    if boxed := _BOXED.findall(text):
+        return settled(boxed[-1])
+    found = [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", _braced(text))]
+    return plain(found[-1]) if found else None
+
+
+def settled(answer: str) -> str | None:
+    """Return an answer that stands alone in its plain form, None for an empty one.
+
+    That is the number it begins with, if nothing but words follow; else all of its first line, so that "2x + 3" is no 2. A
+    name before a sign, "x = 7", is left out.
+    """
+    boxed = _BOXED.findall(answer)
+    first = next(iter(_braced(boxed[-1] if boxed else answer).strip().splitlines()), "")
+    bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
+    bare = re.sub(r"^\s*(?:[A-Za-z]\s*)?=\s*", "", bare).strip()
+    if (number := _STATED.match(bare)) is not None:
+        return plain(number["number"])
+    return plain(re.sub(r"\s*([^\w\s])\s*", r"\1", bare)) or None
+
+
+def _braced(text: str) -> str:
+    r"""Return a text with LaTeX's short fractions in full, \frac12 as \frac{1}{2}."""
+    half = re.sub(r"(\\[dt]?frac)\s*(\d)", r"\1{\2}", text)
+    return re.sub(r"(\\[dt]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
 
 
 def plain(answer: str) -> str:
@@ -65,17 +93,12 @@ def plain(answer: str) -> str:
 
     Fractions are in lowest terms, \\frac{2}{4} as 1/2.
     """
-    bare = answer.strip().strip("$€£ ").rstrip(".%").replace(",", "")
+    bare = answer.strip().strip("$€£ ").rstrip(".%")
     if (fraction := _FRACTION.fullmatch(bare)) is not None:
         return _lowest(fraction) or answer.strip().rstrip(".").lower()
     if re.fullmatch(_NUMBER, bare):
-        return _plain_number(bare)
+        return _plain_number(bare.replace(",", ""))
     return answer.strip().rstrip(".").lower()
-
-
-def _numbers(text: str) -> list[str]:
-    """Return the numbers and fractions of a text in their order."""
-    return [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", text)]
 
 
 def _lowest(match: re.Match[str]) -> str:

@@ -1,8 +1,10 @@
 """What a model reads before it answers: the job's prompt around a record's instruction and input."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
@@ -18,6 +20,9 @@ PAPER_WITHOUT_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 """Quoted to the letter, because a model answers to the letter: Taori et al., "Stanford Alpaca", 2023, its data release."""
+CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
+"""In place of the clock that some templates read: prompts are the same on every day. The day is Llama 3's own default."""
+PROBE = "an answer"
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
 
@@ -38,9 +43,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.form == "chat" and not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError(
-                "task.prompt: 'chat': the model's tokenizer has no chat template; use alpaca, or write a template"
-            )
+            raise _no_chat("the model's tokenizer has no chat template")
 
     def parts(self, text: Text) -> Parts:
         """Return the prompt of a record; an input without an instruction is the instruction."""
@@ -49,26 +52,34 @@ class Prompt:
             return _around(self._chat(_message(question, context)), context)
         return filled(_template(self.form, bool(context)), question, context)
 
-    def ending(self, text: Text, answer: str) -> tuple[str, str]:
+    def ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it follows the prompt, and what ends it ("" where the tokenizer's end token does)."""
-        if self.form != "chat":
-            return answer, ""
-        parts = self.parts(text)
-        message = _message(*((text.instruction, text.input) if text.instruction else (text.input, "")))
-        said = self._chat(message, answer)
-        start = "".join(parts)
-        _, found, rest = said.removeprefix(start).partition(answer.strip())
+        return (answer.strip(), self._close) if self.form == "chat" else (answer, "")
+
+    @cached_property
+    def _close(self) -> str:
+        """What the chat template writes behind an answer. Raises ConfigError if none can follow the question."""
+        start, said = self._chat("?"), self._chat("?", PROBE)
+        _, found, rest = said.removeprefix(start).partition(PROBE)
         if not (said.startswith(start) and found and rest):
-            raise ConfigError(
-                "task.prompt: 'chat': the tokenizer's template asks otherwise than it writes answers down; write a template"
-            )
-        return answer.strip(), rest
+            raise _no_chat("the tokenizer's template asks otherwise than it writes answers down")
+        return rest
 
     def _chat(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer.strip()}]
-        said = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer is None)
+        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        try:
+            template = CLOCK + self.tokenizer.get_chat_template()
+            said = self.tokenizer.apply_chat_template(
+                turns, chat_template=template, tokenize=False, add_generation_prompt=answer is None
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise _no_chat(f"the tokenizer's template fails: {' '.join(str(error).split())[:200]}") from None
         return str(said)
+
+
+def _no_chat(why: str) -> ConfigError:
+    return ConfigError(f"task.prompt: 'chat': {why}; use alpaca, or write a template")
 
 
 def filled(template: str, instruction: str, context: str) -> Parts:

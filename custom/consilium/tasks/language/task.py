@@ -12,15 +12,19 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.errors import DataError
+from consilium.errors import ConfigError, DataError
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
-from consilium.tasks.language.answers import final_answer, first_label, plain
+from consilium.tasks.language.answers import final_answer, first_label, settled
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 """Language models (`model_type`) in which a token is known to look at none behind it."""
+
+
+LEAST = 8
+"""Tokens that a prompt must have room for, as for model.max_length."""
 
 
 class LanguageTask:
@@ -105,13 +109,13 @@ class LanguageTask:
         """Return the model's greedy answer to every prompt of a split, or to these, at most `max_new_tokens` tokens each.
 
         Answers come behind the `max_length` tokens of the longest prompt, as far as the model has positions. Nothing of the
-        checkpoint's generation_config.json counts: a penalty for repetition is no greedy answer.
+        checkpoint's generation_config.json counts: a penalty for repetition is no greedy answer. Raises ConfigError where the
+        model has no position left for a prompt.
         """
-        most = min(self._encoder.max_length, _positions(model) - self.config.max_new_tokens)
         answers, texts = list[str](), self._texts(split, indices)
-        rows = [self._encoder.prompt(text, max(most, 1))[0] for text in texts]
+        rows = self._prompts(texts, min(self._encoder.max_length, self._left(model)))
         generate = cast(Any, model).generate
-        how = self._greedy(texts[0])
+        how = self._greedy()
         numbers = range(len(texts)) if indices is None else indices
         for part in _parts(range(len(rows)), batch_size):
             batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
@@ -119,8 +123,26 @@ class LanguageTask:
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
 
-    def _greedy(self, text: Text) -> GenerationConfig:
-        most, ends = self.config.max_new_tokens, self._encoder.ends(text)
+    def _left(self, model: nn.Module) -> int:
+        """Return how many positions a model has for a prompt."""
+        left = _positions(model) - self.config.max_new_tokens
+        if left < LEAST:
+            what = f"{self.config.max_new_tokens}: of the model's {_positions(model)} positions {max(left, 0)} are left"
+            raise ConfigError(f"task.max_new_tokens: {what} for a prompt; use {max(_positions(model) - LEAST, 1)} or less")
+        return left
+
+    def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
+        """Return the prompts' tokens, and say how many were cut only because the model has too few positions."""
+        found = [self._encoder.prompt(text, most) for text in texts]
+        if most < self._encoder.max_length and (cut := sum(one[1] for one in found)):
+            advice = (
+                f"{cut} prompts of {len(texts)} lost their middle to be answered: the model has positions for {most} tokens"
+            )
+            logging.getLogger(__name__).warning(f"{self.data.path}: {advice}; lower task.max_new_tokens to keep them whole")
+        return [tokens for tokens, _ in found]
+
+    def _greedy(self) -> GenerationConfig:
+        most, ends = self.config.max_new_tokens, self._encoder.ends()
         return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=self._encoder.pad)
 
     def _forced(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
@@ -188,7 +210,7 @@ class LanguageTask:
             return found
         if self.kind != "exact":
             return None
-        if (found := plain(text.final_answer) if text.final_answer else final_answer(given)) is None:
+        if (found := settled(text.final_answer) if text.final_answer else final_answer(given)) is None:
             raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
         return found
 

@@ -45,13 +45,13 @@ class Encoder:
 
     def answer(self, text: Text) -> list[int]:
         """Return the tokens of a record's first reference with what ends it."""
-        said, ending = self._prompt.ending(text, text.outputs[0])
+        said, ending = self._prompt.ending(text.outputs[0])
         tokens = self._plain(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
-    def ends(self, text: Text) -> list[int]:
+    def ends(self) -> list[int]:
         """Return the tokens that end an answer."""
-        _, ending = self._prompt.ending(text, text.outputs[0])
+        _, ending = self._prompt.ending("")
         return sorted({self.tokenizer.eos_token_id, *self._plain(ending)[:1]})
 
     def pair(self, text: Text) -> tuple[list[int], list[int], bool]:

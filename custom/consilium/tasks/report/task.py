@@ -57,14 +57,10 @@ class SeeingEncoder(Encoder):
 
     def answer(self, text: Text) -> list[int]:
         """See Encoder. Raises DataError for an answer that says what stands for a picture."""
-        found = super().answer(self._marked(text))
+        found = super().answer(text)
         if self._seen.token in found:
             raise DataError(f"{text.name}: its output has words that stand for a picture; remove them")
         return found
-
-    def ends(self, text: Text) -> list[int]:
-        """See Encoder."""
-        return super().ends(self._marked(text))
 
     def _marked(self, text: Text) -> Text:
         """Return a record that has the picture in the user's turn of a chat, before the words."""
