@@ -15,7 +15,7 @@ import torch
 from filelock import Timeout
 
 from consilium.errors import CheckpointError
-from consilium.storage import digest, file_hash, file_lock, load_state, save_state, sweep
+from consilium.storage import digest, file_hash, file_lock, load_state, save_state, sweep, write_atomic
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -104,3 +104,10 @@ def test_a_lock_is_released_by_any_thread_and_never_waited_for_by_a_name_alone(t
         pytest.raises((OSError, NotImplementedError)),
     ):
         file_lock(tmp_path / "y.lock").acquire()
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    with patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
+        write_atomic(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

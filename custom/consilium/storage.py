@@ -70,11 +70,15 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of an earlier process of the same number, with whatever mode
-    with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a full disk would otherwise keep half a file
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def note(path: Path, key: str, values: Mapping[str, Any]) -> None:

@@ -48,8 +48,12 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
     made = export(found, "peft", tmp_path / "peft", HERE)
     assert made.difference is None
     assert {path.name for path in made.folder.iterdir()} == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "decoder.safetensors", "export.json", "job.yaml",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "consilium.safetensors", "decoder.safetensors",
+        "export.json", "job.yaml",
     }  # fmt: skip
+    moved = made.folder.rename(tmp_path / "moved")
+    assert torch.equal(probe.answer(open_model(moved, own=HERE).model, inputs), wanted)
+    moved.rename(made.folder)
     base = build_sam("tiny", None, 64, 2)
     assert base.load_state_dict(load_file(made.folder / "decoder.safetensors"), strict=False).unexpected_keys == []
     answered = probe.answer(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
@@ -57,7 +61,7 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
     page = (made.folder / "README.md").read_text()
     assert page.startswith("---\nlicense: unknown\n")
     assert "Not a medical device" in page
-    assert "consilium.safetensors" not in page, "it is not there"
+    assert "`consilium predict` and `evaluate` open this folder too." in page
 
 
 def test_the_command_writes_a_merged_model_with_card_and_licence(

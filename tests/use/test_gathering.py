@@ -1,8 +1,10 @@
 """Pictures that are asked about together: as if each were asked alone, and none pays for another."""
 
+import csv
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,26 @@ def test_pictures_together_get_the_masks_that_each_gets_alone(fundus: TrainedMod
     assert all(pages(path).std() > 0 for path in (tmp_path / "3").glob("*_probabilities.tif"))
 
 
-def test_classes_together_are_those_of_each_alone(folder: Path, tmp_path: Path) -> None:
-    model = opened(CELLS)
+@pytest.fixture(scope="module")
+def cells() -> TrainedModel:
+    return opened(CELLS)
+
+
+def test_no_name_is_a_formula_in_the_table(cells: TrainedModel, tmp_path: Path) -> None:
+    task = CELLS.task.model_dump() | {"classes": ["=1+1", "+b", "-c", "@d", "=HYPERLINK(0)"]}
+    model = replace(cells, config=JobConfig.model_validate(CELLS.model_dump() | {"task": task, "data": {}}))
+    Image.fromarray(noise((40, 30, 3))).save(tmp_path / "=2.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    found = predicted(model, tmp_path, tmp_path / "out", 1)
+    assert [name for name, why in found.bad] == ["gone.png"]
+    with open(tmp_path / "out/classes.csv", newline="") as file:
+        heading, row = csv.reader(file)
+    assert (row[0], row[2][:1], row[2][1:] in task["classes"]) == ("'=2.png", "'", True)
+    assert all(name[:2] == "p(" for name in heading[4:])
+
+
+def test_classes_together_are_those_of_each_alone(cells: TrainedModel, folder: Path, tmp_path: Path) -> None:
+    model = cells
     with calls(model.model) as sizes:
         found = [predicted(model, folder, tmp_path / str(batch), batch) for batch in (1, 4)]
     assert sizes == [1] * 8 + [4, 3, 1]

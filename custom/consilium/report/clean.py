@@ -28,6 +28,13 @@ def cell(text: object, limit: int = LIMIT) -> str:
     return "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
 
 
+def harmless(value: object) -> object:
+    """Return a value for a cell of CSV, "" for None; a text that a spreadsheet would take for a formula gets an apostrophe."""
+    if not isinstance(value, str):
+        return "" if value is None else value
+    return f"'{value}" if re.match(r"[=+\-@\t\r\n]", value) else value
+
+
 def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
     """Return a text for a rich console or table: as `shown`, and neither [markup] nor :emoji: in it counts."""
     return Text(shown(text, limit), style)

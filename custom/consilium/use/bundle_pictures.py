@@ -180,7 +180,13 @@ class WriteClasses:
         """See Writer."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "classes.csv", "w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([["image", "class", *self.classes], *self.rows])
+            rows = [["image", "class", *self.classes], *self.rows]
+            csv.writer(file).writerows([[_harmless(cell) for cell in row] for row in rows])
+
+
+def _harmless(cell: str) -> str:
+    """Return a text that no spreadsheet takes for a formula."""
+    return f"'{cell}" if cell[:1] in "=+-@\t\r\n" and cell else cell
 
 
 class Inference:

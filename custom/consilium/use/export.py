@@ -12,7 +12,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
-from consilium.federation.kept import CARD, Kept, export_adapter, read_kept, with_parameters
+from consilium.federation.kept import CARD, TENSORS, Kept, export_adapter, read_kept, with_parameters
 from consilium.models.stored import QUANTIZED
 from consilium.report.clean import cell
 from consilium.storage import PUBLIC, write_atomic
@@ -128,7 +128,11 @@ def _write_peft(found: TrainedModel, made: Path) -> str:
     """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
-    return _PEFT + "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
+    about = _PEFT + "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
+    if any(map(is_local, found.kept.values)):  # which stays where it is
+        return about
+    shutil.copyfile(found.folder / TENSORS, made / TENSORS)
+    return f"{about}\n`consilium predict` and `evaluate` open this folder too.\n"
 
 
 def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:

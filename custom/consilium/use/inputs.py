@@ -54,12 +54,16 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
 
 
 def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
-    """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless."""
+    """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless.
+
+    Links to nowhere are inputs too: they are named as bad.
+    """
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
     dicom = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
     yield from _images(folder, dicom, beside)
-    yield from (path for path in files if path.name.lower().endswith(ends))
+    lost = [path for path in entries if path.is_symlink() and not path.exists()]
+    yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)

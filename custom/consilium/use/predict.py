@@ -15,6 +15,7 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.errors import ConfigError, DataError
+from consilium.report.clean import harmless
 from consilium.report.panels import overlay
 from consilium.storage import PRIVATE, private_folder, write_atomic
 from consilium.use.asking import Asked, Asking, joined
@@ -215,7 +216,7 @@ def _row(one: Input, part: Asked, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
-    return [one.name, part.item.part, classes[best], *numbers]
+    return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
 
 
 def _answers(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:

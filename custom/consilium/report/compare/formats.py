@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +14,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from consilium.messages import Stage
-from consilium.report.clean import cell, line, shown
+from consilium.report.clean import cell, harmless, line, shown
 from consilium.report.compare.groups import Group, known
 from consilium.report.compare.sheets import Sheet
 from consilium.report.tables import needed, shortened
@@ -113,15 +112,8 @@ def as_csv(groups: Sequence[Group]) -> str:
     writer = csv.DictWriter(file, ROW, lineterminator="\n")
     writer.writeheader()
     for one in records(groups):
-        writer.writerow({key: _harmless(one.get(key)) for key in ROW})
+        writer.writerow({key: harmless(one.get(key)) for key in ROW})
     return file.getvalue()
-
-
-def _harmless(value: object) -> object:
-    """Return a value for a spreadsheet; "" for what is missing."""
-    if not isinstance(value, str):
-        return "" if value is None else value
-    return f"'{value}" if re.match(r"[=+\-@\t\r\n]", value) else value
 
 
 def as_json(groups: Sequence[Group], sheets: Sequence[Sheet], notes: Sequence[str]) -> str:
