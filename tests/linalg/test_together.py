@@ -22,6 +22,7 @@ def test_small_ones_of_a_type_stand_in_a_row_and_large_ones_alone() -> None:
     rows = {tuple(names): numbers for names, numbers in together(MIXED)}
     assert rows.keys() == {("a", "none", "b"), ("large",), ("half",)}
     assert rows["a", "none", "b"].tolist() == [3.0, 4.0, -2.0]
+    assert rows["large",].data_ptr() == MIXED["large"].data_ptr()
     assert together({}) == []
 
 

@@ -11,11 +11,12 @@ SMALL = 2**14
 
 
 def together(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return names and their numbers (n,) in a row: small tensors of a type in one, each other one by itself."""
+    """Return names and their numbers (n,) in a row: small tensors of a type in one, each other one by itself, where it is."""
     groups: dict[tuple[torch.dtype, str], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)
-    return [(names, torch.cat([tensors[n].detach().reshape(-1) for n in names])) for names in groups.values()]
+    rows = [(names, [tensors[n].detach().reshape(-1) for n in names]) for names in groups.values()]
+    return [(names, torch.cat(parts) if len(parts) > 1 else parts[0]) for names, parts in rows]  # `cat` copies a single one too
 
 
 def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
