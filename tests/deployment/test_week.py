@@ -181,7 +181,7 @@ def friday_all_upgrade_one_is_out_and_one_is_new(hospitals: Week, first: dict[st
     hospitals.file.write_text(yaml.safe_dump(said | {"sites": [*said["sites"], {"name": "site-4", "org": "site_4"}]}))
     for name in ("site-1", "site-2"):
         hospitals.change(name)
-    new = renew(hospitals.file, hospitals.kits.parents[1], [SERVER], root="only-new")
+    new = renew(hospitals.file, hospitals.kits.parents[1], [SERVER, "site-4"], root="only-new")
     update_kit(hospitals.kit("server"), new / SERVER, hospitals.told())
     shutil.copytree(new / "site-4", hospitals.kit("site-4"), symlinks=True)
     hospitals.sites.append("site-4")

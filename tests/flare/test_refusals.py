@@ -132,7 +132,7 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
         raise error
 
     fl_ctx, executor = FLContext(), SiteExecutor()
-    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "../runs/job-1")  # a server's choice leads nowhere else
     logger = logging.getLogger("consilium.data")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)

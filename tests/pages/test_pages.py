@@ -52,7 +52,7 @@ NOT_RUN = {
     "tests/README.md": ["pytest tests/strategies"],
 }
 """How every block begins that no test runs; each has its reason in the page."""
-OTHERS = ("profile.yml", "me.yml", "ages.yaml: a job.yaml")
+OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml")
 """YAML that is FLARE's own, or a file that the page's commands run."""
 SHELLS = {"sh", "shell", "console", "zsh"}
 

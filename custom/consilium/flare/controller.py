@@ -25,6 +25,7 @@ from consilium.flare.cross_sites import cross_sites
 from consilium.flare.invitations import Invitations
 from consilium.flare.masks import MaskedTasks
 from consilium.flare.revocation import REFUSED
+from consilium.flare.tidying import tidy
 from consilium.flare.timers import share_timers
 from consilium.report.progress import progress
 from consilium.schema import Section, validate
@@ -222,6 +223,7 @@ class RoundController(Controller):
                 reason = coordinator.refuse(name, "no answer in time; the round goes on without it")
                 self.log_warning(fl_ctx, f"{name}: {reason}")
                 self.cancel_task(tasks[name], TaskCompletionStatus.CANCELLED, fl_ctx)
+        tidy()
 
     def send_tasks(
         self,

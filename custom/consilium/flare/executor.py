@@ -14,6 +14,7 @@ from consilium.federation.build import build_site
 from consilium.federation.site import Site
 from consilium.flare import context, wire
 from consilium.flare.private_log import keep_apart, log_failure
+from consilium.flare.tidying import tidy
 from consilium.flare.timers import share_timers
 from consilium.messages import Kind
 from consilium.privacy.authorized import Task
@@ -49,6 +50,7 @@ class SiteExecutor(Executor):
         """Do the task that the guard has left for this executor. A failure is a word only; the site has the rest."""
         if (reason := wire.reason_of(shareable)) is not None:  # the guard refused the task
             return wire.refusal(reason)
+        tidy()
         try:
             task = wire.take(shareable)
             if not isinstance(task, Task) or task.kind != task_name:

@@ -7,6 +7,7 @@ import logging
 import traceback
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
@@ -25,7 +26,8 @@ class PrivateFile(RotatingFileHandler):
 
     def __init__(self, fl_ctx: FLContext) -> None:
         folder = private_folder(context.state_folder(fl_ctx) / ERRORS)
-        super().__init__(folder / f"{fl_ctx.get_job_id()}.log", maxBytes=MOST, backupCount=1, delay=True, encoding="utf-8")
+        name = Path(str(fl_ctx.get_job_id())).name  # a server chose it
+        super().__init__(folder / f"{name}.log", maxBytes=MOST, backupCount=1, delay=True, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
