@@ -44,5 +44,5 @@ def test_three_hundred_rounds_leave_no_file_descriptor_thread_or_update_behind(t
 
     simulate(job, {name: SiteConfig() for name in ("site-1", "site-2")}, tmp_path / "run", observe)
     warm, last = seen[WARM], seen[max(seen)]
-    assert last[:4] == warm[:4]
+    assert all(now <= then for now, then in zip(last[:4], warm[:4], strict=True))  # threads of earlier tests may end meanwhile
     assert last.memory - warm.memory < A_ROUND * (max(seen) - WARM)
