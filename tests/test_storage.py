@@ -31,6 +31,16 @@ def test_round_trip_is_exact(half: bool, tmp_path: Path) -> None:
     assert torch.equal(load_state(tmp_path / "x" / "s.safetensors")[0]["a"], tensors["a"])
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool])
+def test_a_type_that_numpy_lacks_is_read_as_any_other(kind: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(4).to(kind), "b": torch.ones(2)}
+    save_state(tmp_path / "s.safetensors", tensors, {})
+    found, _ = load_state(tmp_path / "s.safetensors")
+    assert found["a"].dtype is kind
+    assert found["a"].float().tolist() == [1.0] * 4
+    assert digest(found) == digest(tensors)
+
+
 def test_a_checksum_is_of_names_types_shapes_and_bytes() -> None:
     """By hand, so that a file of another version of ours is read."""
     tensors = {"b": torch.tensor(1.5, dtype=torch.bfloat16), "a": torch.tensor([[1, 2]]).T}

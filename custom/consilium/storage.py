@@ -43,7 +43,7 @@ def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     try:
         tensors, header = _read(path)
         meta, expected = json.loads(header["meta"]), header["sha256"]
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable state file ({error}); restore it or start afresh") from None
     if digest(tensors) != expected:
         raise CheckpointError(f"{path}: checksum does not match, the file is damaged; restore it or start afresh")
@@ -57,7 +57,7 @@ def _read(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     try:
         with safe_open(path, framework="np") as file:
             return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except TypeError:  # numpy has no bfloat16
+    except (TypeError, AttributeError):  # numpy has no bfloat16, and no type of 8 bits
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 

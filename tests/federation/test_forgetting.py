@@ -159,6 +159,16 @@ def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_r
     assert len(before - files(tmp_path)) == 4
 
 
+def test_the_server_unlinks_a_job_that_lies_elsewhere_and_follows_no_link(
+    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "store" / JOB).rename(tmp_path / "disk")
+    (tmp_path / "store" / JOB).symlink_to(tmp_path / "disk")
+    assert run(monkeypatch, "forget", "fundus-1", "--kit", server, "--reason", "x") == 0
+    assert not (tmp_path / "store" / JOB).is_symlink()
+    assert files(tmp_path / "disk") == {"meta", "data"}
+
+
 def test_a_run_that_goes_on_at_the_server_is_not_touched(
     server: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Ranks on other machines: who is let in, where the site listens, and what it says when nobody calls."""
 
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -57,6 +59,23 @@ def test_only_a_caller_with_the_secret_is_let_in(nodes: NodesConfig) -> None:
     thread.join()
     assert found.machine == "127.0.0.1"
     found.end()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+def test_a_door_that_strangers_hold_shut_for_a_while_ends_nothing(
+    number: int, nodes: NodesConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, shut = socket.socket.accept, [OSError(number, "shut")]
+    monkeypatch.setattr(socket.socket, "accept", lambda door: accept(door) if not shut else _raised(shut.pop()))
+    thread = threading.Thread(target=call, args=(nodes.place, b"0123456789abcdef"))
+    thread.start()
+    (found,) = gather(nodes)
+    thread.join()
+    found.end()
+
+
+def _raised(error: OSError) -> NoReturn:
+    raise error
 
 
 def test_without_the_secret_nobody_comes(nodes: NodesConfig) -> None:

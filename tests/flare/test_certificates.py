@@ -157,7 +157,11 @@ def test_the_doctor_goes_through_the_proxy_that_the_site_would_go_through(
         assert "answers, and is of this project" in examine_servers(kit).found
         assert len(proxy.asked) == 1
         monkeypatch.setenv("no_proxy", "example.org")
-        for wrong in (f"http://ward%203:hunter2@127.0.0.1:{proxy.port}", "http://ward:hunter2@127.0.0.1:x", "hunter2"):
+        for wrong in (
+            f"http://ward%203:hunter2@127.0.0.1:{proxy.port}",
+            "http://ward:hunter2@127.0.0.1:x",
+            "http://u:hunter2@a..b:1",
+        ):
             monkeypatch.setenv("https_proxy", wrong)
             assert not (found := examine_servers(kit)).ok
             assert "hunter2" not in found.found + found.remedy

@@ -29,6 +29,7 @@ from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.controller import RoundController
 from consilium.flare.evidence import chains, copy_ledger
 from consilium.flare.executor import SiteExecutor
+from consilium.flare.private_log import OF_DATA, log_failure
 from consilium.flare.session import Admin
 from consilium.messages import Tensors
 from consilium.privacy.audit import FILE
@@ -129,13 +130,14 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
 ) -> None:  # fmt: skip
     def take(shareable: Shareable) -> object:
         logging.getLogger("consilium.data.cache").warning("left out of training: /ward/Jane Doe/2.png")
+        logging.getLogger("consilium.tasks.language.task").warning("/ward/Jane Doe/3.jsonl: 2 records are longer")
         raise error
 
     fl_ctx, executor = FLContext(), SiteExecutor()
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "../runs/job-1")  # a server's choice leads nowhere else
-    logger = logging.getLogger("consilium.data")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", True)
+    for logger in map(logging.getLogger, OF_DATA):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
     monkeypatch.setattr(context, "leave_to_quorum", lambda fl_ctx: None)
     monkeypatch.setattr(wire, "take", take)
@@ -143,13 +145,27 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
     assert told in caplog.text
     kept = tmp_path / "state/errors/job-1.log"
-    assert "Jane Doe/2.png" in kept.read_text()
+    assert all(f"Jane Doe/{file}" in kept.read_text() for file in ("2.png", "3.jsonl"))
     assert ("John Doe" in kept.read_text()) is ("John" in str(error))
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
     shutil.rmtree(kept.parent)
     kept.parent.write_text("no folder: nothing can be kept")
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
     assert "Doe" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_text_that_could_not_be_written_is_not_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fl_ctx, kept = FLContext(), tmp_path / "errors/job-1.log"
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path)
+    kept.mkdir(parents=True)
+    log_failure(SiteExecutor(), fl_ctx, DataError("/ward/Jane/\udcff.png: is cut off"))
+    assert "the text could not be kept" in caplog.text
+    kept.rmdir()
+    log_failure(SiteExecutor(), fl_ctx, DataError("/ward/Jane/\udcff.png: is cut off"))
+    assert r"/ward/Jane/\udcff.png" in kept.read_text()
 
 
 @pytest.mark.parametrize("other", [wire.HELLO, wire.STATISTICS, wire.MODEL, "DXO"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Pa
     record.add({"kind": "hello"})
     record.add({"kind": "hello"})
     assert [line["kind"] for line in audit.read(record.path)["messages"]] == ["hello"]
+
+
+def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) -> None:
+    record, limits = audit.Record(tmp_path / audit.FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record.add({"kind": "hello"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (record.path.stat().st_size + 40, limits[1]))
+    try:
+        with pytest.raises(RefusedError, match=r"cannot be written \(No space left on device\); nothing was sent"):
+            record.add({"kind": "update"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for one in (record, audit.Record(record.path)):
+        one.add({"kind": "update"})
+    found = audit.read(record.path)
+    assert ([line["kind"] for line in found["messages"]], found["broken_line"]) == (["hello", "update"], None)
+
+
+def test_nothing_is_written_behind_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / audit.FILE
+    audit.Record(path).add({"kind": "hello"})
+    path.write_text(before := path.read_text().rstrip())
+    with pytest.raises(RefusedError, match="a line is damaged"):
+        audit.Record(path).add({"kind": "update"})
+    assert path.read_text() == before
 
 
 def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:

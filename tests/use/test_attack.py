@@ -40,6 +40,14 @@ def test_with_delta_a_bound_is_the_one_that_is_printed_in_the_paper() -> None:
     assert epsilon_bound(75, 100, 1000, 1e-4, 0.95) == pytest.approx(0.673, abs=5e-4)
 
 
+@pytest.mark.parametrize("correct", [615, 975, 1000])
+@pytest.mark.parametrize("units", [1, 1000])
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_a_delta_that_is_lost_in_rounding_changes_no_bound(correct: int, units: int, confidence: float) -> None:
+    bound = epsilon_bound(correct, 1000, units, 1e-15, confidence)
+    assert bound == pytest.approx(epsilon_bound(correct, 1000, units, 0.0, confidence), abs=1e-6)
+
+
 @pytest.mark.parametrize(("correct", "guesses", "delta"), [(50, 100, 0.0), (0, 10, 0.0), (100, 100, 0.03)])
 def test_where_nothing_is_shown_the_bound_is_zero(correct: int, guesses: int, delta: float) -> None:
     """Half right; none right; a delta by which all 100 may fail at once: 2 * 100 * 0.03 / 100 is over 0.05."""

@@ -66,7 +66,8 @@ def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
 
 def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
     """Delete a run's files, with the files and folders that its jobs have elsewhere, and record it; empty folders go too."""
-    others = [path for one in flares for path in (one, *one.rglob("*")) if path.is_symlink() or path.is_file()]
+    inside = [path for one in flares for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
+    others = [path for path in inside if path.is_symlink() or path.is_file()]
     files = [*_files(folder), *others]
     size = sum(path.lstat().st_size for path in files)
     for path in files:

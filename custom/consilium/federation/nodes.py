@@ -5,6 +5,7 @@ authenticated, as what gloo and NCCL send is not: the machines must be on a netw
 of site.yaml only, and only while its ranks gather.
 """
 
+import errno
 import os
 import socket
 import stat
@@ -29,6 +30,8 @@ AT_ONCE = 256
 """Callers that may be proving themselves at a time; the next ones wait."""
 LOOK = 0.1
 """Seconds between two looks whether all are there."""
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED)
+"""What strangers can do to the door: hold all files this process may open, or hang up at once. It passes with them."""
 SHORTEST = 16
 """Bytes of a secret, at least."""
 
@@ -88,13 +91,16 @@ class _Gathering:
         return len(self.found) < self.wanted and time.monotonic() < self.until
 
     def hear(self, door: socket.socket) -> None:
-        """Let the next caller prove itself, in a thread of its own. Raises TimeoutError if none calls, or too many do."""
+        """Let the next caller prove itself, in a thread of its own. Raises TimeoutError if none can now."""
         if not self.free.acquire(timeout=LOOK):
             raise TimeoutError
         try:
             caller, (machine, *_) = door.accept()
-        except OSError:
+        except OSError as error:
             self.free.release()
+            if error.errno in PASSING:
+                time.sleep(LOOK)
+                raise TimeoutError from None
             raise
         threading.Thread(target=self._admit, args=(_piped(caller), machine), daemon=True).start()
 

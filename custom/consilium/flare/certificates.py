@@ -115,6 +115,7 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
         return socket.create_connection((host, port), timeout=PATIENCE)
     try:
         place = urlsplit(proxy)
+        (place.hostname or "").encode("idna")  # else the connection fails at it with an error of its own
         link = HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE)
     except (ValueError, InvalidURL):
         raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None

@@ -17,30 +17,39 @@ from consilium.federation.runs import ERRORS
 from consilium.flare import context
 from consilium.storage import private_folder
 
+OF_DATA = ("consilium.data", "consilium.tasks")
+"""Loggers of the code that reads samples, and names files of them."""
 MOST = 1_000_000
 """Bytes of a job's file; there is one former file beside it."""
 
 
 class PrivateFile(RotatingFileHandler):
-    """A job's file under `errors` in the kit's folder of ours, for its own user alone."""
+    """A job's file under `errors` in the kit's folder of ours, for its own user alone. `lost`: a text could not be written."""
+
+    lost = False
 
     def __init__(self, fl_ctx: FLContext) -> None:
         folder = private_folder(context.state_folder(fl_ctx) / ERRORS)
         name = Path(str(fl_ctx.get_job_id())).name  # a server chose it
-        super().__init__(folder / f"{name}.log", maxBytes=MOST, backupCount=1, delay=True, encoding="utf-8")
+        how = {"delay": True, "encoding": "utf-8", "errors": "backslashreplace"}  # a file's name may be no text
+        super().__init__(folder / f"{name}.log", maxBytes=MOST, backupCount=1, **how)  # type: ignore[arg-type]
         self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say nothing: Python would print the text, and with it what must not be printed."""
+        self.lost = True
 
 
 def keep_apart(fl_ctx: FLContext) -> None:
     """Have what the data's own code says of single samples written to the job's file, from now on in this process."""
     if not context.simulated():
-        logger = logging.getLogger("consilium.data")
-        logger.handlers, logger.propagate = [logging.NullHandler()], False
+        loggers = [logging.getLogger(name) for name in OF_DATA]
+        for logger in loggers:
+            logger.handlers, logger.propagate = [logging.NullHandler()], False
         with suppress(OSError):  # a full disk: then nobody is told, and what fails says that it could not be kept
-            logger.handlers = [PrivateFile(fl_ctx)]
+            file = PrivateFile(fl_ctx)
+            for logger in loggers:
+                logger.handlers = [file]
 
 
 def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:
@@ -64,4 +73,4 @@ def _kept(fl_ctx: FLContext, text: str) -> str:
         file.close()
     except Exception as error:  # an answer must follow, whatever is the matter with the disk or FLARE's context
         return f"the text could not be kept ({type(error).__name__})"
-    return f"the text is in {file.baseFilename}"
+    return "the text could not be kept" if file.lost else f"the text is in {file.baseFilename}"

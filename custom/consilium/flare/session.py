@@ -204,7 +204,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
 def _is_of(meta: Path, experiment: str) -> bool:
     try:
         return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -33,7 +33,8 @@ class SharedTimer:
             if SharedTimer._thread is None:
                 SharedTimer._thread = threading.Thread(target=SharedTimer._run, name="shared_timers", daemon=True)
                 SharedTimer._thread.start()
-            SharedTimer._changed.notify()
+            if SharedTimer._waiting[0][2] is self:  # else it waits for an earlier one as it is
+                SharedTimer._changed.notify()
 
     def cancel(self) -> None:
         """Do not call it; what it would have held is free at once."""

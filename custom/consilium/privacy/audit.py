@@ -6,6 +6,7 @@ line changed, added or taken out later shows, and the last line's own is the sea
 whether the file is whole. The same message sent again tells nothing new and has one line.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -52,9 +53,14 @@ class Record:
 
     def _append(self, file: TextIO, line: str) -> None:
         content = _content(_line(line))
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        data, size = f"{line}\n".encode(), os.fstat(file.fileno()).st_size
+        try:
+            if os.write(file.fileno(), data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), size)  # half a line would be damage: with room again the record goes on
+            raise
         self._known.add(content)  # not before it is on disk: what is known leaves without a line of its own
         self._seal, self._size = _seal([line]), os.fstat(file.fileno()).st_size
 
@@ -63,7 +69,10 @@ class Record:
         if os.fstat(file.fileno()).st_size < self._size:
             self._size, self._seal, self._known = 0, "", set()
         file.seek(self._size)
-        for line in file.read().splitlines():
+        text = file.read()
+        if text and not text.endswith("\n"):  # the next line would stand in it
+            raise ValueError("half a line")
+        for line in text.splitlines():
             self._known.add(_content(_line(line)))
             self._seal = _seal([line])
         self._size = file.tell()

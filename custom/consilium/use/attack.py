@@ -125,6 +125,8 @@ def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confiden
         return without
     if _chance(correct, guesses, units, 0.0, delta) >= error:
         return 0.0
+    if _chance(correct, guesses, units, without, delta) <= error:  # so small a delta is lost in rounding
+        return without
     return float(brentq(lambda epsilon: _chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
 
 
