@@ -475,7 +475,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
         task = small_cells().model_dump()["task"] | {"balance": "prior" if method == "B" else "none"}
         folder = make(tmp_path / f"{images}-{method}", {"a": score, "b": score + 0.1}, data=data, task=task)
         runs.append(read_run(folder, folder.name, {"images": images, "method": method}))
-    groups, why = grouped(runs)
+    groups, why = grouped(runs, [Absent({"images": "3", "method": "A"}, 1, "not done")])
     assert (len(groups), why) == (1, [])
     table = table_of(groups[0], Stage.GLOBAL, "accuracy")
     assert axis_of(table) == "images"
@@ -486,6 +486,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
     figure, _ = along(table)
     assert figure is not None
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["3", "10", "all"]
+    assert " ".join(figure.get_suptitle().split()).endswith("; 1 of 2 seeds")
 
 
 def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:

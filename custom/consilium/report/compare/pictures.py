@@ -265,8 +265,9 @@ def _axes(axis: Any, table: Table) -> None:
 
 
 def _title(figure: Figure, table: Table, text: str, of_seeds: str) -> None:
-    count = len(table.group.seeds)
-    seeds = f"{count} seeds, {of_seeds}" if count > 1 else "one seed"
+    count, planned = len({seed for _, seed in table.group.runs}), len(table.group.seeds)
+    seeds = (f"{count} of {planned} seeds" if count < planned else f"{count} seeds") if planned > 1 else "one seed"
+    seeds = f"{seeds}, {of_seeds}" if count > 1 else seeds
     whole = titled(table.group, f"{heading_of(table.group, table.metric)}, {table.stage} model, {text}; {seeds}")
     figure.suptitle(plain(whole, 96), fontsize=9)
 
