@@ -171,7 +171,7 @@ def _other_base(kept: Kept, card: Card) -> tuple[Kept, Card]:
         (_header(lambda kept, card: (replace(kept, scaling="1"), card)), "is of another version"),
         (_header(lambda kept, card: (replace(kept, share=1.5), card)), "share 1.5: is not within 0 and 1"),
         (_header(lambda kept, card: (replace(kept, share=float("nan")), card)), "share nan: is not within 0 and 1"),
-        (_deep, "is nested too deep"),
+        (_deep, "not a readable state file"),
         (_changed(_fewer), "does not fit its job.yaml"),
         (_changed(_other_base), "made on a base with sha256 abab.* the package's weights are here"),
         (lambda folder: (folder / "job.yaml").unlink(), r"job\.yaml"),

@@ -73,10 +73,7 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
     path = folder / TENSORS
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {TENSORS} there; give an adapter folder, such as RUN/sites/NAME/adapters/global")
-    try:
-        values, meta = load_state(path)
-    except RecursionError:
-        raise CheckpointError(f"{path}: its header is nested too deep; take the file that the run wrote") from None
+    values, meta = load_state(path)
     if bad := sorted(name for name, tensor in values.items() if tensor.dtype not in FLOATS):
         raise CheckpointError(f"{path}: tensor {bad[0]!r} is of {values[bad[0]].dtype}, no float; take what the run wrote")
     if bad := sorted(name for name, tensor in values.items() if not torch.isfinite(tensor).all()):
