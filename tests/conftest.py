@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
 JOBS = Path(__file__).parent.parent / "jobs"
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would what they start
 
 
 def pytest_collection_finish() -> None:
