@@ -35,6 +35,10 @@ def test_norms_are_those_of_each_and_of_all() -> None:
     assert norms(drawn) == {name: float(one.double().square().sum().sqrt()) for name, one in drawn.items()}
 
 
+def test_masked_integers_have_a_norm_too() -> None:
+    assert norm({"a": torch.tensor([3]), "b": torch.tensor([0, -4])}) == 5.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_holds_no_finite_number_is_named_and_nothing_beside_it(bad: float) -> None:
     assert unusable(MIXED) == []

@@ -30,7 +30,8 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
-    return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for _, numbers in together(tensors)))
+    found = (numbers if numbers.is_floating_point() else numbers.double() for _, numbers in together(tensors))  # masked: integers
+    return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
 
 
 def unusable(tensors: Mapping[str, Tensor]) -> list[str]:
