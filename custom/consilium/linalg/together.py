@@ -30,7 +30,8 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
-    found = (numbers if numbers.is_floating_point() else numbers.double() for _, numbers in together(tensors))  # masked: integers
+    rows = (numbers for _, numbers in together(tensors))
+    found = (row if row.is_floating_point() else row.double() for row in rows)  # masked updates are integers
     return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
 
 
