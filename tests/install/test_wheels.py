@@ -136,7 +136,7 @@ def test_the_script_is_plain_sh(made: Path) -> None:
     [
         (Target("windows-x86_64", "3.11"), "--platform: 'windows-x86_64'"),
         (Target("linux-x86_64", "2.7"), "--python: '2.7'"),
-        (Target("linux-x86_64", "3.11", "cpu --index-url=x"), "--accelerator: 'cpu --index-url=x'"),
+        (Target("linux-x86_64", "3.11", "cpu --pre"), "--accelerator: 'cpu --pre'"),
     ],
 )
 def test_a_target_that_is_none_is_refused(target: Target, field: str, tmp_path: Path) -> None:
