@@ -185,7 +185,7 @@ def run_groups(sites: dict[str, SiteConfig], folder: Path, **options: object) ->
     return coordinator.state.matrices[MATRIX], dice
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_groups_of_sites_find_each_other_and_beat_the_plain_mean(groups: dict[str, SiteConfig], tmp_path: Path) -> None:
     matrix, ours = run_groups(groups, tmp_path / "sgca", alpha=2.0)
     _, mean = run_groups(groups, tmp_path / "mean", mixture="mean")

@@ -12,7 +12,7 @@ from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, LEAD, Federation
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def consilium(federation: Federation, *words: str, user: str = ADMIN, code: int = 0) -> str:
