@@ -36,6 +36,19 @@ privacy = {{"unit": "site", "clip": 1.0, "noise_multiplier": 1.0}}
 config = load_job(Path({job!r}), {{"privacy": privacy}})
 Coordinator(assemble_job(config), Path({folder!r}), print).close()
 """
+WAITS = """
+from typer.testing import CliRunner
+from consilium.cli.main import app
+from consilium.flare import simulator
+called = []
+def run(job, *given, **named):
+    assert (job / "meta.json").is_file()
+    called.append(job)
+    raise KeyboardInterrupt
+simulator.run_simulator = run
+CliRunner().invoke(app, ["simulate", {job!r}, "--engine", "flare", "--workspace", {folder!r}])
+assert called
+"""
 
 
 def loaded(code: str) -> set[str]:
@@ -68,3 +81,9 @@ def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Pat
 @pytest.mark.slow  # the three differ in what they may load; a process each, of seconds
 def test_a_server_of_texts_builds_no_tokenizer(tmp_path: Path) -> None:
     assert server("quickstart_text", tmp_path) & {"monai", "opacus", "peft", "matplotlib", "tensorboard"} == set()
+
+
+@pytest.mark.slow
+def test_who_waits_for_flares_simulator_has_no_torch(tmp_path: Path) -> None:
+    found = loaded(WAITS.format(job=str(ROOT / "jobs/quickstart"), folder=str(tmp_path / "run")))
+    assert found & {"torch", *HEAVY} == set()

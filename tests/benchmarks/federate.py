@@ -23,7 +23,7 @@ from consilium.config.site import SiteConfig
 from consilium.data.partition import partition
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
-from consilium.report.runlog import read_lines
+from consilium.report.progress import read_lines
 
 SITES, STEPS, ROUNDS = 12, 60, 12
 KEPT = {"training.optimizer_state": "kept"}

@@ -68,6 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 def test_a_wrong_option_is_one_line_and_nothing_starts(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("consilium.federation.processes.elsewhere", lambda work, *given: work(*given))  # seconds less
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for name in ("site-1", "site-2"):
@@ -137,6 +138,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted before the first round; start it anew" in capsys.readouterr().err
+    monkeypatch.setattr("consilium.federation.processes.elsewhere", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
     assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
 
@@ -158,9 +160,15 @@ def processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("engine", ["inprocess", "flare"])
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [
+        pytest.param("inprocess", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("flare", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("inprocess", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("flare", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_no_process_is_left(engine: str, number: signal.Signals, tmp_path: Path) -> None:
     workspace, command = tmp_path / "run", Path(sysconfig.get_path("scripts")) / "consilium"
     words = [str(command), *JOB, "--engine", engine, "--workspace", str(workspace), "--set", "training.rounds=50"]

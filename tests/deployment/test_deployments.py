@@ -22,10 +22,10 @@ from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
 from tests.deployment.jobs import fingerprint_of, pin
 
-pytestmark = pytest.mark.slow
 SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
 
 
+@pytest.mark.slow
 def test_a_bundle_runs_without_the_package_where_it_is_allowed_and_only_there(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, bundles=["server", "site-1", "site-2"], installed=False) as federation:
@@ -73,6 +73,7 @@ def careless(server: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"require_signed_jobs": False}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "prepare", "refusal"),
     [
@@ -95,6 +96,7 @@ def test_a_job_altered_after_signing_is_refused(
         assert not federation.processes(jobs_only=True)
 
 
+@pytest.mark.slow
 def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
         federation.start()
@@ -177,18 +179,29 @@ def check_pins(federation: Federation) -> None:
     assert len(spent) == 2
 
 
+@pytest.mark.slow
+def test_kits_with_the_hospitals_own_keys_train_and_pins_hold(tmp_path: Path) -> None:
+    sites = {"site-1": {}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
+        federation.start()
+        check_pins(federation)
+
+
+@pytest.mark.long
 def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
         federation.start()
-        kit = str(federation.kit(LEAD))
-        command = ["nvflare", "--format", "json", "job", "submit", "-j", str(JOBS / "quickstart"), "--startup-kit", kit]
-        done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
-        job = json.loads(done.stdout)["data"]["job_id"]
-        assert federation.wait(job, 400) == "FINISHED:COMPLETED"
-        results = json.loads((federation.server_files() / "results.json").read_text())
+        results = run_on(federation, JOBS / "quickstart")
         for site in sites:
             assert results[site]["test/personalized/dice"] > results[site]["test/pretrained/dice"] + 0.1
             (folder,) = {path.parent for path in federation.kit(site).rglob("adapters/global/adapter_config.json")}
             peft.PeftModel.from_pretrained(build_sam("tiny", None, 128, 2), str(folder))
-        check_pins(federation)
+
+
+def run_on(federation: Federation, job: Path) -> dict[str, dict[str, float]]:
+    """Submit a job folder by FLARE's own command, and return the closing scores of its sites."""
+    command = ["nvflare", "--format", "json", "job", "submit", "-j", str(job), "--startup-kit", str(federation.kit(LEAD))]
+    done = subprocess.run(command, env=federation.environment(), capture_output=True, text=True, check=True, timeout=60)
+    assert federation.wait(json.loads(done.stdout)["data"]["job_id"], 400) == "FINISHED:COMPLETED"
+    return json.loads((federation.server_files() / "results.json").read_text())

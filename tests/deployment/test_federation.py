@@ -24,7 +24,7 @@ def console(federation: Federation, *commands: str) -> str:
     return found.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_private_job_on_real_kits(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)}) as federation:
         federation.start()

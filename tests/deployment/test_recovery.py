@@ -43,6 +43,7 @@ def releases(federation: Federation, site: str) -> list[tuple[int, int]]:
     return [(row.round, row.phase) for row in Ledger(federation.kit(site) / STATE / "ledger.sqlite").entries()]
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> None:
     config = private_job(steps=16)
     reference = tmp_path / "reference"
@@ -107,6 +108,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
     assert listed[2]["experiment"] == f"small-{clone[:8]}"
 
 
+@pytest.mark.long
 def test_a_site_killed_in_round_two_costs_that_round_and_no_budget_twice(tmp_path: Path) -> None:
     with Federation(tmp_path, {n: policy(n) for n in SITES}) as federation:
         federation.start()
@@ -126,6 +128,3 @@ def test_a_site_killed_in_round_two_costs_that_round_and_no_budget_twice(tmp_pat
         assert releases(federation, "site-3") in ([(0, 0), (2, 0)], [(0, 0), (1, 0), (2, 0)])  # as far as it got in the second
         assert {e["site"] for e in federation.events("final")} == set(SITES)
         federation.shutdown()
-
-
-pytestmark = pytest.mark.slow

@@ -49,7 +49,7 @@ def mine(federation: Federation, kind: str) -> list[dict]:
     return [event for event in federation.events(kind) if event["site"] == "site-2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     simulate(assemble_job(job(3, 60.0)), {n: SiteConfig() for n in ("site-1", "site-2")}, reference, lambda event: None)

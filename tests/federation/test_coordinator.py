@@ -17,7 +17,7 @@ from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import Hello, Payload
 from consilium.privacy.mechanism import system_normal
-from consilium.report.runlog import read_lines
+from consilium.report.progress import read_lines
 from consilium.report.runlog import test_only as run_only
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState

@@ -17,8 +17,7 @@ from nvflare.fuel.utils import fobs
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.flare import context, filters, wire
-from consilium.flare.context import OUTPUT
-from consilium.flare.simulator import export_job, run_simulator, tell
+from consilium.flare.simulator import OUTPUT, export_job, run_simulator, tell
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.storage import load_state
@@ -36,6 +35,8 @@ MOSTLY_HERE = pytest.mark.parametrize(
     "flare", [pytest.param("one-process", marks=SLOW), pytest.param("simulator", marks=LONG)], indirect=True
 )
 """For a test whose processes others show: a simulation takes most of a minute to start."""
+HERE = pytest.mark.parametrize("flare", ["one-process", pytest.param("simulator", marks=LONG)], indirect=True)
+"""The same for a test that every run of the suite has."""
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:

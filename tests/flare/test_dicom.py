@@ -10,7 +10,7 @@ from consilium.config.site import Given, find_site
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from tests.data.marked import holding, hospitals
-from tests.flare.running import ROOT, Runner, state_of
+from tests.flare.running import MOSTLY_HERE, ROOT, Runner, state_of
 
 SITES = ["site-1", "site-2"]
 
@@ -20,7 +20,7 @@ def config() -> JobConfig:
     return load_job(ROOT / "jobs/quickstart_dicom", small)
 
 
-@pytest.mark.slow
+@MOSTLY_HERE
 def test_dicom_hospitals_train_and_are_scored_by_patient(flare: Runner, tmp_path: Path) -> None:
     hospitals(tmp_path / "data")
     sites = {name: find_site(name, Given(tmp_path / "data")) for name in SITES}

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from consilium.config.job import JobConfig
@@ -13,7 +12,7 @@ from consilium.federation.engine import simulate
 from consilium.messages import SiteInfo
 from consilium.strategies.unequal.layers import shapes
 from tests.conftest import small_text
-from tests.flare.running import SITES, Runner, edited, listen, state_of, tensor_names
+from tests.flare.running import MOSTLY_HERE, SITES, Runner, edited, listen, state_of, tensor_names
 
 TIERS = {"low": {"train": 1, "download": 3}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 12}}
 
@@ -33,7 +32,7 @@ def held_out(workspace: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [(line["round"], line["site"], line["metrics"]) for line in lines if line["event"] == "held_out"]
 
 
-@pytest.mark.slow
+@MOSTLY_HERE
 def test_three_tiers_exchange_payloads_of_different_shapes(flare: Runner, tmp_path: Path) -> None:
     job = assemble_job(config())
     workspace = flare(config(), edited(client=listen))

@@ -10,9 +10,10 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, state_of
+from tests.flare.running import HERE, SITES, Runner, state_of
 
 
+@HERE
 def test_masked_over_flare_equals_plain_in_one_process(flare: Runner, tmp_path: Path) -> None:
     raw = training_only(small_config("fedit", rounds=1, local_steps=1), test=1).model_dump()
     raw["federation"] |= {"min_sites": 3}

@@ -14,7 +14,7 @@ from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.privacy.ledger import Ledger
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, add_filter, edited, state_of
+from tests.flare.running import HERE, SITES, Runner, add_filter, edited, state_of
 
 
 def second_pair_and_thief(client: dict[str, Any]) -> None:
@@ -42,6 +42,7 @@ def private_config() -> JobConfig:
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
 
 
+@HERE
 def test_private_rounds_through_flare(flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     workspace = flare(private_config(), edited(client=second_pair_and_thief), [*SITES, "site-4"], hospitals)
     events = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]

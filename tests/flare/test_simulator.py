@@ -18,7 +18,7 @@ from consilium.messages import Tensors
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config, training_only
-from tests.flare.running import SITES, Runner, add_filter, edited, in_simulator, in_this_process, listen, state_of
+from tests.flare.running import MOSTLY_HERE, SITES, Runner, add_filter, edited, in_simulator, in_this_process, listen, state_of
 
 DAMAGED, BROKEN = "site-4", "site-5"
 
@@ -107,7 +107,7 @@ def check_refused(workspace: Path, rounds: int) -> None:
     assert all(kind in reason for kind, (_, reason) in zip(DAMAGE, reasons, strict=False))
 
 
-@pytest.mark.slow
+@MOSTLY_HERE
 def test_a_damaged_site_and_one_with_broken_data_are_left_out_and_the_job_goes_on(flare: Runner, hospitals: Path) -> None:
     """The one whose data are broken says why, without a file's name."""
     edit = edited(client=partial(add_filter, "Corrupter"))

@@ -52,7 +52,7 @@ def config(only: bool) -> JobConfig:
     ("only", "flare"),
     [
         (True, "one-process"),
-        pytest.param(False, "one-process", marks=SLOW),
+        pytest.param(False, "one-process", marks=LONG),
         pytest.param(False, "simulator", marks=SLOW),
         pytest.param(True, "simulator", marks=LONG),
     ],

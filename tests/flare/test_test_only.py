@@ -44,7 +44,7 @@ def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:
     [
         (PRIVACY, "one-process"),
         pytest.param(None, "one-process", marks=SLOW),
-        pytest.param(PRIVACY, "simulator", marks=SLOW),
+        pytest.param(PRIVACY, "simulator", marks=LONG),
         pytest.param(None, "simulator", marks=LONG),
     ],
     indirect=["flare"],

@@ -47,8 +47,13 @@ def test_outputs_name_no_machine_and_no_person(path: Path) -> None:
     assert set(read(path).metadata) <= {"kernelspec", "language_info"}
 
 
-@pytest.mark.slow
-@by_name
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem == "your_images" else pytest.mark.slow)
+        for path in NOTEBOOKS  # the commands of your_images are those of jobs/README.md, which the slow suite runs
+    ],
+)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nbclient import NotebookClient
 

@@ -162,6 +162,16 @@ def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_page_of_a_studys_run_says_which_of_its_runs_it_is(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "cell.json").write_text(json.dumps({"state": "done", "labels": {"method": "IAT", "seed": "0"}}))
+    title = read_record(folder).config.title
+    assert f"<h1>{title}: method=IAT, seed=0</h1>" in run_page(read_record(folder))
+    for damaged in ('{"labels": [1]}', "[]", "{"):
+        (folder / "cell.json").write_text(damaged)
+        assert f"<h1>{title}</h1>" in run_page(read_record(folder))
+
+
 def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     add(folder, "{torn", "[1]", "null", '{"event": "result", "site": 7, "round": 0, "phase": 0, "metrics": {}}')

@@ -145,8 +145,9 @@ def test_a_site_tracks_nothing(tmp_path: Path) -> None:
         find_site("a", Given(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["inprocess", "flare"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("inprocess", marks=pytest.mark.slow), pytest.param("flare", marks=pytest.mark.long)]
+)
 def test_the_same_by_command_in_both_engines(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, uri, folder = tmp_path / "job.yaml", (tmp_path / "store").as_uri(), tmp_path / "run"
     job.write_text(json.dumps(CONFIG.model_dump()))

@@ -135,7 +135,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     assert [float(value) for value in row[2:]] == pytest.approx(logits.softmax(0).tolist(), abs=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a"], "prompt": "box"})
     model, folder = trained(config), tmp_path / "bundle"

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
@@ -28,6 +29,9 @@ from consilium.schema import validate
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
     from consilium.config.site import Given, TrackingConfig
+    from consilium.federation.build import Job
+    from consilium.report.view import LiveView
+    from consilium.tasks.registry import Scores
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 INTERRUPTED = 130
@@ -66,19 +70,40 @@ def simulate(
 ) -> None:
     """Run a job on this machine: live view, then a table per site."""
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
-    config, source = load(job, overrides)
-    names = site_names(sites, data)
-    folder = workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if workers and engine is Engine.FLARE:
+        raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     from consilium.config.site import Given
 
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
-    try:
-        with stoppable():
-            results, losses = _run(config, source, engine, names, given, folder, resume, format, workers)
-    except KeyboardInterrupt:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
-        raise typer.Exit(INTERRUPTED) from None
-    _print_results(results, losses, config, folder, format)
+    wanted = Wanted(job, overrides, engine, site_names(sites, data), workspace, given, resume, workers, format is Format.JSON)
+    with stoppable(), _said_how_to_go_on(workspace or Path("runs"), engine):
+        folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
+    _join_predictions(folder, wanted.sites)
+    results = json.loads((folder / "results.json").read_text())
+    _print_results(results, losses, load(job, overrides)[0], folder, format)
+
+
+class Wanted(NamedTuple):
+    """What the command line says. `workspace`: None for a folder by name and time; `quiet`: without a live view."""
+
+    job: Path
+    overrides: list[str]
+    engine: Engine
+    sites: list[str]
+    workspace: Path | None
+    given: "Given"
+    resume: bool
+    workers: int
+    quiet: bool
+
+
+class Ready(NamedTuple):
+    """Where the files of a run go, and what its live view shows of the job."""
+
+    folder: Path
+    rounds: int
+    title: str
+    scores: "Scores"
 
 
 def _tracking(uri: str) -> "TrackingConfig | None":
@@ -92,44 +117,81 @@ def _tracking(uri: str) -> "TrackingConfig | None":
     return validate(TrackingConfig, {"mlflow": uri}, Path("--mlflow"))
 
 
-def _run(
-    config: "JobConfig",
-    source: Path,
-    engine: Engine,
-    names: list[str],
-    given: "Given",
-    folder: Path,
-    resume: bool,
-    format: Format,
-    workers: int,
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return the closing metrics and the last training loss of every site."""
-    with Console(stderr=True).status("loading PyTorch and the job ..."):  # of a terminal, not of a pipe
-        from consilium.federation.build import assemble_job
-        from consilium.report.predictions import PREDICTIONS, join_predictions
-        from consilium.report.view import LiveView
-        from consilium.tasks.registry import TASKS
+def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
+    """Run all sites here; return the run's folder and every site's last training loss."""
+    with _waiting():
+        job, ready = _prepared(wanted)
+    from consilium.federation.engine import simulate as run
 
-        ready = assemble_job(config, source)
-    if workers and engine is Engine.FLARE:
-        raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
-    _check_workspace(folder, resume, engine)
-    scores = TASKS[config.task.name].scores(config.task)
-    with LiveView(Console(quiet=format is Format.JSON), config.training.rounds, config.title, scores) as view:
-        if engine is Engine.FLARE:
-            from consilium.flare.simulator import export_job, run_simulator
+    found = {name: find_site(name, wanted.given) for name in wanted.sites}
+    with _said_how_to_go_on(ready.folder, wanted.engine), _view(wanted, ready) as view:
+        run(job, found, ready.folder, view, wanted.resume, wanted.given.tracking, wanted.workers)
+    return ready.folder, view.losses
 
-            run_simulator(export_job(config, folder), names, folder, view, given=given)
-        else:
-            from consilium.federation.engine import simulate as run_inprocess
 
-            found = {name: find_site(name, given) for name in names}
-            run_inprocess(ready, found, folder, view, resume, given.tracking, workers)
+def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
+    """Run a process for every site by FLARE's simulator; return as `_in_process` does.
+
+    The job is checked and exported by a process of its own: this one, which only waits, never loads PyTorch.
+    """
+    from consilium.federation.processes import elsewhere
+    from consilium.flare.simulator import run_simulator
+
+    with _waiting():
+        exported, ready = elsewhere(_exported, wanted)
+    with _view(wanted, ready) as view:
+        run_simulator(exported, wanted.sites, ready.folder, view, given=wanted.given)
+    return ready.folder, view.losses
+
+
+def _exported(wanted: Wanted) -> tuple[Path, Ready]:
+    """Return FLARE's folder of the job, and what else `_prepared` returns. Raises ConfigError."""
+    from consilium.flare.simulator import export_job
+
+    job, ready = _prepared(wanted)
+    return export_job(job.config, ready.folder), ready
+
+
+def _prepared(wanted: Wanted) -> tuple["Job", Ready]:
+    """Return the job, with a folder for its run. Raises ConfigError for what cannot run, before anything is written."""
+    from consilium.federation.build import assemble_job
+    from consilium.tasks.registry import TASKS
+
+    config, source = load(wanted.job, wanted.overrides)
+    folder = wanted.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    job = assemble_job(config, source)
+    _check_workspace(folder, wanted.resume, wanted.engine)
+    return job, Ready(folder, config.training.rounds, config.title, TASKS[config.task.name].scores(config.task))
+
+
+def _waiting() -> Status:
+    return Console(stderr=True).status("loading PyTorch and the job ...")  # of a terminal, not of a pipe
+
+
+def _view(wanted: Wanted, ready: Ready) -> "LiveView":
+    from consilium.report.view import LiveView
+
+    return LiveView(Console(quiet=wanted.quiet), ready.rounds, ready.title, ready.scores)
+
+
+@contextmanager
+def _said_how_to_go_on(folder: Path, engine: Engine) -> Iterator[None]:
+    """Say, where the block is interrupted, how the run goes on, and end with INTERRUPTED."""
     try:
-        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in names}, folder / PREDICTIONS)
-    except OSError as error:  # a damaged picture, a full disk: the scores are there all the same
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _join_predictions(folder: Path, sites: list[str]) -> None:
+    """Put the sites' pictures into one; what goes wrong with it costs no score."""
+    from consilium.report.predictions import PREDICTIONS, join_predictions
+
+    try:
+        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
+    except OSError as error:  # a damaged picture, a full disk
         Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
-    return json.loads((folder / "results.json").read_text()), view.losses
 
 
 @contextmanager

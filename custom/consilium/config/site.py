@@ -225,6 +225,10 @@ def load_site(path: Path) -> SiteConfig:
     return site.model_copy(update=paths)
 
 
+SIMULATION = "simulation.json"
+"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
+
+
 @dataclass(frozen=True)
 class Given:
     """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for.

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from consilium.config.site import SiteConfig, TrackingConfig
+from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_pooled_site
@@ -20,7 +20,6 @@ from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
-from consilium.report.runlog import SIMULATION
 from consilium.storage import write_atomic
 
 Members = Mapping[str, Member | Remote]

@@ -11,6 +11,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from consilium.errors import ConsiliumError
+
 PATIENCE = 10.0
 """Seconds that a process has to end by itself."""
 
@@ -36,6 +38,37 @@ class Child:
             self.process.join()
         self.pipe.close()
         return f"its process ended (exit code {self.process.exitcode}); was there memory enough?"
+
+
+def elsewhere(work: Callable[..., Any], *given: Any) -> Any:
+    """Return `work(*given)` of a process of its own, with all that it loads: memory that this one then need not have.
+
+    Raises the ConsiliumError or OSError that it raises, and ConsiliumError where the process ends without an answer.
+    """
+    child = Child(_answer, os.cpu_count() or 1)
+    ending = ""
+    try:
+        send(child.pipe, (work, given))
+        found = receive(child.pipe)
+    except (EOFError, OSError):
+        found = None
+    finally:
+        ending = child.end()
+    if found is None:
+        raise ConsiliumError(f"the job could not be prepared: {ending}")
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _answer(pipe: connection.Connection) -> None:
+    follow()
+    work, given = receive(pipe)
+    try:
+        found = work(*given)
+    except (ConsiliumError, OSError) as error:
+        found = error
+    send(pipe, found)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.server.server_engine import ServerEngine
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given, SiteConfig, TrackingConfig, allowed_plugins, find_site, kit_plugins, load_site
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
@@ -27,17 +27,14 @@ from consilium.federation.crossing import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.late_sites import Arrivals
 from consilium.flare.revocation import since
+from consilium.flare.simulator import OUTPUT, told
 from consilium.messages import Observer
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.registry import NO_PLUGINS, Plugins
 from consilium.report.predictions import PREDICTIONS
-from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, sweep, write_atomic
-
-OUTPUT = "CONSILIUM_OUTPUT"
-"""Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
 
 UPLOAD = 300.0
 """Seconds, as FLARE has them for every message by default."""
@@ -133,10 +130,7 @@ def _given() -> Given:
     """Return what a simulation of ours gives its sites; nothing elsewhere."""
     if not simulated():
         return Given()
-    raw = json.loads((Path(os.environ[OUTPUT]) / SIMULATION).read_text(encoding="utf-8"))
-    tracking = raw.pop("tracking", None)
-    paths = {key: Path(value) for key, value in raw.items() if value is not None}
-    return Given(**paths, tracking=tracking and TrackingConfig(mlflow=tracking))
+    return told(Path(os.environ[OUTPUT]))
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:

@@ -23,8 +23,7 @@ from consilium.privacy import audit
 from consilium.privacy.composition import epsilon_for
 from consilium.privacy.ledger import Ledger
 from consilium.report.exposition import Sample
-from consilium.report.progress import without_repeats
-from consilium.report.runlog import read_lines
+from consilium.report.progress import read_lines, without_repeats
 
 RECENT = 30 * 86400.0
 """Seconds: runs in which nothing happened for so long are left out."""

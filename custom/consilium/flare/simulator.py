@@ -1,6 +1,5 @@
 """Run a job in the FLARE simulator from a finished workspace layout, and hand its events to an observer."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -8,30 +7,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import yaml
 
 from consilium.config.job import JobConfig, load_job
-from consilium.config.site import Given
+from consilium.config.site import SIMULATION, Given, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
 from consilium.flare.allow import CLASSES, allow_classes
-from consilium.flare.context import OUTPUT
-from consilium.flare.recipe import export
 from consilium.messages import Observer, loading
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
-from consilium.privacy.secagg.simulated import simulated_identities
-from consilium.report.runlog import SIMULATION
 from consilium.storage import private_folder, write_atomic
 
+OUTPUT = "CONSILIUM_OUTPUT"
+"""Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
 
 
 def export_job(config: JobConfig, workspace: Path) -> Path:
     """Write `config` as a FLARE job folder under `workspace`/flare/job and return it."""
+    from consilium.flare.recipe import export  # loads PyTorch, which who waits for a simulation need not have
+
     source = workspace / "flare" / "source" / "job.yaml"
     private_folder(source.parent)
     source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
@@ -55,10 +54,8 @@ def run_simulator(
     observer(loading(f"FLARE and {len(sites)} sites, a process each"))
     tell(given, workspace)
     allow_classes(workspace / "flare" / "workspace", *CLASSES)
-    if load_job(job, plugins=None).secure_aggregation:
-        simulated_identities(workspace / IDENTITIES, sites)
     log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
-    with open(log, "w", encoding="utf-8") as output:
+    with _identities(job, workspace, sites), open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             _command(job, workspace / "flare" / "workspace", sites, count),
             stdout=output,
@@ -72,7 +69,6 @@ def run_simulator(
         finally:
             _end(mark, began)
             process.wait()
-            shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
     for name in sites:
@@ -84,6 +80,29 @@ def tell(given: Given, workspace: Path) -> None:
     told: dict[str, str | None] = {"tracking": given.tracking.mlflow if given.tracking else None}
     told |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
     write_atomic(workspace / SIMULATION, json.dumps(told).encode())
+
+
+def told(workspace: Path) -> Given:
+    """Return what `tell` has left there."""
+    raw = json.loads((workspace / SIMULATION).read_text(encoding="utf-8"))
+    tracking = raw.pop("tracking", None)
+    paths = {key: Path(value) for key, value in raw.items() if value is not None}
+    return Given(**paths, tracking=tracking and TrackingConfig(mlflow=tracking))
+
+
+@contextmanager
+def _identities(job: Path, workspace: Path, sites: list[str]) -> Iterator[None]:
+    """Let a job with secure aggregation have throw-away keys while it runs."""
+    if load_job(job, plugins=None).secure_aggregation is None:
+        yield
+        return
+    from consilium.privacy.secagg.simulated import FOLDER, simulated_identities
+
+    simulated_identities(workspace / FOLDER, sites)
+    try:
+        yield
+    finally:
+        shutil.rmtree(workspace / FOLDER, ignore_errors=True)
 
 
 def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[str]:
@@ -113,7 +132,7 @@ def _processes(output: str, began: float) -> list[psutil.Process]:
     """Return the living processes of the run in this folder, whose name they inherit; none that was there before it."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             if process.create_time() >= began and process.environ().get(OUTPUT) == output:
                 found.append(process)
     return found

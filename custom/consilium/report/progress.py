@@ -1,5 +1,6 @@
 """How far a run is, read from what its log says: for admins who watch a running job, and for its files afterwards."""
 
+import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -9,11 +10,21 @@ from typing import Any
 import yaml
 
 from consilium.messages import BYTES_DOWN, BYTES_UP
-from consilium.report.runlog import read_lines
 from consilium.tasks.registry import TASKS
 
 Line = dict[str, Any]
 REFUSAL = ("time", "round", "joining", "site", "reason")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
 
 
 def progress(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.clean import tag
 from consilium.report.events import FOLDER, event_writer
+from consilium.report.progress import read_lines
 from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 LOCK = ".run.lock"
-SIMULATION = "simulation.json"
-"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
 MEANS = "(mean of sites)"
 """The folder of means over sites in TensorBoard; no site can have this name."""
 PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
@@ -226,17 +225,6 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
         file.write("\n")  # the last line was torn
     return file
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:

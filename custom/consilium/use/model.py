@@ -14,7 +14,7 @@ from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read
 from consilium.federation.site import checkpoint_hash
 from consilium.messages import Stage
 from consilium.report.clean import shown
-from consilium.report.page.files import read_json
+from consilium.report.page.record import values_of_cell
 
 CELLS = "cells"
 """The folder of a study's runs."""
@@ -69,19 +69,14 @@ def cell_folder(path: Path) -> Path:
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
         return path
-    named = {_named(folder): folder for folder in sorted((study / CELLS).iterdir()) if (folder / "results.json").is_file()}
+    named = {
+        values_of_cell(folder): folder for folder in sorted((study / CELLS).iterdir()) if (folder / "results.json").is_file()
+    }
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
     if wanted and wanted in named:
         return named[wanted]
     known = sorted(filter(None, named))
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_listed(known)}")
-
-
-def _named(cell: Path) -> str:
-    """Return a cell's values on all axes, "" where they are not known."""
-    labels = read_json(cell / "cell.json")
-    labels = labels.get("labels") if isinstance(labels, dict) else None
-    return ",".join(f"{axis}={value}" for axis, value in labels.items()) if isinstance(labels, dict) else ""
 
 
 def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:

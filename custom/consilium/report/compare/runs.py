@@ -14,7 +14,8 @@ from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
-from consilium.report.runlog import read_lines, roles_of, test_only
+from consilium.report.progress import read_lines
+from consilium.report.runlog import roles_of, test_only
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS, Scores
 

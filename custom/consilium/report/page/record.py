@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import MetricKey, Stage
 from consilium.report.clean import shown
 from consilium.report.means import Results
 from consilium.report.page.files import Line, number, read_json, read_lines
 from consilium.report.progress import without_repeats
-from consilium.report.runlog import SIMULATION
 from consilium.tasks.registry import TASKS, Scores
 
 OWNER = "owner.json"
@@ -98,6 +98,12 @@ class Record:
     def validation(self, stage: Stage) -> dict[str, Curve]:
         """Return the leading score on validation data, by site and rounds done."""
         return self.curves(str(MetricKey("validation", stage, self.metric)), stage is Stage.PERSONALIZED)
+
+
+def values_of_cell(folder: Path) -> str:
+    """Return a study's run's values on all axes, as `method=IAT,seed=0`; "" for any other run."""
+    labels = found.get("labels") if isinstance(found := read_json(folder / "cell.json"), dict) else None
+    return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in labels.items()) if isinstance(labels, dict) else ""
 
 
 def is_simulation(folder: Path) -> bool:

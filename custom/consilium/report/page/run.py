@@ -13,7 +13,7 @@ from consilium.report.page.cases import Cases, read_cases, spread
 from consilium.report.page.files import folders, read, sha256
 from consilium.report.page.matrices import classes_of, confusion_tables, cross_site_table
 from consilium.report.page.privacy import statement
-from consilium.report.page.record import Record
+from consilium.report.page.record import Record, values_of_cell
 from consilium.report.page.render import render
 from consilium.report.page.scores import MEANT, gains, headline, losses, of_models
 from consilium.report.page.traffic import absences, parameters, tensors, times, traffic
@@ -78,7 +78,7 @@ def run_page(record: Record) -> str:
         "hashes": [("the job's digest", record.config.digest), *hashes(record.folder, HASHED)],
         "job": (read(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
-    return render("run.html", shown(record.config.title), lead(record), str(record.folder), sections, values)
+    return render("run.html", title_of(record), lead(record), str(record.folder), sections, values)
 
 
 def _trained(record: Record) -> Results:
@@ -93,6 +93,12 @@ def _apart(record: Record, label: str) -> list[str]:
         told = ", ".join(f"{stage} {value:.3f}" for stage, (value, _, _) in stages.items())
         found.append(f"{shown(site)} only tests and is in no mean: {label} {told}")
     return found
+
+
+def title_of(record: Record) -> str:
+    """Return the job's title, and of a study's run which of its runs it is."""
+    values = values_of_cell(record.folder)
+    return f"{shown(record.config.title)}: {values.replace(',', ', ')}" if values else shown(record.config.title)
 
 
 def lead(record: Record) -> str:
