@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -66,6 +67,12 @@ def _numbers(text: str) -> list[int]:
 
 def libraries() -> dict[str, str]:
     """Return the installed versions of LIBRARIES; those that are not installed are left out."""
+    return dict(_installed())
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Look once a process: each time takes 20 ms, and a simulation's sites are hundreds."""
     found = {}
     for name in LIBRARIES:
         try:
