@@ -41,11 +41,10 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.flare import simulator
 called = []
-def run(job, *given, **named):
-    assert (job / "meta.json").is_file()
-    called.append(job)
+def started(command, **named):
+    called.append(command)
     raise KeyboardInterrupt
-simulator.run_simulator = run
+simulator.subprocess.Popen = started
 CliRunner().invoke(app, ["simulate", {job!r}, "--engine", "flare", "--workspace", {folder!r}])
 assert called
 """

@@ -277,7 +277,8 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.
 def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "print('1 - x - ERROR - no memory'); raise SystemExit(3)"
     monkeypatch.setattr(simulator, "_command", lambda *given: [sys.executable, "-c", said])
-    monkeypatch.setattr(simulator, "load_job", lambda job, plugins: SimpleNamespace(secure_aggregation=None))
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.yaml").write_text("name: x")
     (tmp_path / "flare").mkdir()
     with pytest.raises(ConsiliumError, match="did not complete: no memory"):
         simulator.run_simulator(tmp_path / "job", ["a"], tmp_path, lambda event: None)
