@@ -28,6 +28,8 @@ CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 """Environment variables in the order in which gRPC looks at them, lower case only."""
+OUT_OF_DATE = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 PATIENCE = 5.0
 """Seconds to wait for the server."""
 
@@ -40,8 +42,10 @@ def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
 def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
     """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
     start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
-    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d} to {end:%Y-%m-%d}"
-    if not start <= now <= end:
+    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
+    if now < start:
+        return Finding(check, span, "set the clock: it is behind that of who made the certificate")
+    if now > end:
         return Finding(check, span, f"set the clock, or {remedy}")
     days = days_left(found, now)
     if days < URGENT_DAYS:
@@ -65,7 +69,10 @@ def examine_servers(kit: Path) -> Finding:
     try:
         found = server_certificate(kit)
     except ssl.SSLError as error:
-        remedy = "ask the network's people not to open TLS to it, and the hub which server it is"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
+            said = f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
+            return Finding("server", said, f"set the clock, or {RENEW_SERVER}")
+        remedy = "ask the network's people not to open TLS to it, and the hub which server and root are its own"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
@@ -126,6 +133,12 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
     except HTTPException as error:
         raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
     return link.sock
+
+
+def why_no_connection(kit: Path) -> str:
+    """Return what about certificates keeps a kit from the server, with a remedy; "" where nothing does. Raises ConfigError."""
+    found = (*examine_own(kit), examine_servers(kit))
+    return next((f"{one.found}; {one.remedy}" for one in found if not one.ok), "")
 
 
 def warnings(kit: Path) -> list[str]:

@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -30,6 +31,8 @@ LOST = "LOST"
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
 MOST_REASONS = 5
 """Of a list of jobs: each reason is in a result that has to be fetched."""
+MOST_APPS = 64
+"""Of a stored job that are looked into: an author may have put any number there."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
 _SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
@@ -78,8 +81,7 @@ class Admin:
             try:
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
-                raw = read_yaml(file)
-                return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
+                return _experiment_in(file)
             except NO_JOB:
                 return None
 
@@ -190,7 +192,8 @@ def experiment_of(job: Job) -> str:
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     """Return where FLARE keeps an experiment's jobs at the server, a folder each; of unreadable ones it cannot be said.
 
-    Raises ConfigError where the kit does not say where that is.
+    By FLARE's notes, or by the jobs' own files where FLARE's tools submitted them. Raises ConfigError for a kit that names no
+    such place.
     """
     path = kit / "local" / "resources.json"
     try:
@@ -198,7 +201,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
         metas = sorted(Path(manager["args"]["uri_root"]).glob("*/meta"))
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}: names no folder of jobs (job_manager); run `consilium doctor KIT`") from None
-    return [meta.parent for meta in metas if _is_of(meta, experiment)]
+    return [meta.parent for meta in metas if _is_of(meta, experiment) or _names(meta.with_name("data"), experiment)]
 
 
 def _is_of(meta: Path, experiment: str) -> bool:
@@ -206,6 +209,22 @@ def _is_of(meta: Path, experiment: str) -> bool:
         return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
+
+
+def _names(stored: Path, experiment: str) -> bool:
+    """Tell whether a job.yaml in a job's archive names this experiment."""
+    try:
+        with zipfile.ZipFile(stored) as job:
+            files = [name for name in job.namelist() if name.endswith("/config/job.yaml")]
+            return any(_experiment_in(zipfile.Path(job, name)) == experiment for name in files[:MOST_APPS])
+    except Exception:  # whatever somebody submitted
+        return False
+
+
+def _experiment_in(file: Path | zipfile.Path) -> str | None:
+    """Return the experiment that a job.yaml names, None where it names none. Raises ConfigError."""
+    raw = read_yaml(file)
+    return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
 def reason_left(result: Path) -> str | None:
@@ -233,6 +252,9 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise ConsiliumError(f"{kit}: no connection to the server ({error}); see that it runs and can be reached") from None
+        from consilium.flare.certificates import why_no_connection
+
+        why = why_no_connection(kit) or "see that it runs and can be reached"
+        raise ConsiliumError(f"{kit}: no connection to the server ({error}); {why}") from None
     except FLARE_ERRORS as error:
         raise ConsiliumError(f"FLARE: {error}") from None
