@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -33,6 +34,7 @@ from consilium.flare.provision import provision
 from consilium.flare.renewal import OLD, renew, update_kit
 from consilium.flare.revocation import REFUSED, read, revoke
 from consilium.flare.revocation_check import RevocationCheck
+from consilium.flare.session import connect
 from tests.deployment.network import Relay
 
 DAYS = 200
@@ -113,6 +115,31 @@ def test_a_clock_behind_the_kit_is_told_as_such(kit: Path, monkeypatch: pytest.M
     set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
     for found in examine_own(kit):
         assert found.remedy == "set the clock: it is behind that of who made the certificate"
+
+
+def test_a_person_whose_kit_has_ended_or_not_begun_is_told_before_anything_is_tried(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = hub / "kits/test/prod_00/a@hub.example"
+    for now, says in (
+        (opened(kit).not_valid_before_utc - timedelta(minutes=5), "set the clock: it is behind"),
+        (opened(kit).not_valid_after_utc + timedelta(minutes=5), "set the clock, or ask the hub for a renewed kit"),
+    ):
+        set_clock(monkeypatch, now)
+        with pytest.raises(ConfigError, match=says), connect(kit):
+            pass
+
+
+def test_a_server_whose_certificate_is_not_valid_by_this_clock_is_told_as_such(
+    kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a firewall that opens TLS."""
+    aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
+    aged.verify_code = 9
+    monkeypatch.setattr("consilium.flare.certificates.server_certificate", Mock(side_effect=aged))
+    found = examine_servers(kit)
+    assert "its certificate is not valid now, 20" in found.found
+    assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
 
 
 def test_a_site_waits_for_its_certificates_time_and_says_so(

@@ -43,10 +43,9 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
     """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
     start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
     span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
-    if now < start:
-        return Finding(check, span, "set the clock: it is behind that of who made the certificate")
-    if now > end:
-        return Finding(check, span, f"set the clock, or {remedy}")
+    if not start <= now <= end:
+        behind = "set the clock: it is behind that of who made the certificate"
+        return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
     days = days_left(found, now)
     if days < URGENT_DAYS:
         return Finding(check, span, f"{days} days are left: {remedy}")
@@ -65,21 +64,28 @@ def examine_servers(kit: Path) -> Finding:
 
     Connects with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here.
     """
+    found = _shown(kit)
+    if isinstance(found, Finding):
+        return found
+    until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
+    if until.ok and not until.advice:
+        return Finding("server", f"{server_address(kit)}: answers, and is of this project")
+    return until
+
+
+def _shown(kit: Path) -> x509.Certificate | Finding:
+    """Return the certificate that the server shows, or what is wrong with it or the way to it. Raises ConfigError."""
     target = server_address(kit)
     try:
-        found = server_certificate(kit)
+        return server_certificate(kit)
     except ssl.SSLError as error:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
             said = f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
             return Finding("server", said, f"set the clock, or {RENEW_SERVER}")
-        remedy = "ask the network's people not to open TLS to it, and the hub which server and root are its own"
+        remedy = "ask the hub whether the root has changed (then for a new kit), the network's people not to open TLS"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
-    until = examine_expiry("server", target, found, RENEW_SERVER)
-    if until.ok and not until.advice:
-        return Finding("server", f"{target}: answers, and is of this project")
-    return until
 
 
 def server_address(kit: Path) -> str:
@@ -135,10 +141,18 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
     return link.sock
 
 
+def check_time(kit: Path) -> None:
+    """Raise ConfigError where now is not in the time of a kit's certificate, of which FLARE has only OpenSSL's words."""
+    own = load_crt(certificate(kit))
+    if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
+        found = next(examine_own(kit))
+        raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
+
+
 def why_no_connection(kit: Path) -> str:
-    """Return what about certificates keeps a kit from the server, with a remedy; "" where nothing does. Raises ConfigError."""
-    found = (*examine_own(kit), examine_servers(kit))
-    return next((f"{one.found}; {one.remedy}" for one in found if not one.ok), "")
+    """Return what keeps a kit from the server's address, with a remedy; "" where nothing does. Raises ConfigError."""
+    found = _shown(kit)
+    return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 
 def warnings(kit: Path) -> list[str]:
