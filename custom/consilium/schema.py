@@ -5,6 +5,7 @@ It knows no kind of model, task, adapter or strategy.
 
 import difflib
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,7 +87,7 @@ Loader.add_constructor("tag:yaml.org,2002:map", _map)
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path | zipfile.Path) -> Any:
     """Return what a YAML file holds. Raises ConfigError."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError(f"{path}: not a file; give an existing file")

@@ -1,7 +1,7 @@
 """What the server holds for its sites, where the strategy needs sums: `python -m tests.benchmarks.server_memory`.
 
 A coordinator alone, three rounds of as many made answers as there are sites, each number of sites in a process of its own;
-with and without TensorBoard's writer of each site. The update is the tiny SAM's with LoRA of rank 32.
+with and without TensorBoard's file of each site. The update is the tiny SAM's with LoRA of rank 32.
 """
 
 import argparse
@@ -23,20 +23,22 @@ from tests.federation.test_coordinator import coordinator, update
 COUNTS, ROUNDS = (10, 100, 500), 3
 
 
-class NoWriter:
+class NoEvents:
     """Writes nothing."""
+
+    def __init__(self, folder: Path) -> None: ...
 
     def __getattr__(self, name: str) -> object:
         return lambda *args, **options: None
 
 
 @contextmanager
-def without_writers(wanted: bool) -> Iterator[None]:
+def without_events(wanted: bool) -> Iterator[None]:
     """Leave TensorBoard out of the server's record."""
     if not wanted:
         yield
         return
-    with patch("consilium.report.runlog.event_writer", lambda folder: NoWriter()):
+    with patch("consilium.report.runlog.EventFile", NoEvents):
         yield
 
 
@@ -50,7 +52,7 @@ def measure(sites: int, bare: bool) -> None:
     raw = small_config("fedit", rounds=ROUNDS, validate={"stages": []}).model_dump()
     raw["adapter"] |= {"rank": 32, "alpha": 32}
     job, most = assemble_job(JobConfig.model_validate(raw)), 0.0
-    with tempfile.TemporaryDirectory() as folder, without_writers(bare):
+    with tempfile.TemporaryDirectory() as folder, without_events(bare):
         update(job, 0.1)
         before, server = own(), coordinator(job, Path(folder), sites)
         for round in range(ROUNDS):

@@ -156,8 +156,9 @@ def wednesday_a_certificate_has_ended(hospitals: Week) -> None:
     assert "set the clock, or ask the hub" in {f.check: f for f in examine(hospitals.kit("site-3"))}["clock"].remedy
     registered = hospitals.log("site-3").count(REGISTERED)
     hospitals.start("site-3", wait=0)
-    time.sleep(5)  # FLARE's client says nothing of it and tries again and again
+    time.sleep(5)
     assert hospitals.log("site-3").count(REGISTERED) == registered
+    assert "the kit's certificate is valid from" in hospitals.log("site-3")
     hospitals.kill("site-3")
     hospitals.change("site-3")
     path = hospitals.kit("site-3") / "local/site.yaml"

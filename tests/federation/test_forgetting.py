@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.conftest import run
 
 JOB = "0c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
 OTHER = "1c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
+THIRD = "2c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"
 
 
 @pytest.fixture
@@ -128,18 +130,21 @@ def test_without_a_time_nothing_expires(kit: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def server(tmp_path: Path) -> Path:
-    """Return a server's kit with a run, and FLARE's store with two jobs of it, by notes and by default name, and another's."""
+    """Return a server's kit with runs, and FLARE's store: jobs that notes, a default name or a file name, and another's."""
     kit, store = tmp_path / "hub", tmp_path / "store"
-    jobs = {JOB: {"experiment": "fundus-1"}, OTHER: {}, "0": {"experiment": "cells"}}
+    jobs = {JOB: {"experiment": "fundus-1"}, OTHER: {}, THIRD: {}, "0": {"experiment": "cells"}}
     for number, notes in jobs.items():
         (store / number).mkdir(parents=True)
         (store / number / "meta").write_text(json.dumps({"name": "fundus", "job_id": number} | notes))
         (store / number / "data").write_text("12345678")
+    with zipfile.ZipFile(store / THIRD / "data", "w") as archive:  # as FLARE keeps what `nvflare job submit` sent
+        archive.writestr("fundus/meta.json", "{}")
+        archive.writestr("fundus/app/config/job.yaml", "name: fundus\nexperiment: fundus-3\n")
     components = [{"id": "job_manager", "path": "x", "args": {"uri_root": str(store)}}]
     for path, text in (("startup/server.crt", ""), ("local/resources.json", json.dumps({"components": components}))):
         (kit / path).parent.mkdir(parents=True)
         (kit / path).write_text(text)
-    for run_name in ("fundus-1", "fundus-1c5d0bd4"):
+    for run_name in ("fundus-1", "fundus-1c5d0bd4", "fundus-3"):
         own = kit / STATE / "runs" / run_name
         (own / "server").mkdir(parents=True)
         for file in ("server/state.safetensors", "metrics.jsonl", OWNER):
@@ -147,7 +152,7 @@ def server(tmp_path: Path) -> Path:
     return kit
 
 
-@pytest.mark.parametrize(("name", "job"), [("fundus-1", JOB), ("fundus-1c5d0bd4", OTHER)])
+@pytest.mark.parametrize(("name", "job"), [("fundus-1", JOB), ("fundus-1c5d0bd4", OTHER), ("fundus-3", THIRD)])
 def test_the_server_forgets_a_run_and_flares_copies_of_its_jobs_and_that_is_on_record(
     name: str, job: str, server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,20 @@ def test_at_the_server_a_table_of_80_columns_and_json(
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 
+def test_a_full_disk_costs_the_server_a_line_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("heartbeat", "check_status"):  # which the component wraps
+        for owner in (attendance.ClientManager, attendance.TrainingCommandModule):
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, getattr(owner, name))
+    component = attendance.Attendance()
+    component._folder = tmp_path / "there"
+    (tmp_path / "there").write_text("in the way")
+    component._write()
+    assert "attendance.json: cannot be written (File exists); make room" in caplog.text
+
+
 ROW = {"last_seen": 1, "here": True, "jobs": []}
 WRONG = [{"here": 1}, {"jobs": 2}, {"jobs": [2]}, {"certificate_ends": "x"}, {"version": 1}, {"skew": "x"}, {"last_seen": None}]
 SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} for wrong in WRONG)]

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -26,13 +27,14 @@ from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
 from consilium.errors import ConfigError
-from consilium.flare import revocation
+from consilium.flare import attendance_report, revocation
 from consilium.flare.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
 from consilium.flare.kits import certificate, update
 from consilium.flare.provision import provision
 from consilium.flare.renewal import OLD, renew, update_kit
 from consilium.flare.revocation import REFUSED, read, revoke
 from consilium.flare.revocation_check import RevocationCheck
+from consilium.flare.session import connect
 from tests.deployment.network import Relay
 
 DAYS = 200
@@ -78,13 +80,13 @@ def opened(kit: Path, name: str = "") -> x509.Certificate:
     return x509.load_pem_x509_certificate((kit / "startup" / name if name else certificate(kit)).read_bytes())
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime, where: str = "certificates") -> None:
     class Clock(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime:
             return now
 
-    monkeypatch.setattr("consilium.flare.certificates.datetime", Clock)
+    monkeypatch.setattr(f"consilium.flare.{where}.datetime", Clock)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,61 @@ def test_a_kits_end_is_told_from_60_days_before(
         assert bool(found.remedy) == bool(remedy)
         assert found.advice.startswith(advice)
         assert bool(found.advice) == bool(advice)
+
+
+def test_a_clock_behind_the_kit_is_told_as_such(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's remedy, a later kit, would make it worse."""
+    set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
+    for found in examine_own(kit):
+        assert found.remedy == "set the clock: it is behind that of who made the certificate"
+
+
+def test_a_person_whose_kit_has_ended_or_not_begun_is_told_before_anything_is_tried(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = hub / "kits/test/prod_00/a@hub.example"
+    for now, says in (
+        (opened(kit).not_valid_before_utc - timedelta(minutes=5), "set the clock: it is behind"),
+        (opened(kit).not_valid_after_utc + timedelta(minutes=5), "set the clock, or ask the hub for a renewed kit"),
+    ):
+        set_clock(monkeypatch, now)
+        with pytest.raises(ConfigError, match=says), connect(kit):
+            pass
+
+
+def test_a_server_whose_certificate_is_not_valid_by_this_clock_is_told_as_such(
+    kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a firewall that opens TLS."""
+    aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
+    aged.verify_code = 9
+    monkeypatch.setattr("consilium.flare.certificates.server_certificate", Mock(side_effect=aged))
+    found = examine_servers(kit)
+    assert "its certificate is not valid now, 20" in found.found
+    assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
+
+
+def test_a_site_waits_for_its_certificates_time_and_says_so(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FLARE's client alone would wait for ever. After the end it waits too, for a renewed kit."""
+    told: list[float] = []
+    monkeypatch.setattr(attendance_report, "configure_logging", lambda workspace: None)
+
+    def later(seconds: float) -> None:
+        told.append(seconds)
+        set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "attendance_report")
+
+    monkeypatch.setattr(attendance_report.time, "sleep", later)
+    begins, ends = opened(kit).not_valid_before_utc, opened(kit).not_valid_after_utc
+    later(0)
+    attendance_report.await_certificate(kit)
+    assert told == [0, 60, 60]
+    assert caplog.text.count(f"the kit's certificate is valid from {begins:%Y-%m-%d %H:%M}") == 2
+    set_clock(monkeypatch, ends + timedelta(seconds=1), "attendance_report")
+    attendance_report.await_certificate(kit)
+    assert len(told) == 4
+    attendance_report.await_certificate(kit / "local")  # nothing to wait for
 
 
 def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_session(

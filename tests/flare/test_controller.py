@@ -3,6 +3,7 @@
 import importlib
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,21 @@ def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
         federation._round(federation.coordinator, Signal(), fl_ctx)
     assert Reason.DATA.text in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no file can say it, FLARE's own log does; what was saved last is whole."""
+    federation, said = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")}), []
+    monkeypatch.setattr(federation, "system_panic", lambda reason, fl_ctx: said.append(reason))
+    monkeypatch.setattr("consilium.flare.context._published", lambda fl_ctx: Path("/dev/full"))
+    saved = (tmp_path / "server/state.safetensors").read_bytes()
+    federation.coordinator.log._file = full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - it fails again
+    federation.control_flow(Signal(), context(["a", "b"]))
+    with suppress(OSError):
+        full.close()
+    (line,) = said
+    assert line == "the server cannot write the run's files (No space left on device); make room, then `consilium resume`"
+    assert (tmp_path / "server/state.safetensors").read_bytes() == saved
 
 
 def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admitted(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
-from nvflare.fuel.flare_api.api_spec import JobNotDone
+from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.flare_api.api_spec import JobNotDone, NoConnection
 
 from consilium.cli.watch import exit_code
-from consilium.errors import ConfigError
-from consilium.flare.session import Admin, reason_left
+from consilium.errors import ConfigError, ConsiliumError
+from consilium.flare.session import Admin, connect, reason_left
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
@@ -93,6 +95,44 @@ def test_the_reason_is_ours_else_what_flare_raised_else_what_it_said(tmp_path: P
     assert refused.startswith("nvflare.fuel.common.excepts.ComponentNotAuthorized: component not authorized: Component 'subp")
     assert reason_left(left(tmp_path / "said", log=PANIC)) == "Aborting current RUN - panic"
     assert reason_left(left(tmp_path / "none")) is None
+
+
+def test_half_a_result_of_a_server_whose_disk_was_full_still_has_its_reason(tmp_path: Path) -> None:
+    """Its files were begun and are empty."""
+    half = left(tmp_path / "0-id" / "workspace", log=REFUSED)
+    for name in ("job.yaml", "metrics.jsonl", "stopped.txt"):
+        (half / name).touch()
+    assert "not in allow_list" in Admin(Session([job(0)], tmp_path)).status("0-id")["reason"]
+
+
+def registration_refused() -> Exception:
+    """Return the error that FLARE 2.9 raises where the server refuses a certificate: its reason is in another's context."""
+    try:
+        try:
+            raise FLCommunicationError("error:client_registration its credential was revoked")
+        except FLCommunicationError as error:
+            raise FLCommunicationError("error:client_registration", error) from None
+    except FLCommunicationError as error:
+        return error
+
+
+def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a refused certificate what the server said, else what is wrong on the way."""
+    kit = tmp_path / "kit"
+    monkeypatch.setattr("consilium.flare.session.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
+    (kit / "startup").mkdir(parents=True)
+    (kit / "startup/fed_admin.json").write_text('{"admin": {"username": "a"}}')
+    monkeypatch.setattr("consilium.flare.session.check_time", lambda kit: None)
+    for error, says in (
+        (registration_refused(), r"refuses this kit \(its credential was revoked\); ask the hub"),
+        (
+            NoConnection("cannot connect for 15 seconds"),
+            r"\(cannot connect for 15 seconds\); hub:8002: connection refused; start it",
+        ),
+    ):
+        monkeypatch.setattr("consilium.flare.session.new_secure_session", Mock(side_effect=error))
+        with pytest.raises(ConsiliumError, match=says), connect(kit):
+            pass
 
 
 @pytest.mark.parametrize("status", ["FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION"])

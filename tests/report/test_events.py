@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Stage
-from consilium.report import events
-from consilium.report.events import PICTURES, SiteEvents
+from consilium.report.events import PICTURES, EventFile, SiteEvents
 from consilium.report.runlog import MEANS
 from consilium.storage import load_state
 from tests.adversary.network.modes import open_to_others
@@ -92,6 +92,19 @@ def test_sizes_are_those_of_what_left_and_of_what_came_of_it(done: Path) -> None
     assert 0 < merged <= max(scalars(done / "tb_events" / site, "update/norm")[0][1] for site in "ab")
 
 
+def test_a_run_is_a_file_for_each_site_and_between_two_entries_none_is_open_and_no_thread_waits(tmp_path: Path) -> None:
+    """A server has one for each of its thousand sites."""
+    one, before = psutil.Process(), (psutil.Process().num_fds(), psutil.Process().num_threads())
+    files = {name: EventFile(tmp_path / name) for name in "abc"}
+    for step in range(3):
+        for number, file in enumerate(files.values()):
+            file.scalars({"loss": number + step, "dice": 0.5}, step)
+    assert (one.num_fds(), one.num_threads()) == before
+    for number, name in enumerate(files):
+        assert scalars(tmp_path / name, "loss") == [(step, number + step) for step in range(3)]
+        assert scalars(tmp_path / name, "dice") == [(step, 0.5) for step in range(3)]
+
+
 def test_all_files_are_the_users_alone_even_in_an_open_folder(done: Path) -> None:
     for folder in (done, *(done / "sites" / site for site in "ab")):
         assert open_to_others(folder / "tb_events") == []
@@ -106,19 +119,14 @@ def test_no_single_sites_size_is_shown_where_noise_comes_at_the_server(tmp_path:
     assert {"update/norm", "privacy/epsilon"} <= set(seen(record / "server").Tags()["scalars"])
 
 
-def test_what_cannot_be_written_costs_a_line_and_no_bit_of_the_result(
-    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        def __getattr__(self, name: str) -> Mock:
-            return Mock(side_effect=OSError(28, "no space left"))
-
-    real = events.event_writer
-    monkeypatch.setattr(events, "event_writer", lambda folder: Full() if "sites" in folder.parts else real(folder))
+def test_what_cannot_be_written_costs_a_line_and_no_bit_of_the_result(done: Path, tmp_path: Path) -> None:
+    for site in "ab":
+        (tmp_path / "run/sites" / site).mkdir(parents=True)
+        (tmp_path / "run/sites" / site / "tb_events").write_text("in the way")
     observer = Mock()
     run(tmp_path / "run", observer)
     told = [call.args[0] for call in observer.call_args_list if call.args[0]["event"] == "undrawn"]
-    assert sorted((one["site"], "no space left" in one["reason"]) for one in told) == [("a", True), ("b", True)]
+    assert sorted((one["site"], "FileExistsError" in one["reason"]) for one in told) == [("a", True), ("b", True)]
     whole, other = (load_state(folder / "server" / "state.safetensors")[0] for folder in (done, tmp_path / "run"))
     assert whole.keys() == other.keys()
     assert all(torch.equal(whole[name], other[name]) for name in whole)
@@ -139,7 +147,6 @@ def test_a_site_without_pictures_draws_none(tmp_path: Path) -> None:
     site.pictures(0, Stage.GLOBAL, lambda: None)
     site.pictures(0, Stage.GLOBAL, Mock(side_effect=RuntimeError("CUDA out of memory")))
     site.round(0, {"train/loss": 1.0})
-    site.close()
     assert complain.call_count == 1
     assert "out of memory" in complain.call_args.args[0]
 

@@ -91,8 +91,7 @@ class Site(Scoring):
         self.on_train: Callable[[str, Payload], None] = _nothing
 
     def close(self) -> None:
-        """Close the site's files, and end its other processes."""
-        self.events.close()
+        """End the site's other processes."""
         if self.ranks:
             self.ranks.end()
 

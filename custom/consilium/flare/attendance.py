@@ -88,8 +88,12 @@ class Attendance(FLComponent):
         return {"server": own_facts(), "sites": sites}
 
     def _write(self) -> None:
-        if self._folder is not None:
+        if self._folder is None:
+            return
+        try:
             write_atomic(private_folder(self._folder) / FILE, json.dumps(self._answer()).encode())
+        except OSError as error:  # FLARE would log a traceback every ten seconds
+            self.logger.warning(f"{self._folder / FILE}: cannot be written ({error.strerror}); make room")
 
 
 def checked_facts(told: Any, now: float) -> Facts:

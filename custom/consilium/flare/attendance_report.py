@@ -3,7 +3,9 @@
 It runs in the site's own process, which lives for months beside the jobs' processes, so it loads no torch.
 """
 
+import logging
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
 
 from consilium import __version__
@@ -22,6 +26,8 @@ KEY = "consilium_attendance"
 COMPONENT = {"id": "attendance", "path": "consilium.flare.attendance_report.AttendanceReport"}
 """In a site kit's local/resources.json."""
 Facts = dict[str, Any]
+LOOK = 60.0
+"""Seconds between two looks at a certificate that is not valid, each with a line in the log."""
 
 
 def own_facts(certificate_ends: float | None = None) -> Facts:
@@ -30,11 +36,28 @@ def own_facts(certificate_ends: float | None = None) -> Facts:
     return facts if certificate_ends is None else facts | {"certificate_ends": certificate_ends}
 
 
+def await_certificate(kit: Path) -> None:
+    """Return once the kit's certificate is valid by this machine's clock; until then the log says that it is not.
+
+    FLARE 2.9's client would fail without a word, and wait for ever, also when the certificate's time has come.
+    """
+    while (path := kit / "startup" / "client.crt").is_file():
+        own, now = load_crt(path), datetime.now(UTC)
+        if own.not_valid_before_utc <= now <= own.not_valid_after_utc:
+            return
+        configure_logging(Workspace(str(kit)))  # FLARE does it later
+        span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
+        remedy = "set the clock, or ask the hub for a renewed kit; waiting"
+        logging.getLogger(__name__).error(f"the kit's certificate is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: {remedy}")
+        time.sleep(LOOK)
+
+
 class AttendanceReport(FLComponent):
     """A component of a site's own kit: has every heartbeat say `own_facts`. Nothing of the site's data is among them."""
 
     def __init__(self) -> None:
         super().__init__()
+        await_certificate(Path.cwd())  # FLARE is in the kit when it makes its components, before it connects
         self._ends: float | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

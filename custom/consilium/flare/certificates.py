@@ -28,6 +28,8 @@ CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 """Environment variables in the order in which gRPC looks at them, lower case only."""
+OUT_OF_DATE = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 PATIENCE = 5.0
 """Seconds to wait for the server."""
 
@@ -40,9 +42,10 @@ def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
 def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
     """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
     start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
-    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d} to {end:%Y-%m-%d}"
+    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
     if not start <= now <= end:
-        return Finding(check, span, f"set the clock, or {remedy}")
+        behind = "set the clock: it is behind that of who made the certificate"
+        return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
     days = days_left(found, now)
     if days < URGENT_DAYS:
         return Finding(check, span, f"{days} days are left: {remedy}")
@@ -61,18 +64,28 @@ def examine_servers(kit: Path) -> Finding:
 
     Connects with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here.
     """
+    found = _shown(kit)
+    if isinstance(found, Finding):
+        return found
+    until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
+    if until.ok and not until.advice:
+        return Finding("server", f"{server_address(kit)}: answers, and is of this project")
+    return until
+
+
+def _shown(kit: Path) -> x509.Certificate | Finding:
+    """Return the certificate that the server shows, or what is wrong with it or the way to it. Raises ConfigError."""
     target = server_address(kit)
     try:
-        found = server_certificate(kit)
+        return server_certificate(kit)
     except ssl.SSLError as error:
-        remedy = "ask the network's people not to open TLS to it, and the hub which server it is"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
+            said = f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
+            return Finding("server", said, f"set the clock, or {RENEW_SERVER}")
+        remedy = "ask the hub whether the root has changed (then for a new kit), the network's people not to open TLS"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
         return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
-    until = examine_expiry("server", target, found, RENEW_SERVER)
-    if until.ok and not until.advice:
-        return Finding("server", f"{target}: answers, and is of this project")
-    return until
 
 
 def server_address(kit: Path) -> str:
@@ -126,6 +139,20 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
     except HTTPException as error:
         raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
     return link.sock
+
+
+def check_time(kit: Path) -> None:
+    """Raise ConfigError where now is not in the time of a kit's certificate, of which FLARE has only OpenSSL's words."""
+    own = load_crt(certificate(kit))
+    if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
+        found = next(examine_own(kit))
+        raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
+
+
+def why_no_connection(kit: Path) -> str:
+    """Return what keeps a kit from the server's address, with a remedy; "" where nothing does. Raises ConfigError."""
+    found = _shown(kit)
+    return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 
 def warnings(kit: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +85,8 @@ class RoundController(Controller):
 
     def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
         """End the job with one line that says why, also in what an admin may download."""
-        context.publish_reason(fl_ctx, str(error))
+        with suppress(OSError):  # a full disk
+            context.publish_reason(fl_ctx, str(error))
         self.system_panic(str(error), fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -125,6 +127,9 @@ class RoundController(Controller):
                 context.publish_reason(fl_ctx, self._broken_off(c))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
+        except OSError as error:
+            what = f"the server cannot write the run's files ({error.strerror}); make room, then `consilium resume`"
+            self._give_up(ConsiliumError(what), fl_ctx)
 
     def _broken_off(self, coordinator: Coordinator) -> str:
         """Return where the run was when FLARE ended it. For a class that a site's list lacks it tells no more than that."""

@@ -5,11 +5,13 @@ import re
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
@@ -17,6 +19,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import default_name
 from consilium.flare.attendance_report import KEY
+from consilium.flare.certificates import check_time, why_no_connection
 from consilium.report.clean import shown
 from consilium.report.progress import progress
 from consilium.schema import read_yaml
@@ -28,8 +31,12 @@ TIMED = len("2026-11-22 20:30:00: ")
 LOST = "LOST"
 """Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
+REJECTED = "error:client_registration "
+"""What FLARE's error begins with where the server has said why it refuses a certificate."""
 MOST_REASONS = 5
 """Of a list of jobs: each reason is in a result that has to be fetched."""
+MOST_APPS = 64
+"""Of a stored job that are looked into: an author may have put any number there."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
 _SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
@@ -78,8 +85,7 @@ class Admin:
             try:
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
-                raw = read_yaml(file)
-                return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
+                return _experiment_in(file)
             except NO_JOB:
                 return None
 
@@ -163,7 +169,7 @@ class Admin:
                 result = self.download(job_id, Path(folder))
             except FLARE_ERRORS:
                 return {"progress": None}
-            finished = progress(result) if (result / "metrics.jsonl").is_file() else None
+            finished = _progress_left(result)
             if finished and finished["finished"]:
                 return {"progress": finished}
             reason = reason_left(result)
@@ -190,7 +196,8 @@ def experiment_of(job: Job) -> str:
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     """Return where FLARE keeps an experiment's jobs at the server, a folder each; of unreadable ones it cannot be said.
 
-    Raises ConfigError where the kit does not say where that is.
+    By FLARE's notes, or by the jobs' own files where FLARE's tools submitted them. Raises ConfigError for a kit that names no
+    such place.
     """
     path = kit / "local" / "resources.json"
     try:
@@ -198,7 +205,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
         metas = sorted(Path(manager["args"]["uri_root"]).glob("*/meta"))
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}: names no folder of jobs (job_manager); run `consilium doctor KIT`") from None
-    return [meta.parent for meta in metas if _is_of(meta, experiment)]
+    return [meta.parent for meta in metas if _is_of(meta, experiment) or _names(meta.with_name("data"), experiment)]
 
 
 def _is_of(meta: Path, experiment: str) -> bool:
@@ -208,14 +215,47 @@ def _is_of(meta: Path, experiment: str) -> bool:
         return False
 
 
+def _names(stored: Path, experiment: str) -> bool:
+    """Tell whether a job.yaml in a job's archive names this experiment."""
+    try:
+        with zipfile.ZipFile(stored) as job:
+            files = [name for name in job.namelist() if name.endswith("/config/job.yaml")]
+            return any(_experiment_in(zipfile.Path(job, name)) == experiment for name in files[:MOST_APPS])
+    except Exception:  # whatever somebody submitted
+        return False
+
+
+def _experiment_in(file: Path | zipfile.Path) -> str | None:
+    """Return the experiment that a job.yaml names, None where it names none. Raises ConfigError."""
+    raw = read_yaml(file)
+    return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
+
+
+def _progress_left(result: Path) -> Job | None:
+    """Return an ended job's progress; None where its result holds none, or, from a full disk, half of it."""
+    try:
+        return progress(result) if (result / "metrics.jsonl").is_file() else None
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
+
+
 def reason_left(result: Path) -> str | None:
     """Return why a job ended early, from the folder of ours in its result: our own line, else what FLARE's log there says."""
     stopped, log = result / "stopped.txt", result.parent / "error_log.txt"
-    if stopped.is_file():
-        return stopped.read_text(encoding="utf-8", errors="replace").strip()
+    if stopped.is_file() and (ours := stopped.read_text(encoding="utf-8", errors="replace").strip()):
+        return ours
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     raised, said = (re.findall(pattern, text, re.MULTILINE) for pattern in (_RAISED, _SAID))
     return next((line.strip() for line in (*raised, *said)), None)
+
+
+def _no_connection(kit: Path, error: Exception) -> str:
+    """Return why there is no session: what the server said of this kit, else what is wrong on the way to it."""
+    inner = error.__context__  # FLARE puts an error without a reason around that which has it
+    said = str(inner if isinstance(inner, FLCommunicationError) else error)
+    if said.startswith(REJECTED):
+        return f"the server refuses this kit ({said.removeprefix(REJECTED)}); ask the hub whether it was revoked"
+    return f"no connection to the server ({said}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
 @contextmanager
@@ -224,6 +264,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     config = kit / "startup" / "fed_admin.json"
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
+    check_time(kit)
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr):  # FLARE's own chatter; ours may be read by programs
@@ -233,6 +274,6 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise ConsiliumError(f"{kit}: no connection to the server ({error}); see that it runs and can be reached") from None
+        raise ConsiliumError(f"{kit}: {_no_connection(kit, error)}") from None
     except FLARE_ERRORS as error:
         raise ConsiliumError(f"FLARE: {error}") from None

@@ -1,9 +1,14 @@
-"""TensorBoard's files: writers whose folders and files are the user's alone, and what a site keeps there for itself."""
+"""TensorBoard's files, whose folders and files are the user's alone, and what a site keeps there for itself."""
 
+import io
+import os
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report.clean import tag
@@ -11,7 +16,7 @@ from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter  # it and matplotlib take seconds to import: where something is drawn
+    from tensorboard.compat.proto.summary_pb2 import Summary  # imported where something is written
 
 FOLDER = "tb_events"
 PICTURES = 20
@@ -19,15 +24,46 @@ PICTURES = 20
 Complain = Callable[[str], None]
 
 
-def event_writer(folder: Path) -> "SummaryWriter":
-    """Return a writer into `folder`, which nobody else may open."""
-    from torch.utils.tensorboard import SummaryWriter
+class EventFile:
+    """A file of TensorBoard's in a folder of its own, which nobody else may open; both are made with the first entry.
 
-    private_folder(folder).chmod(0o700)
-    writer = SummaryWriter(str(folder))
-    for file in folder.iterdir():
-        file.chmod(PRIVATE)
-    return writer
+    An entry is on the disk when it was added, and between two nothing is open: torch's SummaryWriter keeps a file and a thread,
+    of which a server with a thousand sites would have a thousand. Raises OSError where nothing can be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path: Path | None = None
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add numbers of one step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if values:
+            self._add(Summary(value=[Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]), step)
+
+    def image(self, title: str, pixels: np.ndarray, step: int) -> None:
+        """Add a picture: uint8, height x width x 3 colours."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        png = io.BytesIO()
+        Image.fromarray(pixels).save(png, format="PNG")
+        height, width, colours = pixels.shape
+        one = Summary.Image(height=height, width=width, colorspace=colours, encoded_image_string=png.getvalue())
+        self._add(Summary(value=[Summary.Value(tag=title, image=one)]), step)
+
+    def _add(self, summary: "Summary", step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        found = [Event(wall_time=time.time(), step=step, summary=summary)]
+        if self._path is None:
+            private_folder(self.folder).chmod(0o700)
+            self._path = self.folder / f"events.out.tfevents.{time.time_ns()}"
+            found = [Event(wall_time=time.time(), file_version="brain.Event:2"), *found]
+        with open(self._path, "ab", opener=lambda name, flags: os.open(name, flags, PRIVATE)) as file:
+            for event in found:
+                RecordWriter(file).write(event.SerializeToString())
 
 
 class SiteEvents:
@@ -39,8 +75,7 @@ class SiteEvents:
     def __init__(self, folder: Path, rounds: int, complain: Complain) -> None:
         self.folder, self.complain = folder, complain
         self._every, self._rounds = -(-rounds // PICTURES), rounds
-        self._writer: SummaryWriter | None = None
-        self._broken = False
+        self._file, self._broken = EventFile(folder), False
 
     def draws(self, round: int) -> bool:
         """Tell whether the pictures of this round are wanted."""
@@ -48,48 +83,30 @@ class SiteEvents:
 
     def step(self, number: int, values: Mapping[str, float]) -> None:
         """Note numbers of one optimizer step of the run."""
-        self._try(lambda writer: self._scalars(writer, values, number))
+        self._try(lambda: self._file.scalars(values, number))
 
     def round(self, round: int, values: Mapping[str, float]) -> None:
-        """Note numbers of a round, and have all that was noted written."""
-
-        def write(writer: "SummaryWriter") -> None:
-            self._scalars(writer, values, round)
-            writer.flush()
-
-        self._try(write)
+        """Note numbers of a round."""
+        self._try(lambda: self._file.scalars(values, round))
 
     def pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
         """Draw what a model says of the samples that `make` returns, None for a task without pictures."""
         if not self.draws(round):
             return
 
-        def write(writer: "SummaryWriter") -> None:
+        def write() -> None:
             if (found := make()) is not None:
-                from consilium.report.predictions import drawn
+                from consilium.report.predictions import drawn  # matplotlib takes seconds to import
 
-                writer.add_image(f"validation/{stage}", drawn({stage: found}), round, dataformats="HWC")
+                self._file.image(f"validation/{stage}", drawn({stage: found}), round)
 
         self._try(write)
 
-    def close(self) -> None:
-        """Close the files."""
-        if self._writer is not None:
-            with suppress(Exception):  # what could not be written was told
-                self._writer.close()
-            self._writer = None
-
-    @staticmethod
-    def _scalars(writer: "SummaryWriter", values: Mapping[str, float], place: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(tag(name), value, place)
-
-    def _try(self, write: "Callable[[SummaryWriter], None]") -> None:
+    def _try(self, write: Callable[[], None]) -> None:
         if self._broken:
             return
         try:
-            self._writer = self._writer or event_writer(self.folder)
-            write(self._writer)
+            write()
         except Exception as error:
             self._broken = True
             self.complain(f"{FOLDER}: {type(error).__name__}: {error}")

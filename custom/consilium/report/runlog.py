@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import yaml
 from filelock import FileLock, Timeout
@@ -18,15 +18,11 @@ from consilium.errors import ConfigError
 from consilium.linalg.together import norm
 from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
 from consilium.privacy.plan import Plan
-from consilium.report.clean import tag
-from consilium.report.events import FOLDER, event_writer
+from consilium.report.events import FOLDER, EventFile
 from consilium.report.progress import read_lines
 from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 LOCK = ".run.lock"
 MEANS = "(mean of sites)"
@@ -47,7 +43,7 @@ class RunLog:
         self.folder = private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
-        self._writers: dict[str, SummaryWriter] = {}
+        self._events: dict[str, EventFile] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
         self._figures: dict[str, list[dict[str, Any]]] = {}
@@ -140,7 +136,7 @@ class RunLog:
                 "staleness": stale,
             }
             self._line(line | {"values": matrix.tolist()})
-            self._writer("server").add_image(title, heat(matrix), state.round - 1, dataformats="HWC")
+            self._events_of("server").image(title, heat(matrix), state.round - 1)
             self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
 
     def held_out(self, site: str, result: Payload) -> None:
@@ -190,8 +186,6 @@ class RunLog:
         """Close all files."""
         self._file.close()
         self._lock.release()
-        for writer in self._writers.values():
-            writer.close()
         if self._tracker:
             self._tracker.close(self._finished)
 
@@ -200,15 +194,12 @@ class RunLog:
         self._file.flush()
 
     def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer(site).add_scalar(tag(name), value, step)
+        self._events_of(site).scalars(values, step)
         if self._tracker:
             self._tracker.metrics(site, values, step)
 
-    def _writer(self, site: str) -> "SummaryWriter":
-        if site not in self._writers:
-            self._writers[site] = event_writer(self.folder / FOLDER / site)
-        return self._writers[site]
+    def _events_of(self, site: str) -> EventFile:
+        return self._events.setdefault(site, EventFile(self.folder / FOLDER / site))
 
 
 def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:

@@ -38,8 +38,8 @@ FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
     "an unknown root's": (lambda k: made(k, signer=k["other root"]), "not signed by the root of this kit"),
     "of another issuer": (lambda k: made(k, issuer="another"), "not signed by the root of this kit"),
     "a CA": (lambda k: made(k, authority=True), "is a CA's"),
-    "out of date": (lambda k: made(k, days=(-10, -1)), "is out of date"),
-    "not yet": (lambda k: made(k, days=(1, 2)), "is out of date"),
+    "out of date": (lambda k: made(k, days=(-10, -1)), "is not valid now"),
+    "not yet": (lambda k: made(k, days=(1, 2)), "is not valid now"),
     "another name": (lambda k: made(k, name="c"), "is of another name"),
     "no certificate": (lambda k: "hello", "or is no certificate"),
     "the root's key": (

@@ -65,7 +65,7 @@ def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) 
     if key.public_numbers() == _numbers(root):
         raise _refused(name, "has the root's own key")
     if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
-        raise _refused(name, "is out of date")
+        raise _refused(name, f"is not valid now, {now:%Y-%m-%d %H:%M} UTC by this machine's clock")
     if roles not in ([], [ROLE]):
         raise _refused(name, f"is that of a {str(roles[0])[:40]!r}, no site's")
     if names != [name] or name == server:
