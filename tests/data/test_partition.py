@@ -70,6 +70,8 @@ def test_a_patient_counts_as_the_class_that_most_of_its_samples_have() -> None:
 
 def test_patients_too_large_to_give_every_site_its_minimum_are_named() -> None:
     assert of_patients(patients(p1="aaaaaa", p2="aaaaaa"), 2, 6) in ([{"p1"}, {"p2"}], [{"p2"}, {"p1"}])
+    large = patients(p1="a" * 30, p2="b" * 8, p3="b", p4="c" * 8, p5="c")  # the largest site has none to give, another has
+    assert all(sum(map(len, of_patients(large, 3, 8, seed))) == 5 for seed in range(8))
     with pytest.raises(
         DataError, match="--minimum: 4: patients are not cut apart, and none can go to a site of 0 samples; ask"
     ):

@@ -119,15 +119,20 @@ def _by_class(samples: Sequence[S]) -> dict[str, list[Patient[S]]]:
 def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> None:
     """Move patients, in place, from the largest sites to those under the minimum. Raises DataError where none can be moved."""
     sizes = [sum(map(len, patients)) for patients in training]
-    while min(sizes) < minimum:
-        poor, rich = sizes.index(min(sizes)), sizes.index(max(sizes))
-        movable = [place for place, patient in enumerate(training[rich]) if len(patient) <= sizes[rich] - minimum]
-        if not movable:
-            what = f"{minimum}: patients are not cut apart, and none can go to a site of {sizes[poor]} samples"
-            raise DataError(f"--minimum: {what}; ask for less, or for fewer sites")
-        moved = training[rich].pop(movable[int(rng.integers(len(movable)))])
+    while (least := min(sizes)) < minimum:
+        rich, movable = _giver(training, sizes, minimum)
+        poor, moved = sizes.index(least), training[rich].pop(movable[int(rng.integers(len(movable)))])
         training[poor].append(moved)
-        sizes[poor], sizes[rich] = sizes[poor] + len(moved), sizes[rich] - len(moved)
+        sizes[poor], sizes[rich] = least + len(moved), sizes[rich] - len(moved)
+
+
+def _giver(training: list[list[Patient[S]]], sizes: list[int], minimum: int) -> tuple[int, list[int]]:
+    """Return the largest site that stays at the minimum without one of its patients, and which of them. Raises DataError."""
+    for site in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        if movable := [place for place, patient in enumerate(training[site]) if len(patient) <= sizes[site] - minimum]:
+            return site, movable
+    what = f"{minimum}: patients are not cut apart, and none can go to a site of {min(sizes)} samples"
+    raise DataError(f"--minimum: {what}; ask for less, or for fewer sites")
 
 
 def plot(summary: dict[str, Any]) -> Figure:
