@@ -125,11 +125,30 @@ def _utility() -> list[Effect]:
         found.append(Effect(f"by the step at epsilon 8 minus {other} without privacy", ACCURACY, (at["8"],), (minus,)))
     alone, pooled = {"method": "DP-SGD at each site"}, {"method": "DP-SGD pooled", "mix": "one site"}
     sides: list[tuple[Labels, Side]] = [(alone, "over 0"), (pooled, "0")]
-    return found + [
+    found += [
         Effect(f"epsilon {epsilon}: by the step minus {other['method']}", ACCURACY, (one,), (one | other,), side)
         for other, side in sides
         for epsilon, one in at.items()
     ]
+    more: list[tuple[str, Side]] = [("site level by shares", "over 0"), ("DP-SGD by the step", "0")]
+    return found + [
+        _pair(f"epsilon 8: {method} at 50 sites minus at 12", ACCURACY, "mix", "0.1 of 50 sites", "0.1",
+              {"method": method, "epsilon": "8"}, side)
+        for method, side in more
+    ]  # fmt: skip
+
+
+def _private(measure: str, better: Side, without: str, epsilons: tuple[str, ...] = ("8",)) -> list[Effect]:
+    """Return what a smaller study of private training should show; `without`: what has no privacy, and is worse."""
+    step = "DP-SGD by the step"
+    sides: dict[str, Side] = {"DP-SGD at each site": better, "DP-SGD pooled": "0"}
+    found = [
+        _pair(f"epsilon {epsilon}: by the step minus {one}", measure, "method", step, one, {"epsilon": epsilon}, side)
+        for one, side in sides.items()
+        for epsilon in epsilons
+    ]
+    plus, minus = {"method": step, "epsilon": "8"}, {"method": without, "epsilon": "none"}
+    return [*found, Effect(f"by the step at epsilon 8 minus {without} without privacy", measure, (plus,), (minus,), better)]
 
 
 EFFECTS = {
@@ -143,4 +162,7 @@ EFFECTS = {
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
     "privacy_utility_rbc12": _utility(),
+    "privacy_smears_rbc12": _private(ACCURACY, "over 0", "FedIT by SGD", ("8", "3", "1")),
+    "privacy_medquad": _private(LOSS, "under 0", "FedIT", ("8", "3", "1")),
+    "privacy_nuclei": _private(DICE, "over 0", "FedIT"),
 }

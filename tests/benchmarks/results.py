@@ -24,7 +24,7 @@ from scipy import stats
 from consilium.study.study import load
 from tests.benchmarks import utility
 from tests.benchmarks.effects import EFFECTS, Effect, Labels
-from tests.benchmarks.measured import FOLDER, MEASURE, SECONDS, Rows, collected, keep, read
+from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, collected, keep, read
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+) (?P<study>\w+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
@@ -120,7 +120,7 @@ def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path
         if kind == "effects":
             text = effects(study, folder)
         elif kind == "utility":
-            text = utility.table(read(study, folder))
+            text = utility.table(read(study, folder), utility.SCORES[study])
         elif kind == "compare":
             text = compared(study, workspaces / study) if workspaces is not None and study in studies else text
         else:
@@ -140,7 +140,8 @@ def main() -> None:
         wanted: dict[str, list[Labels]] = {}
         for one in EFFECTS[study]:
             wanted.setdefault(one.measure, []).extend([*one.plus, *one.minus])
-        wanted |= {measure: [{}] for measure in utility.MEASURES if study in utility.PICTURES}
+        if study in utility.SCORES:
+            wanted |= {measure: [{}] for measure in (utility.SCORES[study], NOISE)}
         keep(study, collected(load(study, workspace=args.workspaces / study).cells(), wanted))
     PAGE.write_text(renewed(PAGE.read_text(), args.workspaces, args.studies))
     for study, name in utility.PICTURES.items():

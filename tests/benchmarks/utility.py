@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 
 from consilium.report.compare.along import draw_lines, places
-from tests.benchmarks.effects import ACCURACY
+from tests.benchmarks.effects import ACCURACY, DICE, LOSS
 from tests.benchmarks.measured import MEASURE, NOISE, Rows
 
 PICTURES = {"privacy_utility_rbc12": "privacy_utility.png"}
 """By study; they show the uneven mix, and stand beside RESULTS.md."""
-MEASURES = (ACCURACY, NOISE)
+SCORES = {"privacy_utility_rbc12": ACCURACY, "privacy_smears_rbc12": ACCURACY, "privacy_medquad": LOSS, "privacy_nuclei": DICE}
+"""What the studies of private training measure."""
 SURROUNDINGS, CHANCE = (0.29, 0.31), 1 / 11
 """What the cells' surroundings alone give (small CNN, two seeds), and guessing."""
 SHOWN = ("0.1", "one site")
@@ -24,16 +25,19 @@ def by_place(rows: Rows, measure: str) -> dict[tuple[str, str, str], list[float]
     for key, value in sorted(rows.items()):
         labels = dict(key)
         if labels[MEASURE] == measure:
-            found.setdefault((labels["mix"], labels["method"], labels["epsilon"]), []).append(value)
+            place = (labels.get("mix", "-"), labels["method"], labels.get("epsilon", "-"))
+            found.setdefault(place, []).append(value)
     return found
 
 
-def table(rows: Rows) -> str:
-    """Return a row for each mix, method and epsilon: noise over signal, and accuracy with its seeds."""
-    noise, found = by_place(rows, NOISE), by_place(rows, ACCURACY)
-    lines = ["| mix | method | epsilon | noise / signal | accuracy | by seed |", "|---|---|---|---|---|---|"]
+def table(rows: Rows, score: str = ACCURACY) -> str:
+    """Return a row for each mix, method and epsilon: noise over signal, and the score with its seeds."""
+    noise, found = by_place(rows, NOISE), by_place(rows, score)
+    heading = score.rpartition("/")[-1]
+    lines = [f"| mix | method | epsilon | noise / signal | {heading} | by seed |", "|---|---|---|---|---|---|"]
     order = places({epsilon for *_, epsilon in found})
-    for mix, method, epsilon in sorted(found, key=lambda one: (one[0], -_best(found, one), one[1], -order.index(one[2]))):
+    sign = 1 if score == LOSS else -1
+    for mix, method, epsilon in sorted(found, key=lambda one: (one[0], _best(found, one, sign), one[1], -order.index(one[2]))):
         values, ratio = found[mix, method, epsilon], noise[mix, method, epsilon]
         each = " ".join(f"{value:.3f}" for value in values)
         said = f"{statistics.mean(ratio):.3g}" if any(ratio) else "-"
@@ -41,9 +45,9 @@ def table(rows: Rows) -> str:
     return "\n".join(lines) + "\n" if found else "No cell has run.\n"
 
 
-def _best(found: Mapping[tuple[str, str, str], list[float]], place: tuple[str, str, str]) -> float:
-    """Return the best mean of a method, so that its rows stay together."""
-    return max(statistics.mean(values) for other, values in found.items() if other[:2] == place[:2])
+def _best(found: Mapping[tuple[str, str, str], list[float]], place: tuple[str, str, str], sign: int) -> float:
+    """Return the best mean of a method, so that its rows stay together; `sign` times it is the smaller the better."""
+    return min(sign * statistics.mean(values) for other, values in found.items() if other[:2] == place[:2])
 
 
 def picture(rows: Rows) -> Figure:

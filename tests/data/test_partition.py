@@ -39,6 +39,45 @@ def test_a_minimum_near_everything_still_ends() -> None:
     assert {len(site["training"]) for site in shared(0.01, minimum=48).values()} == {48}
 
 
+def patients(**samples: str) -> list[Item]:
+    """Return the samples of patients, a letter a class: `one="aab"`."""
+    return [
+        Item(Path(f"{who}{i}.png"), label, patient=who) for who, labels in samples.items() for i, label in enumerate(labels)
+    ]
+
+
+def of_patients(training: list[Item], sites: int, minimum: int, seed: int = 0) -> list[set[str]]:
+    """Return who is at each site, and find every sample there once."""
+    names = NAMES[:sites]
+    found = share_out({"training": training, "validation": [], "test": []}, CLASSES, names, None, seed, minimum)
+    assert sorted((item for site in found.values() for item in site["training"]), key=str) == sorted(training, key=str)
+    assert min(len(site["training"]) for site in found.values()) >= minimum
+    return [{item.patient for item in site["training"]} for site in found.values()]
+
+
+@pytest.mark.parametrize("minimum", [1, 25])
+def test_a_patient_is_at_one_site_whatever_its_samples_show(minimum: int) -> None:
+    everyone = {f"p{i}": ("abcd" * 2)[i % 3 : 1 + i % 8] or "d" for i in range(60)}
+    found = of_patients(patients(**everyone), 5, minimum)
+    assert sorted(who for site in found for who in site) == sorted(everyone)
+
+
+def test_a_patient_counts_as_the_class_that_most_of_its_samples_have() -> None:
+    for seed in range(8):  # by first samples all would be of class b, and p1 and p2 at one site in a third of the seeds
+        (one, other) = of_patients(patients(p1="baa", p2="baa", p3="bbb", p4="bbb"), 2, 1, seed)
+        assert len(one & {"p1", "p2"}) == len(other & {"p1", "p2"}) == 1
+
+
+def test_patients_too_large_to_give_every_site_its_minimum_are_named() -> None:
+    assert of_patients(patients(p1="aaaaaa", p2="aaaaaa"), 2, 6) in ([{"p1"}, {"p2"}], [{"p2"}, {"p1"}])
+    large = patients(p1="a" * 30, p2="b" * 8, p3="b", p4="c" * 8, p5="c")  # the largest site has none to give, another has
+    assert all(sum(map(len, of_patients(large, 3, 8, seed))) == 5 for seed in range(8))
+    with pytest.raises(
+        DataError, match="--minimum: 4: patients are not cut apart, and none can go to a site of 0 samples; ask"
+    ):
+        of_patients(patients(p1="aaaaaa", p2="aaaaaa"), 3, 4)
+
+
 def test_the_seed_decides() -> None:
     assert shared(0.3, 1) == shared(0.3, 1)
     assert shared(0.3, 1) != shared(0.3, 2)

@@ -150,6 +150,15 @@ def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(s
     assert (again / "site-7/test.jsonl").read_bytes() == (out / "site-7/test.jsonl").read_bytes()
 
 
+def test_a_patients_records_are_at_one_site_and_in_one_of_its_splits(tmp_path: Path) -> None:
+    records = ({"instruction": f"note {i}", "output": "x", "patient": f"p{i % 40}"} for i in range(120))
+    write(tmp_path / "set", "training.jsonl", *records)
+    partition_texts(tmp_path / "set", tmp_path / "out", 4, None, 0, 8, local=True)
+    whose = {path: {json.loads(line)["patient"] for line in lines(path)} for path in (tmp_path / "out").glob("site-*/*.jsonl")}
+    assert {path.stem: len(who) for path, who in whose.items()} == {"training": 8, "validation": 1, "test": 1}
+    assert sorted(one for who in whose.values() for one in who) == sorted(f"p{i}" for i in range(40))
+
+
 def test_kinds_that_somebody_else_names_make_sites_uneven(source: Path, tmp_path: Path) -> None:
     """Kinds by the last digit of "training 17" and so on; every site's counts by kind are those of its records."""
     summary = partition_texts(

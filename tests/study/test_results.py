@@ -9,7 +9,7 @@ import pytest
 from consilium.study.cell import Record
 from consilium.study.study import Cell, load
 from tests.benchmarks import results, utility
-from tests.benchmarks.effects import EFFECTS, Effect, Side
+from tests.benchmarks.effects import EFFECTS, LOSS, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
 from tests.conftest import JOBS
 
@@ -130,6 +130,17 @@ def test_a_table_and_a_picture_of_what_privacy_buys() -> None:
     (plot,) = utility.picture(rows).axes
     assert [text.get_text() for text in plot.get_xticklabels()] == ["1", "8"]
     assert {0.375} < {float(one) for line in plot.lines for one in line.get_ydata()}  # type: ignore[union-attr]
+
+
+def test_where_less_is_better_the_least_comes_first() -> None:
+    rows: Rows = {
+        (("method", method), ("epsilon", "8"), ("seed", "0"), (MEASURE, measure)): value
+        for method, loss in (("A", 3.5), ("B", 2.5))
+        for measure, value in ((LOSS, loss), (NOISE, 0.5))
+    }
+    table = utility.table(rows, LOSS).splitlines()
+    assert table[0] == "| mix | method | epsilon | noise / signal | loss | by seed |"
+    assert table[2:] == ["| - | B | 8 | 0.5 | 2.500 | 2.500 |", "| - | A | 8 | 0.5 | 3.500 | 3.500 |"]
 
 
 @pytest.mark.parametrize("study", EFFECTS)

@@ -4,12 +4,15 @@ The rule. For every class, shares over the sites are drawn from Dirichlet(beta, 
 these shares. Training and validation samples are cut at the same shares; so a site's validation looks like its training.
 Then, while a site has fewer than `minimum` training samples, it takes a random one from the site that has most. The test split
 is not cut: every site gets all of it, so that all are judged by one measure. Same set, numbers and seed, same partition.
-Without a beta all shares are equal. Texts are shared out by the same rule, see partition_text.py.
+Without a beta all shares are equal. Where the list names patients, what is shared out and moved are whole patients, each of the
+class that most of its samples have: a patient at two hospitals would be two to privacy by patients. Texts are shared out by
+the same rule, see partition_text.py.
 """
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +22,7 @@ from matplotlib.figure import Figure
 from numpy.random import Generator
 
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
+from consilium.data.patients import together
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -39,6 +43,8 @@ class Labelled(Protocol):
 S = TypeVar("S", bound=Labelled)
 Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
+Patient = Sequence[S]
+"""The samples of one patient, or one sample of nobody's."""
 
 
 def partition(
@@ -47,8 +53,8 @@ def partition(
     """Write `folder`/site-K/datalist.json (absolute paths, nothing is copied), partition.json and partition.png.
 
     `beta` None: even shares. Returns partition.json's content: the arguments, the classes, and counts by split, site and class.
-    Raises DataError for a source without classes, an unknown class to leave out, too few samples, or a folder that has sites
-    already.
+    Raises DataError for a source without classes, an unknown class to leave out, too few samples or patients, or a folder that
+    has sites already.
     """
     splits, classes = _read(source, exclude)
     names = check_asked(source, folder, len(splits["training"]), sites, minimum)
@@ -86,9 +92,9 @@ def share_out(
     seed: int,
     minimum: int,
 ) -> Sites[S]:
-    """Return who gets which samples by the rule above; needs at least `minimum` training samples per site."""
+    """Return who gets which samples by the rule above. Raises DataError where no site can have `minimum` training samples."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
-    found: Sites[S] = {name: {"training": [], "validation": [], SHARED_OUT: list(splits[SHARED_OUT])} for name in names}
+    found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
     of_class = {split: _by_class(splits[split]) for split in ("training", "validation")}
     for label in classes:
         shares = np.full(len(names), 1 / len(names)) if beta is None else rng.dirichlet([beta] * len(names))
@@ -98,21 +104,35 @@ def share_out(
             for name, part in zip(names, np.split(rng.permutation(len(mine)), cuts), strict=True):
                 found[name][split] += [mine[i] for i in part]
     _top_up([found[name]["training"] for name in names], minimum, rng)
+    cut = {name: {split: list(chain(*patients)) for split, patients in mine.items()} for name, mine in found.items()}
+    return {name: mine | {SHARED_OUT: list(splits[SHARED_OUT])} for name, mine in cut.items()}
+
+
+def _by_class(samples: Sequence[S]) -> dict[str, list[Patient[S]]]:
+    found: dict[str, list[Patient[S]]] = {}
+    for patient in together(samples):
+        often = Counter(str(sample.label) for sample in patient).most_common(1)  # of two as frequent, the first in the list
+        found.setdefault(often[0][0], []).append(patient)
     return found
 
 
-def _by_class(samples: Sequence[S]) -> dict[str, list[S]]:
-    found: dict[str, list[S]] = {}
-    for sample in samples:
-        found.setdefault(str(sample.label), []).append(sample)
-    return found
+def _top_up(training: list[list[Patient[S]]], minimum: int, rng: Generator) -> None:
+    """Move patients, in place, from the largest sites to those under the minimum. Raises DataError where none can be moved."""
+    sizes = [sum(map(len, patients)) for patients in training]
+    while (least := min(sizes)) < minimum:
+        rich, movable = _giver(training, sizes, minimum)
+        poor, moved = sizes.index(least), training[rich].pop(movable[int(rng.integers(len(movable)))])
+        training[poor].append(moved)
+        sizes[poor], sizes[rich] = least + len(moved), sizes[rich] - len(moved)
 
 
-def _top_up(training: list[list[S]], minimum: int, rng: Generator) -> None:
-    """Move samples, in place, from the largest sites to those under the minimum."""
-    while len(poor := min(training, key=len)) < minimum:
-        rich = max(training, key=len)
-        poor.append(rich.pop(int(rng.integers(len(rich)))))
+def _giver(training: list[list[Patient[S]]], sizes: list[int], minimum: int) -> tuple[int, list[int]]:
+    """Return the largest site that stays at the minimum without one of its patients, and which of them. Raises DataError."""
+    for site in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        if movable := [place for place, patient in enumerate(training[site]) if len(patient) <= sizes[site] - minimum]:
+            return site, movable
+    what = f"{minimum}: patients are not cut apart, and none can go to a site of {min(sizes)} samples"
+    raise DataError(f"--minimum: {what}; ask for less, or for fewer sites")
 
 
 def plot(summary: dict[str, Any]) -> Figure:

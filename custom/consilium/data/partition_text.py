@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.opening import read_text
 from consilium.data.partition import SHARED_OUT, check_asked, share_out, write_summary
-from consilium.data.text import FILES, read_texts
+from consilium.data.patients import together
+from consilium.data.text import FILES, Text, read_texts
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 from consilium.storage import PUBLIC, write_atomic
@@ -35,10 +37,11 @@ MOST_VALUES = 1000
 
 @dataclass(frozen=True)
 class Record:
-    """A line of a JSONL file, and the value of the key that sites are made uneven by."""
+    """A line of a JSONL file, the value of the key that sites are made uneven by, and whose it is, "" where nobody knows."""
 
     line: str
     label: str
+    patient: str = ""
 
 
 def partition_texts(
@@ -83,10 +86,15 @@ def partition_texts(
 
 
 def _cut(records: list[Record], seed: int) -> dict[str, list[Record]]:
-    """Return a site's records, shuffled, as its splits: a tenth each to validate and to test, at least one of three."""
-    order = [records[i] for i in np.random.default_rng(seed).permutation(len(records))]
+    """Return a site's patients, shuffled, as its splits: a tenth each to validate and to test, at least one of three.
+
+    A record that names nobody is one of its own.
+    """
+    patients = together(records)
+    order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
     part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
-    return {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
+    cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
+    return {split: list(chain(*mine)) for split, mine in cut.items()}
 
 
 def _write(folder: Path, name: str, split: str, lines: list[str], shared: bool) -> None:
@@ -106,7 +114,7 @@ def _read(source: Path, by: str, exclude: Sequence[str], kinds: Kinds | None) ->
     data = read_texts(source)  # whatever is wrong with a record is said now
     folder = data.path
     paths = {split: next((f for name in FILES[split] if (f := folder / name).is_file()), None) for split in SPLITS}
-    splits = {split: _records(path, by) if path else [] for split, path in paths.items()}
+    splits = {split: _records(path, data.splits[split], by) if path else [] for split, path in paths.items()}
     if kinds:
         splits = _of_kinds(splits, data, kinds)
     values = sorted({record.label for records in splits.values() for record in records})
@@ -122,12 +130,13 @@ def _of_kinds(splits: dict[str, list[Record]], data: DataList, kinds: Kinds) -> 
     """Return the records with the kinds of their texts; all splits are told apart together."""
     texts = [text.prompt_words for split in SPLITS for text in data.splits[split]]
     found = iter(kinds(texts))
-    return {split: [Record(record.line, next(found)) for record in splits[split]] for split in SPLITS}
+    return {split: [replace(record, label=next(found)) for record in splits[split]] for split in SPLITS}
 
 
-def _records(path: Path, by: str) -> list[Record]:
+def _records(path: Path, texts: Sequence[Text], by: str) -> list[Record]:
     lines = enumerate(read_text(path, "give a JSONL file in UTF-8").split("\n"), start=1)
-    return [Record(line, _value(f"{path}:{number}", line, by)) for number, line in lines if line.strip()]
+    told = ((f"{path}:{number}", line) for number, line in lines if line.strip())
+    return [Record(line, _value(where, line, by), text.patient) for (where, line), text in zip(told, texts, strict=True)]
 
 
 def _value(where: str, line: str, by: str) -> str:

@@ -1,10 +1,12 @@
 """Whose samples are whose: the patients of a split, by what a data list says."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
 from consilium.errors import DataError
+
+S = TypeVar("S")
 
 
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
@@ -24,6 +26,14 @@ def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
     """Return how many patients a split names, and the most samples that one of them has."""
     groups = _groups([item for item in samples if item_patient(item)])
     return len(groups), max(map(len, groups), default=0)
+
+
+def together(samples: Sequence[S]) -> list[list[S]]:
+    """Return every patient's samples, and each that names nobody on its own, in the order of their first."""
+    found: dict[str | int, list[S]] = {}
+    for place, item in enumerate(samples):
+        found.setdefault(item_patient(item) or place, []).append(item)
+    return list(found.values())
 
 
 def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
