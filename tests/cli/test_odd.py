@@ -100,7 +100,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_results(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text("{}")
-    (folder / "job.yaml").write_text("{}")
+    (folder / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
 
 
 def line(words: tuple[str, ...], command: Any, odd: Any, value: str) -> list[str]:

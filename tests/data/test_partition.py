@@ -68,6 +68,15 @@ def test_a_patient_counts_as_the_class_that_most_of_its_samples_have() -> None:
         assert len(one & {"p1", "p2"}) == len(other & {"p1", "p2"}) == 1
 
 
+def test_a_patient_of_two_splits_trains_and_validates_at_one_site() -> None:
+    both = patients(**{f"p{i}": "ab" for i in range(12)})
+    for seed in range(8):
+        found = share_out({"training": both, "validation": both, "test": []}, "ab", ["x", "y"], 0.5, seed, 2)
+        for site in found.values():
+            assert {item.patient for item in site["training"]} == {item.patient for item in site["validation"]}
+        assert sum(len(site["validation"]) for site in found.values()) == len(both)
+
+
 def test_patients_too_large_to_give_every_site_its_minimum_are_named() -> None:
     assert of_patients(patients(p1="aaaaaa", p2="aaaaaa"), 2, 6) in ([{"p1"}, {"p2"}], [{"p2"}, {"p1"}])
     large = patients(p1="a" * 30, p2="b" * 8, p3="b", p4="c" * 8, p5="c")  # the largest site has none to give, another has

@@ -4,6 +4,7 @@ import json
 import shutil
 import socketserver
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,10 @@ def test_a_site_waits_for_its_certificates_time_and_says_so(
     attendance_report.await_certificate(kit)
     assert len(told) == 4
     attendance_report.await_certificate(kit / "local")  # nothing to wait for
+    monkeypatch.chdir(kit)
+    monkeypatch.setattr(sys, "argv", ["/nvflare/private/fed/app/client/worker_process.py"])
+    attendance_report.AttendanceReport()  # of a job, at a site that is connected
+    assert len(told) == 4
 
 
 def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_session(

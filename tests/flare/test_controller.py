@@ -104,7 +104,7 @@ def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monke
     with suppress(OSError):
         full.close()
     (line,) = said
-    assert line == "the server cannot write the run's files (No space left on device); make room, then `consilium resume`"
+    assert line == "the server cannot use the run's files (No space left on device); make room, then `consilium resume`"
     assert (tmp_path / "server/state.safetensors").read_bytes() == saved
 
 

@@ -172,6 +172,7 @@ def test_the_page_of_a_studys_run_says_which_of_its_runs_it_is(tmp_path: Path) -
         assert f"<h1>{title}</h1>" in run_page(read_record(folder))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     add(folder, "{torn", "[1]", "null", '{"event": "result", "site": 7, "round": 0, "phase": 0, "metrics": {}}')

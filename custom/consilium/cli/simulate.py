@@ -79,8 +79,10 @@ def simulate(
     with stoppable(), _said_how_to_go_on(workspace or Path("runs"), engine):
         folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
     _join_predictions(folder, wanted.sites)
-    results = json.loads((folder / "results.json").read_text())
-    _print_results(results, losses, load(job, overrides)[0], folder, format)
+    from consilium.config.job import load_job
+
+    config = load_job(folder / "job.yaml", plugins=None)  # as it ran, whatever became of the file that was given
+    _print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
 
 class Wanted(NamedTuple):

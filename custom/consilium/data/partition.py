@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from numpy.random import Generator
 
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
-from consilium.data.patients import together
+from consilium.data.patients import item_patient, together
 from consilium.errors import DataError
 from consilium.seeding import seed_for
 
@@ -104,8 +104,17 @@ def share_out(
             for name, part in zip(names, np.split(rng.permutation(len(mine)), cuts), strict=True):
                 found[name][split] += [mine[i] for i in part]
     _top_up([found[name]["training"] for name in names], minimum, rng)
+    _follow(found)
     cut = {name: {split: list(chain(*patients)) for split, patients in mine.items()} for name, mine in found.items()}
     return {name: mine | {SHARED_OUT: list(splits[SHARED_OUT])} for name, mine in cut.items()}
+
+
+def _follow(found: Mapping[str, dict[str, list[Patient[S]]]]) -> None:
+    """Move, in place, the validation samples of patients who train to the site where they do."""
+    owner = {who: name for name, mine in found.items() for patient in mine["training"] if (who := item_patient(patient[0]))}
+    placed = [(owner.get(item_patient(one[0]), name), one) for name, mine in found.items() for one in mine["validation"]]
+    for name, mine in found.items():
+        mine["validation"] = [one for place, one in placed if place == name]
 
 
 def _by_class(samples: Sequence[S]) -> dict[str, list[Patient[S]]]:

@@ -4,6 +4,7 @@ It runs in the site's own process, which lives for months beside the jobs' proce
 """
 
 import logging
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ KEY = "consilium_attendance"
 COMPONENT = {"id": "attendance", "path": "consilium.flare.attendance_report.AttendanceReport"}
 """In a site kit's local/resources.json."""
 Facts = dict[str, Any]
+JOB = "worker_process"
+"""The module that FLARE runs for a job at a site."""
 LOOK = 60.0
 """Seconds between two looks at a certificate that is not valid, each with a line in the log."""
 
@@ -41,15 +44,22 @@ def await_certificate(kit: Path) -> None:
 
     FLARE 2.9's client would fail without a word, and wait for ever, also when the certificate's time has come.
     """
-    while (path := kit / "startup" / "client.crt").is_file():
-        own, now = load_crt(path), datetime.now(UTC)
-        if own.not_valid_before_utc <= now <= own.not_valid_after_utc:
-            return
+    while (path := kit / "startup" / "client.crt").is_file() and (wrong := _not_valid(path)):
         configure_logging(Workspace(str(kit)))  # FLARE does it later
-        span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
-        remedy = "set the clock, or ask the hub for a renewed kit; waiting"
-        logging.getLogger(__name__).error(f"the kit's certificate is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: {remedy}")
+        logging.getLogger(__name__).error(f"the kit's certificate {wrong}; waiting")
         time.sleep(LOOK)
+
+
+def _not_valid(path: Path) -> str:
+    """Return what is wrong with a certificate now, with a remedy; "" for one that is valid."""
+    try:
+        own, now = load_crt(path), datetime.now(UTC)
+    except (OSError, ValueError):  # half of it is copied
+        return "cannot be read: restore the kit"
+    if own.not_valid_before_utc <= now <= own.not_valid_after_utc:
+        return ""
+    span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
+    return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask the hub for a renewed kit"
 
 
 class AttendanceReport(FLComponent):
@@ -57,7 +67,8 @@ class AttendanceReport(FLComponent):
 
     def __init__(self) -> None:
         super().__init__()
-        await_certificate(Path.cwd())  # FLARE is in the kit when it makes its components, before it connects
+        if Path(sys.argv[0]).stem != JOB:  # a site that is connected gets jobs, whose processes make this component too
+            await_certificate(Path.cwd())  # FLARE is in the kit when it makes its components, before it connects
         self._ends: float | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -143,7 +143,10 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
 
 def check_time(kit: Path) -> None:
     """Raise ConfigError where now is not in the time of a kit's certificate, of which FLARE has only OpenSSL's words."""
-    own = load_crt(certificate(kit))
+    try:
+        own = load_crt(certificate(kit))
+    except ValueError:
+        raise ConfigError(f"{certificate(kit)}: not a certificate; restore the kit") from None
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")

@@ -1,5 +1,6 @@
 """The server's FLARE controller: one Coordinator, one task per site and phase, quorum, grace and timeout."""
 
+import errno
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,7 +129,8 @@ class RoundController(Controller):
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
-            what = f"the server cannot write the run's files ({error.strerror}); make room, then `consilium resume`"
+            remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see the server's log"
+            what = f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
             self._give_up(ConsiliumError(what), fl_ctx)
 
     def _broken_off(self, coordinator: Coordinator) -> str:

@@ -219,8 +219,16 @@ def _names(stored: Path, experiment: str) -> bool:
     """Tell whether a job.yaml in a job's archive names this experiment."""
     try:
         with zipfile.ZipFile(stored) as job:
-            files = [name for name in job.namelist() if name.endswith("/config/job.yaml")]
-            return any(_experiment_in(zipfile.Path(job, name)) == experiment for name in files[:MOST_APPS])
+            files = [zipfile.Path(job, name) for name in job.namelist() if name.endswith("/config/job.yaml")]
+            return any(_is_in(file, experiment) for file in files[:MOST_APPS])
+    except Exception:  # whatever somebody submitted
+        return False
+
+
+def _is_in(file: zipfile.Path, experiment: str) -> bool:
+    """Tell whether a job.yaml names this experiment; one that cannot be read hides none that can."""
+    try:
+        return _experiment_in(file) == experiment
     except Exception:  # whatever somebody submitted
         return False
 
@@ -235,7 +243,7 @@ def _progress_left(result: Path) -> Job | None:
     """Return an ended job's progress; None where its result holds none, or, from a full disk, half of it."""
     try:
         return progress(result) if (result / "metrics.jsonl").is_file() else None
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
         return None
 
 
