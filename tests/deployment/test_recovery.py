@@ -108,7 +108,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
     assert listed[2]["experiment"] == f"small-{clone[:8]}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_site_killed_in_round_two_costs_that_round_and_no_budget_twice(tmp_path: Path) -> None:
     with Federation(tmp_path, {n: policy(n) for n in SITES}) as federation:
         federation.start()

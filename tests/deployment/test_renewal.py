@@ -59,7 +59,7 @@ def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_ke
         federation.shutdown()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_revoked_hospital_is_out_of_its_job_and_stays_out_until_its_kit_is_a_later_one(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
         federation.start()

@@ -275,11 +275,13 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.
 
 
 def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "print('1 - x - ERROR - no memory'); raise SystemExit(3)"
+    port = "1 - x - ERROR - Communication error with client a: [Errno 104] Connection reset by peer"
+    said, told = f"print('1 - x - ERROR - no memory'); print('{port}'); raise SystemExit(3)", list[Any]()
     monkeypatch.setattr(simulator, "_command", lambda *given: [sys.executable, "-c", said])
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.yaml").write_text("name: x")
     (tmp_path / "flare").mkdir()
     with pytest.raises(ConsiliumError, match="did not complete: no memory"):
-        simulator.run_simulator(tmp_path / "job", ["a"], tmp_path, lambda event: None)
+        simulator.run_simulator(tmp_path / "job", ["a"], tmp_path, told.append)
+    assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == {"tracking": None, "data": None, "checkpoints": None}

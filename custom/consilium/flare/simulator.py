@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def run_simulator(
         finally:
             _end(mark, began)
             process.wait()
+    for site in _not_started(log):
+        observer({"event": "warning", "text": f"{site}: FLARE's simulator could not start it, its port was taken; run again"})
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
     for name in sites:
@@ -152,6 +155,11 @@ def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
         if ended:
             return
         time.sleep(0.2)
+
+
+def _not_started(log: Path) -> list[str]:
+    """Return the sites that FLARE 2.9 went on without: it draws ports at random, and another program may be quicker."""
+    return re.findall(r"Communication error with client (\S+):", log.read_text(encoding="utf-8", errors="replace"))
 
 
 def _reason(log: Path) -> str:
