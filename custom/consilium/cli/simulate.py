@@ -20,7 +20,8 @@ from rich.status import Status
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
-from consilium.config.site import find_site
+from consilium.config.job import load_job
+from consilium.config.site import Given, find_site
 from consilium.errors import ConfigError
 from consilium.federation.participants import site_names
 from consilium.report.clean import line, shown
@@ -28,7 +29,7 @@ from consilium.schema import validate
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
-    from consilium.config.site import Given, TrackingConfig
+    from consilium.config.site import TrackingConfig
     from consilium.federation.build import Job
     from consilium.report.view import LiveView
     from consilium.tasks.registry import Scores
@@ -72,15 +73,11 @@ def simulate(
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
     if workers and engine is Engine.FLARE:
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
-    from consilium.config.site import Given
-
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     wanted = Wanted(job, overrides, engine, site_names(sites, data), workspace, given, resume, workers, format is Format.JSON)
     with stoppable(), _said_how_to_go_on(workspace or Path("runs"), engine):
         folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
     _join_predictions(folder, wanted.sites)
-    from consilium.config.job import load_job
-
     config = load_job(folder / "job.yaml", plugins=None)  # as it ran, whatever became of the file that was given
     _print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
@@ -93,7 +90,7 @@ class Wanted(NamedTuple):
     engine: Engine
     sites: list[str]
     workspace: Path | None
-    given: "Given"
+    given: Given
     resume: bool
     workers: int
     quiet: bool
