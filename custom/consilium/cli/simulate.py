@@ -20,16 +20,14 @@ from rich.status import Status
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
-from consilium.config.job import load_job
-from consilium.config.site import Given, find_site
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError
 from consilium.federation.participants import site_names
 from consilium.report.clean import line, shown
 from consilium.schema import validate
 
 if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
-    from consilium.config.site import TrackingConfig
     from consilium.federation.build import Job
     from consilium.report.view import LiveView
     from consilium.tasks.registry import Scores
@@ -105,11 +103,10 @@ class Ready(NamedTuple):
     scores: "Scores"
 
 
-def _tracking(uri: str) -> "TrackingConfig | None":
+def _tracking(uri: str) -> TrackingConfig | None:
     """Return where the run's numbers go as well. Raises ConfigError."""
     if not uri:
         return None
-    from consilium.config.site import TrackingConfig
     from consilium.report.tracking import check_installed
 
     check_installed()
@@ -262,7 +259,7 @@ def _is_word(path: str) -> bool:
 
 
 def _print_results(
-    results: dict[str, dict[str, float]], losses: dict[str, float], config: "JobConfig", folder: Path, format: Format
+    results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
 ) -> None:
     from consilium.report.closing import result_table
     from consilium.report.cross_sites import VALUES, WORDS, read, table

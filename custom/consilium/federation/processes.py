@@ -46,7 +46,6 @@ def elsewhere(work: Callable[..., Any], *given: Any) -> Any:
     Raises the ConsiliumError or OSError that it raises, and ConsiliumError where the process ends without an answer.
     """
     child = Child(_answer, os.cpu_count() or 1)
-    ending = ""
     try:
         send(child.pipe, (work, given))
         found = receive(child.pipe)

@@ -71,7 +71,7 @@ def run_simulator(
             _end(mark, began)
             process.wait()
     for site in _not_started(log):
-        observer({"event": "warning", "text": f"{site}: FLARE's simulator could not start it, its port was taken; run again"})
+        observer({"event": "warning", "text": f"{site}: lost by FLARE's simulator at the start; the run went on without it"})
     if process.returncode > 0 or not (workspace / "results.json").is_file():
         raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
     for name in sites:
@@ -158,7 +158,7 @@ def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
 
 
 def _not_started(log: Path) -> list[str]:
-    """Return the sites that FLARE 2.9 went on without: it draws ports at random, and another program may be quicker."""
+    """Return the sites that FLARE 2.9 went on without: where the connection to a site's process fails, it only logs so."""
     return re.findall(r"Communication error with client (\S+):", log.read_text(encoding="utf-8", errors="replace"))
 
 
