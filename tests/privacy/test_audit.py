@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
+from consilium.cli.audit import markdown
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -255,3 +256,30 @@ def test_the_command_prints_a_page_and_json_and_tells_a_change(private_runs: dic
     altered = CliRunner().invoke(app, ["audit", str(path)])
     assert altered.exit_code == 1
     assert "altered: line 3" in altered.output
+
+
+TERMS = {"threshold": 2, "asked": 3}
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"kind": "hello"}, {"kind": "refusal", "reason": "budget"}], "no update and no model left"),
+        (
+            [{"kind": "update", "masked": {"threshold": 2, "asked": 3}}],
+            "no noise; updates left under masks, read by nobody alone",
+        ),
+        ([{"kind": "update", "masked": {"threshold": 2, "asked": 3}}, {"kind": "model"}], "none; updates left as trained"),
+        ([{"kind": "update"}], "none; updates left as trained"),
+    ],
+)
+def test_the_page_says_what_protected_tensors_that_left(messages: list[dict], said: str) -> None:
+    sent = {"w": {"shape": [2], "dtype": "float32", "bytes": 8, "norm": 1.0}}
+    lines = [
+        {"time": 0.0, "site": "a", "round": 0, "phase": 0}
+        | ({"tensors": sent} if one["kind"] in ("update", "model") else {})
+        | one
+        for one in messages
+    ]
+    page = markdown({"file": "f", "seal": "s", "broken_line": None, "messages": lines})
+    assert f"- privacy: {said}\n" in page

@@ -13,9 +13,11 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, RefusedError
+from consilium.errors import CheckpointError, Reason, RefusedError
 from consilium.federation.build import Job, build_guard
 from consilium.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
+from consilium.privacy import audit
+from consilium.privacy.composition import epsilon_for
 from consilium.privacy.guard import Guard, Task
 from consilium.privacy.release import check_upload, upload_shapes
 from consilium.strategies.fediat import FedIAT
@@ -164,6 +166,44 @@ def test_bytes_that_are_lost_after_a_release_are_not_made_anew(make: Make, tmp_p
     released.write_bytes(b"x")
     with pytest.raises(CheckpointError):
         train(guard, "r", broadcast(job), result(job))
+
+
+def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, tmp_path: Path) -> None:
+    """As where the administrator has removed the word: both were seen, and the release's own bytes are known again."""
+    job = private_job()
+    ask(guard := make(job), job)
+    guard.refuse(Reason.TRAINING)
+    assert [row.count for row in guard.ledger.entries()] == [1]
+    with pytest.raises(RefusedError, match="has failed here before, and that answer stays"):
+        ask(make(job), job)
+    (word,) = tmp_path.rglob("refused/*.json")
+    word.unlink()
+    train(make(job), "r", broadcast(job), result(job))
+    rows = guard.ledger.entries()
+    assert [(row.count, bool(row.digest)) for row in rows] == [(1, False), (1, True)]
+    (record,) = tmp_path.rglob(audit.FILE)
+    told = [m["privacy"]["epsilon"] for m in audit.read(record)["messages"] if "privacy" in m]
+    assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2)])  # the page counts the word too
+    (released,) = tmp_path.rglob("released.safetensors")
+    released.unlink()
+    with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
+        train(make(job), "r", broadcast(job), result(job))
+
+
+def test_a_budget_for_a_job_s_releases_holds_with_a_word_among_them_and_without_room_for_another_try(
+    make: Make, tmp_path: Path
+) -> None:
+    job = private_job()
+    plan = make(job).plan
+    assert plan is not None
+    budgets = {"site": {"epsilon": plan.epsilon(), "delta": plan.config.delta}}
+    ask(guard := make(job, budgets=budgets), job)
+    guard.refuse(Reason.TRAINING)
+    ask(make(job, budgets=budgets), job, phase=1)  # as of a site that was started anew: the rest of the job goes on
+    for word in tmp_path.rglob("refused/*.json"):
+        word.unlink()
+    with pytest.raises(RefusedError, match="privacy budget"):
+        ask(make(job, budgets=budgets), job)
 
 
 def bad_results(job: Job) -> dict[str, tuple[Payload, str]]:

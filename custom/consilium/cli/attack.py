@@ -132,14 +132,17 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
 
 
 def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
+    from consilium.federation.keeping import UNCOVERED
     from consilium.use.attack import of_one_record
 
     private = opened.config.privacy
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
+    covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
-    promised = of_one_record(opened)
+    promised = of_one_record(opened) if covered else None
     if format is Format.JSON:
-        told = {"model": str(opened.folder), "claim": claim, "unit": unit, "delta": delta, "of_one_record": promised}
+        told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
+        told["of_one_record"] = promised
         print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
         return
     table = Table(box=SIMPLE, pad_edge=False)
@@ -151,6 +154,6 @@ def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> No
     page().print(table)
     sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
     typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
-    typer.echo(f"promised: {shown(claim, 600)}")
+    typer.echo(f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}")
     if promised is not None:
         typer.echo(f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this")

@@ -83,11 +83,19 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the line on the guarantee; without one, what that means."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
-        return ["- privacy: none; updates left as trained"]
+        return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
     last = private[-1]
     named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
     return [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+
+
+def _without_noise(left: list[dict[str, Any]]) -> str:
+    """Return what protects the tensors that left, where no noise does."""
+    if not left:
+        return "no update and no model left"
+    masked = all("masked" in message for message in left)
+    return "no noise; updates left under masks, read by nobody alone" if masked else "none; updates left as trained"
 
 
 def _row(message: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, help="paper: a site's batch")] = 8,
     local_steps: Annotated[int, typer.Option(min=1, help="paper: a site's steps a phase")] = 3,
     tensors: Annotated[int, typer.Option(min=1, help="paper: tensors in a release; default: q, k, v of ViT-B")] = PAPER_TENSORS,
-    threshold: Annotated[int, typer.Option(min=0, help="of secure aggregation; 0: two thirds of the sites and one")] = 0,
+    threshold: Annotated[int, typer.Option(min=0, help="the job's secure_aggregation.threshold (or min_sites); 0: two thirds and one")] = 0,
     colluders: Annotated[int, typer.Option(min=0, help="sites that may work with the server, for trust distributed")] = 1,
     sample_rate: Annotated[
         float,
@@ -63,7 +63,7 @@ def plan(
         raise ConfigError(
             "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out"
         )
-    shares = _shares(sites, threshold, colluders) if not paper and sites > 2 else None
+    shares = _shares(sites, threshold, colluders) if not paper else None
     asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
     found = {one: asked.answer(one) for one in wanted}
     if format is Format.JSON:
@@ -152,11 +152,22 @@ class Asked:
         return printed_plan(config, self.paper.batch_size, steps, releases, self.paper.tensors)
 
 
-def _shares(sites: int, threshold: int, colluders: int) -> int:
-    """Return how many shares of noise count in every sum of that many sites. Raises ConfigError."""
-    from consilium.privacy.shares import honest_shares
+def _shares(sites: int, threshold: int, colluders: int) -> int | None:
+    """Return how many shares of noise count in every sum of that many sites; None where there can be none.
 
-    return honest_shares(threshold or 2 * sites // 3 + 1, 0, colluders)
+    Raises ConfigError for a threshold that no site would accept.
+    """
+    from consilium.privacy.secagg.terms import default_threshold
+
+    counted = threshold or default_threshold(sites)
+    if sites + colluders < 2 * counted <= 2 * sites and counted - colluders >= 2:
+        return counted - colluders
+    if not threshold:
+        return None
+    least = max((sites + colluders) // 2 + 1, colluders + 2)
+    among = f"of {sites} sites with {colluders} colluders"
+    can = f"use {least} to {sites}" if least <= sites else "there can be none; add sites or lower --colluders"
+    raise ConfigError(f"--threshold: {threshold}: {among} {can}")
 
 
 def _labelled(asked: Asked) -> str:

@@ -224,6 +224,7 @@ class PrivateSteps:
                 module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=dp.noise_multiplier,
                 max_grad_norm=dp.clip, poisson_sampling=False, grad_sample_mode="no_op", noise_generator=noise,
             )  # fmt: skip
+        self.optimizer.expected_batch_size = num_units * dp.sample_rate  # Opacus rounds it down, to 0 even
         self._bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
         self._wrapped, self._sampler = wrapped, loader.batch_sampler
         self._draws: Iterator[list[int]] = iter(())
@@ -248,6 +249,10 @@ class PrivateSteps:
     def parts(self, drawn: Sequence[int], batch_size: int) -> list[list[int]]:
         """Return the samples of the units `drawn`, as they go through the model together."""
         return list(self._dp.chosen(drawn, batch_size, self._bits))
+
+    def seed(self) -> int:
+        """Return what the augmentation of a step is drawn with: a known one goes by place, which a unit more shifts."""
+        return int.from_bytes(self._bits(8), "little") >> 1
 
     def step(self, penalty: Mapping[str, Tensor]) -> None:
         """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""

@@ -118,7 +118,8 @@ class Guard(Masking):
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
-            self.ledger.check([self._entry(run, *place) for place in places], self.policy.budgets)
+            planned = [self._entry(run, *place) for place in places if not words.ended(self.folder / run, place)]
+            self.ledger.check(planned, self.policy.budgets)
         self._admitted = run
 
     def _charge(self, task: Task) -> None:
@@ -199,18 +200,20 @@ class Guard(Masking):
         a release costs; of an evaluation whose scores stay here nothing is told. Raises RefusedError if it cannot be kept.
         """
         task, self._task, self._asked = self._asked, None, None
-        self._note("refusal", again=True, reason=reason.value)
-        if task is None or self.plan is None or reason not in words.TELLING:
-            return None
-        if task.kind is Kind.EVALUATE:
-            return None if self.share_metrics else Payload(*task.place, {}, ledger=self.ledger.seal())
-        if task.kind is Kind.TRAIN:
+        telling = self.plan is not None and reason in words.TELLING
+        if task is not None and telling and task.kind is Kind.TRAIN:
+            round, phase = task.place
+            self._note("refusal", spends=True, again=True, reason=reason.value, round=round, phase=phase)
             self._keep_word(task, reason)
-        return None
+            return None
+        self._note("refusal", again=True, reason=reason.value)
+        if task is None or not telling or task.kind is not Kind.EVALUATE or self.share_metrics:
+            return None
+        return Payload(*task.place, {}, ledger=self.ledger.seal())
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
         if not self._in_steps:  # else it was charged when the task came
-            self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
+            self.ledger.spend(self._entry(task.run + words.ROW, *task.place), self.policy.budgets)
         words.keep(self.folder / task.run, task.place, reason)
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:

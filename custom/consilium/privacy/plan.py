@@ -25,6 +25,7 @@ from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise
 from consilium.privacy.calibration import paper_sigma, printed
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.secagg.terms import default_threshold
 from consilium.privacy.shares import honest_shares, share_deviation, slack
 from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
@@ -128,6 +129,12 @@ class Plan:
             found.append(
                 f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
                 f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
+            )
+        if self.config.trust == "distributed" and self.shares < (could := default_threshold(sites) - self.colluders):
+            found.append(
+                f"noise counts on {self.shares} honest shares, by the job's threshold and min_sites; with "
+                f"`secure_aggregation.threshold: {default_threshold(sites)}` it counts on {could}, and each of {sites} sites adds "
+                f"{math.sqrt(self.shares / could):.2f} of the noise"
             )
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
             found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")

@@ -37,6 +37,7 @@ MARGIN = 1e-12
 def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
     """Return how many shares of noise a sum holds that nobody else knows: it is of max(t, min_sites) sites at least.
 
+    `threshold`: the job's, 0 for none; a default one goes by how many are asked, which no plan knows.
     Raises ConfigError where fewer than two are left: then the server and the colluders would know all but one.
     """
     found = max(threshold, min_sites) - colluders

@@ -9,6 +9,8 @@ from pathlib import Path
 from consilium.errors import Reason, RefusedError
 from consilium.storage import write_atomic
 
+ROW = ".word"
+"""Ends the name of the run in a word's row of the ledger: a release, should the administrator let one be tried, has its own."""
 TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
 """Words that a site's data may decide together with what the server sent."""
 
@@ -23,6 +25,11 @@ def check(run: Path, place: tuple[int, int]) -> None:
     if (path := _file(run, place)).is_file():
         what = f"round {place[0]} phase {place[1]} has failed here before, and that answer stays ({path}); nothing was sent"
         raise RefusedError(what, Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
+
+
+def ended(run: Path, place: tuple[int, int]) -> bool:
+    """Tell whether this round and phase have ended in a word, so that no release will come of them."""
+    return _file(run, place).is_file()
 
 
 def _file(run: Path, place: tuple[int, int]) -> Path:

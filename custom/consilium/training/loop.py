@@ -136,10 +136,9 @@ def _steps(
             yield lambda step, regularizer, last: _step(model, task, optimizer, made, config, regularizer, step, losses, last)
         return
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
-    seeds = (seed_for(seed, "step", number) for number in itertools.count())
     with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
         private_step = partial(_private_step, model, task, private, config)
-        yield lambda step, regularizer, last: private_step(next(seeds), regularizer, step, losses, last)
+        yield lambda step, regularizer, last: private_step(regularizer, step, losses, last)
 
 
 def _step(
@@ -170,7 +169,6 @@ def _private_step(
     task: Task,
     private: PrivateSteps,
     config: TrainingConfig,
-    seed: int,
     regularizer: Regularizer,
     step: LocalStep,
     losses: Losses,
@@ -180,13 +178,13 @@ def _private_step(
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
-    `seed` is the step's: were it the batch's, one more record would change the augmentation of all others, and with it more
-    of the clipped sum than the clip, which is what the noise is made for.
+    What augments is of the step, and secret. Were it the batch's, or known, one record or patient more would change the
+    augmentation of all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
     penalty, trained = regularizer(step), private.gradients.trained
     parts = private.parts(private.draw(), config.batch_size)
     whole = sum(map(len, parts))
-    for count, batch in read(model, task, parts, seed):
+    for count, batch in read(model, task, parts, private.seed()):
         with private.gradients.collect(count):
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.look(last)

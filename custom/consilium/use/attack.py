@@ -7,7 +7,8 @@ patient are one unit. Three scores, each higher for members:
     loss          minus the model's loss (Yeom et al.)
     calibrated    the pretrained model's loss minus the model's: a hard sample is hard for both (Watson et al.)
     likelihood    where shadow models are given: the log ratio of two Gaussians, of the model's log-confidence with and without
-                  the unit in training (LiRA, Carlini et al.)
+                  the unit in training (LiRA, Carlini et al.). Then only units count that one shadow model trained on and
+                  another did not: shadows that never saw the test data would tell it apart whatever the model has learned
 
 The attacker guesses "member" of the highest, "not" of the lowest, and abstains between. How many it guesses is chosen on one
 half of the units, and counted on the other. The bound is the largest epsilon under which so many right guesses would be too
@@ -87,15 +88,16 @@ def attack(
     private = opened.config.privacy
     delta = private.delta if private else DELTA
     whole = site_data(all_of(opened.config), name, own, folder)
+    seen = [_trained_on(one, own, name, folder) for one in shadows]
+    whole = _drawn_by_coins(whole, seen) if shadows else whole
     drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
     task = build_task(all_of(opened.config), drawn.data, own)
     loss, before = losses(opened, task, drawn.units, watch)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
         confident = np.array([confidence_of(losses(one, task, drawn.units, watch)[0]) for one in shadows])
-        included = np.array([drawn.included(_trained_on(one, own, name, folder)) for one in shadows])
-        scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, included)
-    read = np.isfinite(loss) & np.isfinite(before)
+        scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, np.array([drawn.included(one) for one in seen]))
+    read = np.isfinite(list(scores.values())).all(0)
     each = 1 - (1 - confidence) / len(scores)
     found = [judged(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
     return [replace(one, confidence=confidence) for one in found]
@@ -104,6 +106,16 @@ def attack(
 def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
     config = opened.config.model_copy(update={"privacy": None})
     return {key_of(item) for item in site_data(config, name, site, folder).splits["training"]}
+
+
+def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
+    """Return a list's samples that one shadow model was trained on and another was not. Raises DataError for too few."""
+    known = set.union(*seen) - set.intersection(*seen)
+    splits = {split: tuple(item for item in whole.splits[split] if key_of(item) in known) for split in SPLITS}
+    if (count := sum(map(len, splits.values()))) < FEWEST:
+        what = f"{count} samples were in the training of one shadow run and not of another; an attack needs {FEWEST}"
+        raise DataError(f"--shadow: {what}; give runs that drew parts of the list by data.most_training and other seeds")
+    return replace(whole, splits=splits)
 
 
 def all_of(config: JobConfig) -> JobConfig:
@@ -172,22 +184,12 @@ def _auc(scores: Values, members: NDArray[np.bool_]) -> float:
 def likelihood_ratio(target: Values, shadows: Values, included: NDArray[np.bool_]) -> Values:
     """Return LiRA's score of every unit, (N,): `target` log-confidences (N,), those of `shadows` (M, N), who trained on whom.
 
-    One variance for all units, which few shadow models ask for. A unit that was in all of them, or in none, takes the mean
-    distance of the others. Raises DataError where no unit was in one and not in another.
+    One variance for all units, which few shadow models ask for. NaN for a unit that was in all of them, or in none.
     """
-    both = included.any(0) & ~included.all(0)
-    if not both.any():
-        raise DataError(
-            "--shadow: no sample was in the training split of one shadow run and not in another's; give other seeds"
-        )
     with np.errstate(invalid="ignore"):
         inside, outside = (np.where(mask, shadows, 0).sum(0) / mask.sum(0) for mask in (included, ~included))
-    distance = float((inside - outside)[both].mean())
-    inside, outside = (np.where(mask.any(0), one, far) for mask, one, far in (
-        (included, inside, outside + distance), (~included, outside, inside - distance),
-    ))  # fmt: skip
     rest = np.where(included, shadows - inside, shadows - outside)
-    spread = max(float(rest.std()), 1e-6)
+    spread = max(float(rest[:, np.isfinite(inside + outside)].std()), 1e-6)
     return ((target - outside) ** 2 - (target - inside) ** 2) / (2 * spread**2)
 
 

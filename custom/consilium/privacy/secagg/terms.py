@@ -44,12 +44,17 @@ class Terms:
         return self.least - self.colluders
 
 
+def default_threshold(asked: int) -> int:
+    """Return how many of so many sites must stay to the end of a phase, where the job does not say: two thirds and one."""
+    return 2 * asked // 3 + 1
+
+
 def terms_of(config: JobConfig, asked: int) -> Terms:
     """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect nobody."""
     section = config.secure_aggregation
     if section is None:
         raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
-    threshold = section.threshold or 2 * asked // 3 + 1
+    threshold = section.threshold or default_threshold(asked)
     found = Terms(asked, threshold, max(threshold, config.federation.min_sites), section.colluders)
     among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
     if 2 * threshold <= asked + found.colluders:
