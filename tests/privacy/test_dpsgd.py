@@ -1,9 +1,11 @@
 """Record-level DP-SGD: per-sample gradients are autograd's, Opacus counts what the plan plans, adapters survive saving."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
+from consilium.tasks.base import Task
 from consilium.training.loop import train
 from consilium.training.losses import Losses
 from tests.conftest import small_config, training_only
@@ -309,3 +312,35 @@ def test_a_seed_makes_private_training_repeatable(private_run: tuple[Path, Tenso
     _, shared = private_run
     again = seeded_run(private_config(noise_multiplier=1.0), tmp_path)
     assert all(torch.equal(again[n], t) for n, t in shared.items())
+
+
+@pytest.mark.parametrize(("units", "batch_size"), [(49, 1), (103, 1), (98, 2), (97, 2), (10, 4)])
+def test_a_step_is_divided_by_how_many_units_it_draws_on_average(units: int, batch_size: int) -> None:
+    """By hand: one unit with the gradient -1 within the clip moves the weight by 1 / (units * rate); Opacus rounds."""
+    rate = 1 / math.ceil(units / batch_size)
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    dp = DpSgd(0.0, 1.0, rate, seed=0)
+    with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, units, dp) as private:
+        with private.gradients.collect(1):
+            (-layer(torch.ones(1, 1))).mean().backward()
+        private.step({})
+    assert layer.weight.item() == pytest.approx(1 / (units * rate), rel=1e-5)  # a clip is 1 / (norm + 1e-6)
+
+
+def test_what_augments_a_private_step_is_secret_and_new_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's seed is public and goes by place: one patient less, and all behind it would be augmented otherwise."""
+    seeds: list[int] = []
+
+    def noted(model: nn.Module, task: object, parts: list, seed: int) -> Iterator[tuple[int, dict]]:
+        seeds.append(seed)
+        yield from ()
+
+    monkeypatch.setattr("consilium.training.loop.read", noted)
+    options = small_config("fedit", local_steps=3, batch_size=2).training
+    for _ in range(2):
+        layer = nn.Linear(1, 1, bias=False)
+        task, dp = cast(Task, SimpleNamespace(num_samples=8)), DpSgd(1.0, 1.0, 0.25)
+        params = {"w": layer.weight}
+        train(layer, task, params, {"w"}, options, 0, lambda step: None, {}, lambda progress: None, dp)
+    assert len(seeds) == len(set(seeds)) == 6

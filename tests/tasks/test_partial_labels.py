@@ -78,6 +78,18 @@ def test_a_sample_s_gradient_depends_on_no_other_s_annotation(tmp_path: Path) ->
     assert torch.equal(gradients[0], gradients[2])
 
 
+def test_a_sample_alone_is_computed_as_if_its_split_held_no_other(tmp_path: Path) -> None:
+    """Under DP-SGD by the step gradients are rounded one by one: another formula for the same loss would move them all."""
+    kept = []
+    for others in ([], [["disc"]]):
+        (folder := tmp_path / str(len(others))).mkdir()
+        task = task_of(folder, entries_of(folder, None, *others), classes=CLASSES)
+        alone = task._collate([task._annotated("test", 0, task._samples("test", 0))])
+        kept.append(alone.keys())
+    assert kept[0] == kept[1]
+    assert "annotated" not in kept[0]
+
+
 def test_all_annotated_is_as_if_nothing_was_said(tmp_path: Path) -> None:
     found = []
     for names in (None, ["cup", "disc"]):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -9,21 +10,26 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import binomtest, norm
 from torch import nn
 
+from consilium.cli.attack import _print
+from consilium.cli.options import Format
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data.datalist import DataList, Item
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import DataError
-from consilium.federation.build import assemble_job
+from consilium.federation.build import assemble_job, build_task
 from consilium.federation.engine import simulate
+from consilium.federation.keeping import UNCOVERED
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.shares import add_share, on_grid, share_deviation
 from consilium.use.attack import (
     _drawn_by_coins,
+    all_of,
     attack,
     confidence_of,
     draw,
@@ -31,10 +37,11 @@ from consilium.use.attack import (
     judged,
     key_of,
     likelihood_ratio,
+    list_of,
     of_one_record,
 )
 from consilium.use.model import TrainedModel, open_model
-from tests.conftest import run, small_cells
+from tests.conftest import run, small_cells, small_config
 
 
 def test_a_bound_is_the_lower_end_of_clopper_and_pearsons_interval() -> None:
@@ -167,6 +174,40 @@ def test_patients_are_units_and_must_be_on_one_side() -> None:
     both = by_patient | {key_of(item) for item in whole.splits["test"][:10]}
     drawn = draw(whole, both, by_patient=True)
     assert [len(unit) for unit in drawn.units] == [2] * 20
+
+
+def test_a_private_run_s_list_is_read_as_the_run_read_it(tmp_path: Path) -> None:
+    """A mask's values of no class are background in a private job; without, they are an error."""
+    mask = np.zeros((64, 64), np.uint8)
+    mask[10:20, 10:20], mask[30:40, 30:40] = 1, 7
+    for name, pixels in (("i.png", np.full((64, 64, 3), 100, np.uint8)), ("m.png", mask)):
+        Image.fromarray(pixels).save(tmp_path / name)
+    entry = {"image": "i.png", "label": "m.png"}
+    splits = {"training": [entry], "validation": [], "test": []}
+    (tmp_path / "datalist.json").write_text(json.dumps(splits))
+    site = SiteConfig(datalist=tmp_path / "datalist.json", cache=CacheConfig(gigabytes=0))
+    raw = small_config("fedit").model_dump()
+    for privacy in ({"unit": "site", "clip": 1.0, "epsilon": 3}, None):
+        config = JobConfig.model_validate(raw | {"privacy": privacy, "data": {}})
+        opened = cast(TrainedModel, SimpleNamespace(config=config))
+        with nullcontext() if privacy else pytest.raises(DataError, match="belongs to no class"):
+            task = build_task(all_of(config), list_of(opened, "site-1", site, tmp_path), site)
+            assert task.batch([0], 0)["label"].sum() == 100
+
+
+def test_no_promise_stands_beside_a_model_that_it_is_not_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """A site's own model holds tensors that no noise covers: a bound on it breaks no promise."""
+    found = [judged("loss", np.arange(40.0), np.arange(40) < 20, 1e-5, 0.95)]
+    raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "site", "clip": 1.0, "epsilon": 3}}
+    card = SimpleNamespace(job="j", name="personalized", privacy="epsilon 3", notes=(UNCOVERED,))
+    opened = SimpleNamespace(config=JobConfig.model_validate(raw), card=card, folder=Path("f"), model=nn.Linear(1, 1))
+    _print(found, cast(TrainedModel, opened), Format.TXT)
+    said = capsys.readouterr().out
+    assert "promised nothing of this model" in said
+    assert "of one record of it" not in said
+    _print(found, cast(TrainedModel, opened), Format.JSON)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["covered"], told["of_one_record"]) == (False, None)
 
 
 # canaries -------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, help="paper: a site's batch")] = 8,
     local_steps: Annotated[int, typer.Option(min=1, help="paper: a site's steps a phase")] = 3,
     tensors: Annotated[int, typer.Option(min=1, help="paper: tensors in a release; default: q, k, v of ViT-B")] = PAPER_TENSORS,
-    threshold: Annotated[int, typer.Option(min=0, help="the job's secure_aggregation.threshold (or min_sites); 0: two thirds and one")] = 0,
+    threshold: Annotated[int, typer.Option(min=0, help="that the job names; 0: two thirds and one")] = 0,
     colluders: Annotated[int, typer.Option(min=0, help="sites that may work with the server, for trust distributed")] = 1,
     sample_rate: Annotated[
         float,

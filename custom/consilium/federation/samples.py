@@ -26,19 +26,23 @@ SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
 
 
-def site_data(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None) -> DataList:
+def site_data(
+    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, quiet: bool = False
+) -> DataList:
     """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
 
     `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
-    are gone already, and what was found once holds for the process: guard and task must count alike. Raises ConfigError.
+    are gone already, and what was found once holds for the process: guard and task must count alike. `quiet`: mask values of
+    no class are background, as in every job with privacy or statistics. Raises ConfigError.
     """
     loading, bad = _loading(site, root or folder), list[DataError]()
     read = _read(config, name, site, folder, bad if loading.skip else None)
+    read = _quiet(read) if quiet or config.privacy is not None or config.statistics is not None else read
     read = _test_alone(config, name, read) if site.test_only else read
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading, skipped=len(bad))
     if not loading.skip:
         return _samples(config, data)
-    key = (config.digest, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
+    key = (config.digest, quiet, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
     if key not in _looked_at:
         from consilium.data.inspect import tell
 
@@ -117,8 +121,7 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: lis
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, bad) if bad is not None and task.usable else task.read(own.datalist)
-        data = relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
-        return data if config.privacy is None and config.statistics is None else _quiet(data)
+        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "

@@ -126,16 +126,11 @@ class Plan:
         found = []
         ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
         if ratio > 1:
-            found.append(
-                f"the mean update will hold at least {ratio:.3g} times as much noise as signal ({dimensions:,} numbers, "
-                f"{sites} sites): lower the rank, narrow the targets, add sites, or spend more"
-            )
+            remedy = f"({dimensions:,} numbers, {sites} sites): lower the rank, narrow the targets, add sites, or spend more"
+            found.append(f"the mean update will hold at least {ratio:.3g} times as much noise as signal {remedy}")
         if self.config.trust == "distributed" and self.shares < (could := default_threshold(sites) - self.colluders):
-            found.append(
-                f"noise counts on {self.shares} honest shares, by the job's threshold and min_sites; with "
-                f"`secure_aggregation.threshold: {default_threshold(sites)}` it counts on {could}, and each of {sites} sites adds "
-                f"{math.sqrt(self.shares / could):.2f} of the noise"
-            )
+            least = f"`secure_aggregation.threshold: {default_threshold(sites)}` makes them {could}, and a site's noise"
+            found.append(f"noise counts on {self.shares} honest shares; {least} {math.sqrt(self.shares / could):.2f} of it")
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
             found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
         if self.noise_multiplier == 0:

@@ -87,7 +87,7 @@ def attack(
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
-    whole = site_data(all_of(opened.config), name, own, folder)
+    whole = list_of(opened, name, own, folder)
     seen = [_trained_on(one, own, name, folder) for one in shadows]
     whole = _drawn_by_coins(whole, seen) if shadows else whole
     drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
@@ -105,17 +105,25 @@ def attack(
 
 def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
     config = opened.config.model_copy(update={"privacy": None})
-    return {key_of(item) for item in site_data(config, name, site, folder).splits["training"]}
+    return {
+        key_of(item)
+        for item in site_data(config, name, site, folder, quiet=opened.config.privacy is not None).splits["training"]
+    }
 
 
 def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     """Return a list's samples that one shadow model was trained on and another was not. Raises DataError for too few."""
-    known = set.union(*seen) - set.intersection(*seen)
+    known = set[Key]().union(*seen) - seen[0].intersection(*seen)
     splits = {split: tuple(item for item in whole.splits[split] if key_of(item) in known) for split in SPLITS}
     if (count := sum(map(len, splits.values()))) < FEWEST:
         what = f"{count} samples were in the training of one shadow run and not of another; an attack needs {FEWEST}"
         raise DataError(f"--shadow: {what}; give runs that drew parts of the list by data.most_training and other seeds")
     return replace(whole, splits=splits)
+
+
+def list_of(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
+    """Return all samples of a site's list, each as it is, read as the run read them. Raises ConfigError, DataError."""
+    return site_data(all_of(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
 
 
 def all_of(config: JobConfig) -> JobConfig:

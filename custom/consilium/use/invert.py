@@ -32,13 +32,12 @@ from consilium.adapters import layers
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
-from consilium.federation.samples import site_data
 from consilium.messages import Tensors
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, unflat
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Batch, Task
-from consilium.use.attack import all_of
+from consilium.use.attack import all_of, list_of
 from consilium.use.model import TrainedModel
 
 PIXELS = 255.0
@@ -94,7 +93,7 @@ def inversion(
     ConfigError for a task without pictures, DataError for too few.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
-    data, config = site_data(all_of(opened.config), name, own, folder), all_of(opened.config)
+    data, config = list_of(opened, name, own, folder), all_of(opened.config)
     there = len(data.splits["training"])
     if there < max(2, count * sites):
         raise DataError(f"{data.path}: {there} training pictures, the sum needs {count * sites}; lower --batch or --sum")

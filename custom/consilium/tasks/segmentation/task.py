@@ -53,7 +53,8 @@ class SegmentationTask:
         self.data, self.classes, self.size, self._overlap = data, classes, image_size, loss == "dice+bce"
         self.augment, self.settings, self.scores = augment, settings, scores
         self._prompt = prompt
-        self._partial = partly_annotated(data, classes)
+        for item in (item for split in SPLITS for item in data.splits[split]):
+            check_annotated(item, classes)
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
         self.workers = data.loading.workers
@@ -196,10 +197,9 @@ class SegmentationTask:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
 
     def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
-        """Return a sample with the classes (C,) its site annotated, where some sample of the split lacks one."""
-        if split not in self._partial:
-            return sample
-        return sample | {"annotated": self._known(self.data.splits[split][index]).float()}
+        """Return a sample with the classes (C,) that its site annotated, where it lacks one."""
+        known = self._known(self.data.splits[split][index])
+        return sample if known.all() else sample | {"annotated": known.float()}
 
     def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
         moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
@@ -210,15 +210,10 @@ class SegmentationTask:
 
     @staticmethod
     def _collate(samples: list[Sample]) -> Batch:
+        """Return a batch. Only where a sample of it lacks a class is it told of all: no sample beyond a unit changes how its
+        loss is computed, to the last bit, which sums of rounded gradients ask for.
+        """
+        known = next((sample["annotated"] for sample in samples if "annotated" in sample), None)
+        if known is not None:
+            samples = [{"annotated": torch.ones_like(known)} | sample for sample in samples]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
-
-
-def partly_annotated(data: DataList, classes: dict[str, list[int]]) -> set[str]:
-    """Return the splits with an item that lacks the annotation of a class. Raises DataError for a name that is no class."""
-    found = set()
-    for split in SPLITS:
-        for item in data.splits[split]:
-            check_annotated(item, classes)
-            if item.annotated is not None and not set(classes) <= set(item.annotated):
-                found.add(split)
-    return found
