@@ -28,8 +28,8 @@ Size = Literal["", "smoke", "small"]
 class Cell:
     """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
 
-    `counts`: how large its data are, if the study says so; `metrics`: what it can report. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
-    says how far it is. `place`: its number in the study's order, from 0.
+    `counts`: how large its data are, if the study says so. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
+    says how far it is. `place`: its number in the study's order, from 0. `metrics`: what it can report.
     """
 
     id: str
