@@ -131,7 +131,7 @@ def _on_one_split(run: Run, sites: Sequence[str]) -> list[set[str]]:
     found: dict[tuple[float | None, ...], set[str]] = {}
     for site in sites:
         scores = tuple(known(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
-        if scores[-1] not in (None, run.score(site, Stage.PRETRAINED, "loss")):
+        if scores[-1] not in (None, 0.0, math.inf, run.score(site, Stage.PRETRAINED, "loss")):
             found.setdefault(scores, set()).add(site)
     return [one for one in found.values() if len(one) > 1]
 
