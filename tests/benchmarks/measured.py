@@ -1,8 +1,9 @@
 """What finished cells measured, kept in tables beside RESULTS.md: a row per cell and measure, so that more seeds can be added.
 
-A measure is one of results.json (mean over the sites), one of the last round's diagnostics, `seconds` of the cell, or of
-the server's last state: `first 2 ranks` (their share of the energy of FedHera's W_g, mean over layers) and `own group` (of the
-weight that FedSCA's matrix gives other sites, the share of the site's own group, where sites take turns in two groups), and
+A measure is one of results.json (mean over the sites, or one site's: `test/global/dice at NAME`), one of the last round's
+diagnostics, `seconds` of the cell, or of the server's last state: `first 2 ranks` (their share of the energy of FedHera's W_g,
+mean over layers) and `own group` (of the weight that FedSCA's matrix gives other sites, the share of the site's own group,
+where sites take turns in two groups), and
 `noise / signal` of a private run, by its plan: of one noisy step of DP-SGD, mean over the sites that take one, or of a release
 at site level, the expected norm of the noise over the largest norm that the mean of clipped contributions can have.
 """
@@ -77,9 +78,11 @@ def measured(cell: Cell, measure: str) -> float:
     if measure in OF_THE_STATE:
         return OF_THE_STATE[measure](cell)
     results = json.loads((cell.folder / "results.json").read_text())
-    scored = [site for site in results.values() if any(name.startswith("test/") for name in site)]  # others have no test split
-    if scored and all(measure in site for site in scored):
-        return float(np.mean([site[measure] for site in scored]))
+    score, _, place = measure.partition(" at ")
+    sites = [results.get(place, {})] if place else results.values()
+    scored = [site for site in sites if any(name.startswith("test/") for name in site)]  # others have no test split
+    if scored and all(score in site for site in scored):
+        return float(np.mean([site[score] for site in scored]))
     events = map(json.loads, (cell.folder / "metrics.jsonl").read_text().splitlines())
     values = [event["values"][measure] for event in events if event["event"] == "diagnostics" and measure in event["values"]]
     if not values:

@@ -23,7 +23,7 @@ from scipy import stats
 
 from consilium.study.study import load
 from tests.benchmarks import utility
-from tests.benchmarks.effects import EFFECTS, Effect, Labels
+from tests.benchmarks.effects import EFFECTS, Best, Effect, Labels, Term
 from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, collected, keep, read
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -48,9 +48,17 @@ def by_seed(rows: Rows, measure: str, wanted: Labels) -> dict[str, float]:
     return dict(found)
 
 
+def chosen(rows: Rows, measure: str, term: Term) -> Labels:
+    """Return the cells of a term: of several the one with the highest mean, a missing one last."""
+    if not isinstance(term, Best):
+        return term
+    return max(term.of, key=lambda one: np.mean([*by_seed(rows, measure, one).values()] or [-np.inf]))
+
+
 def differences(rows: Rows, effect: Effect) -> dict[str, float]:
     """Return the effect by seed, of the seeds that have all its cells."""
-    plus, minus = ([by_seed(rows, effect.measure, one) for one in terms] for terms in (effect.plus, effect.minus))
+    sides = ([chosen(rows, effect.measure, one) for one in terms] for terms in (effect.plus, effect.minus))
+    plus, minus = ([by_seed(rows, effect.measure, one) for one in terms] for terms in sides)
     seeds = set.intersection(*(set(one) for one in [*plus, *minus]))
     counted = sorted(seed for seed in seeds if not effect.seeds or seed in effect.seeds)
     return {seed: sum(one[seed] for one in plus) - sum(one[seed] for one in minus) - effect.level for seed in counted}
@@ -72,15 +80,22 @@ def verdict(effect: Effect, mean: float, half: float, seeds: int) -> str:
     return VERDICTS[effect.expect][0 if mean > 0 else 1]
 
 
+def about(rows: Rows, effect: Effect) -> str:
+    """Return what an effect is of, and which cells were the best where it says so."""
+    best = [(one, chosen(rows, effect.measure, one)) for one in (*effect.plus, *effect.minus) if isinstance(one, Best)]
+    picked = [", ".join(v for k, v in label.items() if any(o[k] != v for o in term.of)) for term, label in best]
+    return effect.about + (f" ({', '.join(picked)})" if picked else "")
+
+
 def row(rows: Rows, effect: Effect) -> list[str]:
     """Return an effect's row: what, first value, difference, by seed, how many, what should be, whether it is."""
     found = differences(rows, effect)
     mean, half = interval(found)
-    first = by_seed(rows, effect.measure, effect.plus[0])
+    first = by_seed(rows, effect.measure, chosen(rows, effect.measure, effect.plus[0]))
     size = f"{mean:+.3f} ± {half:.3f}" if np.isfinite(half) else f"{mean:+.3f}"
     each = " ".join(f"{value:+.3f}" for value in found.values())
     value = f"{np.mean([first[seed] for seed in found]):.3f}"
-    return [effect.about, value, size, each, str(len(found)), effect.expect, verdict(effect, mean, half, len(found))]
+    return [about(rows, effect), value, size, each, str(len(found)), effect.expect, verdict(effect, mean, half, len(found))]
 
 
 HEADINGS = ("effect", "first value", "difference", "by seed", "seeds", "should be", "is it so")
@@ -139,7 +154,7 @@ def main() -> None:
     for study in args.studies:
         wanted: dict[str, list[Labels]] = {}
         for one in EFFECTS[study]:
-            wanted.setdefault(one.measure, []).extend([*one.plus, *one.minus])
+            wanted.setdefault(one.measure, []).extend(one.cells)
         if study in utility.SCORES:
             wanted |= {measure: [{}] for measure in (utility.SCORES[study], NOISE)}
         keep(study, collected(load(study, workspace=args.workspaces / study).cells(), wanted))

@@ -154,6 +154,81 @@ def test_other_test_images_show_in_what_the_frozen_model_scores(tmp_path: Path) 
     assert "another test split at s: the pretrained model's accuracy 0.3, in a 0.2" in grouped(read(a, b))[1][0]
 
 
+def of_data(run: Run, content: str, folder: str = "", **settings: Any) -> Run:
+    return replace(run, data=(folder, content), settings={**run.settings, **settings})
+
+
+def test_cells_of_a_study_that_read_other_files_do_not_compare(tmp_path: Path) -> None:
+    first, second = read(make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.6}, seed=1))
+    few = {"data.most_training": 3}
+
+    def why(one: Run, other: Run) -> list[str]:
+        return grouped([one, other])[1]
+
+    assert why(of_data(first, "old"), of_data(second, "new"))[0].startswith(
+        "b: its sites' data or settings are not those of a;"
+    )
+    assert why(of_data(first, "old"), of_data(second, "old")) == []
+    assert why(of_data(first, "old", "one"), of_data(second, "new", "two")) == []  # an axis of folders
+    assert why(of_data(first, "all"), of_data(second, "3", **few)) == []  # an axis of images a site
+    assert why(of_data(first, "3 of 0", **few), of_data(second, "3 of 1", **few)) == []  # each seed draws its own
+    assert why(of_data(first, ""), of_data(second, "new")) == []  # a run of before there was such a record
+
+
+def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(tmp_path: Path) -> None:
+    """The same three patients' test split at s0 and s1, another at s2: half widths of 0.06, 0.06 and 0.09."""
+    folders = made(tmp_path, {"fedit": [[0.4, 0.4, 0.7]] * 2, "local_only": [[0.1, 0.3, 0.7]] * 2})
+    for folder, losses in zip(folders, [(1.0, 1.0, 2.0)] * 2 + [(3.0, 4.0, 2.5)] * 2, strict=True):
+        for site, loss, half in zip(("s0", "s1", "s2"), losses, (0.06, 0.06, 0.09), strict=True):
+            at = json.loads((folder / "results.json").read_text())[site]["test/global/accuracy"]
+            ends = {"test__global__accuracy_low": at - half, "test__global__accuracy_high": at + half}
+            change(folder, site, test__global__loss=loss, test__pretrained__loss=0.5, **ends)
+    table = accuracy(*folders)
+    assert table.splits == [["s0", "s1"], ["s2"]]
+    # the errors of s0 and s1 add up: sqrt((0.06 + 0.06)^2 + 0.09^2) / 3 = 0.15 / 3
+    assert patients_interval(table, "fedit") == pytest.approx((0.45, 0.55))
+    assert patients_interval(table, "local_only") == pytest.approx((1.1 / 3 - 0.05, 1.1 / 3 + 0.05))
+    one = comparisons(table, Kind.WILCOXON)[0]
+    assert (one.pairs, one.wins, one.losses) == (4, 2, 0)  # not 6, of which 4
+    assert one.difference == pytest.approx(0.4 / 3)
+    assert "sites on one test split as one, others independent" in formats.markdown(sheets([table.group], Stage.GLOBAL))
+
+
+def test_a_head_that_starts_at_zero_makes_no_common_test_split(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2, 0.2]]})
+    for site in ("s0", "s1"):
+        change(folders[0], site, test__global__loss=math.log(5), test__pretrained__loss=math.log(5))
+    assert accuracy(*folders).splits == [["s0"], ["s1"]]
+
+
+def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
+    small, large = made(tmp_path, {"fedit": [[0.5]], "ffa_lora": [[0.6]]})
+    change(large, "s0", test__pretrained__accuracy=0.4)
+    runs = [
+        replace(run, settings={**run.settings, "model.name": name}) for run, name in zip(read(small, large), "xy", strict=True)
+    ]
+    rows = sheets(grouped(runs)[0], Stage.GLOBAL)[0].rows
+    assert [(row[0].partition(",")[0], row[2]) for row in rows[:2]] == [
+        ("pretrained: fedit", "0.200"),
+        ("pretrained: ffa_lora", "0.400"),
+    ]
+
+
+def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
+    draws = [replace(run, epsilon=8.0) for run in read(make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.7}))]
+    runs = [*draws, *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
+    found = sheets(grouped(runs)[0], Stage.GLOBAL)
+    assert not any("Missing" in sheet.title for sheet in found)
+    assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
+    assert found[0].best == {(2, 2), (2, 3)}
+    assert "*" not in "".join(found[0].rows[2])
+
+
+def test_what_lacks_a_seed_is_not_the_best_at_a_site(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.5], [0.6, 0.6]], "ffa_lora": [[0.4, 0.4], [0.5, 0.5]], "fedprox": [[0.9, 0.9]]})
+    assert sheets([group_of(*folders)], Stage.GLOBAL)[0].best == {(1, 2), (1, 3), (1, 4)}
+
+
 def test_means_spread_and_weights_by_hand(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]]})
     for folder in folders:
@@ -299,6 +374,13 @@ def test_a_study_names_methods_and_data_by_its_axes(tmp_path: Path) -> None:
     assert ranks(table)[0] == {"FEDIT": 2.0, "FFA_LORA": 1.0}
 
 
+def test_a_failed_cell_is_called_as_the_runs_of_its_labels_are(tmp_path: Path) -> None:
+    runs = [read_run(make(tmp_path / d, {"s": 0.5}, n=n), d, {"data": d}) for d, n in (("easy", 10), ("hard", 20))]
+    groups, _ = grouped(runs, [Absent({"data": "hard"}, 1, "failed: no memory")])
+    assert [(group.name, group.methods) for group in groups] == [("easy", ["fedit"]), ("hard", ["fedit"])]
+    assert groups[1].absent == {("fedit", "1"): "failed: no memory"}
+
+
 def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
     groups, _ = grouped(study_runs(tmp_path))
     rows = [{"method": "FEDIT", "data": "easy", "accuracy": 0.75, "f1": 0.5}, {"method": "FEDIT", "site": "s", "accuracy": 0.4}]
@@ -442,6 +524,7 @@ smoke: {set: {training.rounds: 1}}
 def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from consilium.study.cell import Record
     from consilium.study.study import load
 
     base = make(tmp_path / "base", {"s": 0.5})
@@ -464,6 +547,13 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert rows["mild: Missing, and in no mean"] == [["FFA", "2", "s", "not done (waiting)"]]
     assert said["notes"][0] == "left out by the study: FFA strong: the paper has none"
     assert "1 published numbers are of methods without a finished run" in said["notes"]
+    for cell in load(path, workspace=tmp_path / "runs").cells():
+        if cell.folder.exists():
+            Record("done", data="old" if cell.labels["seed"] == "0" else "new").save(cell.folder)
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0
+    assert any(
+        one.startswith("other data: method=FedIT data=mild seed=1,") for one in json.loads(capsys.readouterr().out)["notes"]
+    )
 
 
 def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: Path) -> None:

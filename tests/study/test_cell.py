@@ -11,7 +11,7 @@ import pytest
 from consilium.config.site import Given
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
-from consilium.study.cell import Record, _lock, record_of, run_cell
+from consilium.study.cell import Record, _begun, _lock, record_of, run_cell
 from consilium.study.plan import Planned, Planner
 from consilium.study.study import load
 from tests.study.conftest import MakeStudy
@@ -100,6 +100,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
     assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
     assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
     assert found[0].data == found[1].data != found[2].data
+    assert [_begun(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
     assert len({one.cell.id for one in found}) == 4
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
     shutil.copytree(tmp_path / "data", tmp_path / "moved")

@@ -120,6 +120,7 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ({"axes": {"method": METHODS}, "exclude": [{"when": {"method": "X"}, "reason": "y"}]}, "no value 'X' on axis 'method'"),
         ({"axes": {"method": METHODS}, "smoke": {"only": {"metod": ["X"]}}}, "smoke: no axis 'metod'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "Fedit", "dice": 0.5}]}, "did you mean 'FedIT'"),
+        ({"axes": {"method": METHODS}, "published": [{"method": "FedIT", "dise": 0.5}]}, "(did you mean 'dice'?)"),
         ({"axes": {"gate": {True: {}, False: {}}}}, "text or a number, not True; put it in quotes"),
         ({"axes": {"method": METHODS}, "base": "nowhere"}, "no job.yaml there"),
         ({"axes": {}}, "axes"),

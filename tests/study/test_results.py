@@ -9,7 +9,7 @@ import pytest
 from consilium.study.cell import Record
 from consilium.study.study import Cell, load
 from tests.benchmarks import results, utility
-from tests.benchmarks.effects import EFFECTS, LOSS, Effect, Side
+from tests.benchmarks.effects import EFFECTS, LOSS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
 from tests.conftest import JOBS
 
@@ -58,6 +58,21 @@ def test_a_difference_of_differences_a_level_and_named_seeds_count() -> None:
     assert results.differences(rows, Effect("", "dice", ({"method": "a"},), level=0.5, seeds=("1",))) == {"1": 1.5}
 
 
+def test_of_several_cells_the_best_of_what_is_there_counts_and_is_named() -> None:
+    rows = rows_of({"a": [0.25, 0.5], "b": [0.5, 0.5], "c": [0.125, 0.25]})
+    several = Best(tuple({"method": name} for name in ("a", "b", "missing")))
+    row = results.row(rows, Effect("best minus c", "dice", (several,), ({"method": "c"},)))
+    assert row[:4] == ["best minus c (b)", "0.500", "+0.312 ± 0.794", "+0.375 +0.250"]  # t(0.975, 1) = 12.706
+    assert results.differences(rows, Effect("", "dice", (Best(({"method": "missing"},)),))) == {}
+
+
+def test_iat_is_said_to_grow_against_each_other_split_as_its_rule_has_it() -> None:
+    grows = [one for one in EFFECTS["claim_iat"] if one.about.startswith("growing")]
+    assert {(one.plus[0]["shift"], one.minus[0]["split"]) for one in grows if isinstance(one.plus[0], dict)} == {
+        (shift, split) for shift in ("appearance", "annotation") for split in ("M1", "M2", "M3")
+    }  # fmt: skip
+
+
 def test_effects_without_cells_are_named_below_the_table(tmp_path: Path) -> None:
     assert results.effects("quickstart_cells", tmp_path).startswith("Did not run: FedIT + prior + kept state minus local only")
     names = ("FedIT + prior + kept state", "local only")
@@ -78,6 +93,7 @@ def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
         (cell.folder / "results.json").write_text(json.dumps(scores))
     wanted = {"test/global/accuracy": [done.labels], "test/global/loss": [{"method": "nothing"}]}
     labels = tuple(done.labels.items())
+    assert measured(done, "test/global/accuracy at site-1") == 0.75
     rows = {(*labels, (MEASURE, "test/global/accuracy")): 0.5, (*labels, (MEASURE, "seconds")): 12.3}
     assert collected(cells, wanted) == rows
     before = {(*((axis, "9") for axis, _ in labels), (MEASURE, "seconds")): 1.0}
@@ -147,7 +163,7 @@ def test_where_less_is_better_the_least_comes_first() -> None:
 def test_effects_name_what_their_study_has(study: str) -> None:
     config = load(study).config
     for one in EFFECTS[study]:
-        for labels in (*one.plus, *one.minus):
+        for labels in one.cells:
             assert all(value in config.axes[axis] for axis, value in labels.items()), labels
         assert set(one.seeds) <= set(config.axes["seed"])
 

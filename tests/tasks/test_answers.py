@@ -87,6 +87,10 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
         ("#### 1, 2", "1,2"),
         ("#### 10:30", "10:30"),
         ("#### " + "9" * 5000, "9" * 5000),  # more digits than Python reads as one number
+        ("range 3-5", "5"),
+        ("f(x)-7", "7"),
+        ("5 - -5", "-5"),
+        ("between 2 and -3", "-3"),
     ],
 )
 def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str, answer: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,6 +108,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     from consilium.report.compare.groups import Absent, grouped
     from consilium.report.compare.published import method_of, read_published
     from consilium.report.compare.runs import read_run
+    from consilium.study.cell import record_of
     from consilium.study.study import load
 
     if smoke and small:
@@ -118,7 +120,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     for cell in study.cells():
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
-            found.append(read_run(cell.folder, cell.name, labels))
+            run = read_run(cell.folder, cell.name, labels)
+            found.append(replace(run, data=(cell.data, record_of(cell.folder).data)))
         except ConfigError:
             absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
     if not found:

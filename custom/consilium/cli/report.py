@@ -1,5 +1,6 @@
 """The command `consilium report`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,7 +105,8 @@ def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
     for cell, record in sorted(records.items(), key=lambda one: one[1].place):
         labels = {axis: value for axis, value in (record.labels or {}).items() if axis != "seed"}
         try:
-            found.append(read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels))
+            run = read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels)
+            found.append(replace(run, data=(record.folder, record.data)))
         except ConfigError as error:
             if (cell / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)

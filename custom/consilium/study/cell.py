@@ -32,7 +32,8 @@ State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 class Record:
     """How far a cell is.
 
-    `data`: see Planned; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
+    `data`: see Planned; `folder`: of its data, in `--data`; `place`: see Cell; `seconds`: what it took, without parts that were
+    interrupted.
     """
 
     state: State = "waiting"
@@ -42,6 +43,7 @@ class Record:
     labels: Mapping[str, str] | None = None
     overrides: tuple[str, ...] = ()
     place: int = 0
+    folder: str = ""
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -138,7 +140,7 @@ def _begun(planned: Planned) -> Record:
             (aside / f"{folder.name}-{planned.data}").rename(folder)
         before = _stored(folder)
     here = planned.cell
-    before = replace(before, labels=here.labels, overrides=tuple(here.overrides), place=here.place)
+    before = replace(before, labels=here.labels, overrides=tuple(here.overrides), place=here.place, folder=here.data)
     return replace(before, state="running", data=planned.data)
 
 

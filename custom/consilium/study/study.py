@@ -13,11 +13,14 @@ from typing import Any, Literal
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError
-from consilium.schema import read_yaml, validate
+from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
 from consilium.study.mistakes import Mistakes
+from consilium.tasks.registry import TASKS
 
 STUDIES = Path("jobs/studies")
+DIAGNOSED = frozenset({"drift_between", "drift_absolute", "drift_relative"})
+"""Printed numbers that a run measures of itself (metrics.jsonl) and scores not."""
 Size = Literal["", "smoke", "small"]
 
 
@@ -26,7 +29,7 @@ class Cell:
     """One run of a study. `overrides`: texts for `--set`; `sites` and `data`: for `--sites`, and the folder in `--data`.
 
     `counts`: how large its data are, if the study says so. `folder` is an ordinary run's folder, see RunLog; `cell.json` in it
-    says how far it is. `place`: its number in the study's order, from 0.
+    says how far it is. `place`: its number in the study's order, from 0. `metrics`: what it can report.
     """
 
     id: str
@@ -38,6 +41,7 @@ class Cell:
     data: str = ""
     counts: CountsConfig | None = None
     place: int = 0
+    metrics: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -107,6 +111,8 @@ class Study:
                 found.append(self._cell(labels, place))
         mistakes.tell()
         _check_apart(self.path, found)
+        if not self.size:  # the smaller ones may be another task
+            _check_published(self, found)
         return found
 
     @cached_property
@@ -123,8 +129,9 @@ class Study:
         counts = _counts(values.pop("counts")) if "counts" in values else self.config.counts
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
-        name = _digest(make_job(raw, base, _parsed(texts), plugins=None, author=True), sites, data)
-        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place)
+        config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
+        name, metrics = _digest(config, sites, data), TASKS[config.task.name].metric_names(config.task)
+        return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
 
 
 def _text(name: str, value: Any) -> str:
@@ -160,6 +167,17 @@ def _check_apart(path: Path, cells: list[Cell]) -> None:
     for cell in cells:
         if (other := seen.setdefault(cell.id, cell)) is not cell:
             raise ConfigError(f"{path}: {other.name} and {cell.name} are the same job; take one of them out")
+
+
+def _check_published(study: Study, cells: list[Cell]) -> None:
+    """Raise ConfigError for a published number of a score that its cells do not have: it would stand beside nothing."""
+    for row in study.published:
+        labels = {axis: str(value) for axis, value in row.items() if axis in study.config.axes}
+        cell = next((one for one in cells if labels.items() <= one.labels.items()), None)
+        names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
+        if cell and (wrong := sorted(names - cell.metrics - DIAGNOSED)):
+            what = f"{study.path}: published: {named(labels)}: {wrong[0]!r} is no score of these cells"
+            raise ConfigError(f"{what}; they have {', '.join(sorted(cell.metrics))}{nearest(wrong[0], cell.metrics)}")
 
 
 def chosen(labels: Mapping[str, str], when: Choice) -> bool:

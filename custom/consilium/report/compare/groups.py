@@ -15,9 +15,13 @@ KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.un
 LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", "data.phantoms.training",
             "data.phantoms.validation", "data.phantoms.classes")  # fmt: skip
 """Fields of task and data that change the training and not what is scored."""
+AGAIN = " again"
+"""Stands behind the seed of a private run that repeats another: another draw of noise."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate", "model.checkpoint", "statistics", "federation.min_sites",
            "federation.round_timeout", "federation.straggler_grace_seconds")  # fmt: skip
 """Fields that do not tell one method from another."""
+READ = ("task.", "data.", "model.checkpoint", "privacy.unit", "privacy.per_patient")
+"""Fields by which a site reads other files, or others of its samples."""
 SAME = 0.01
 """The frozen model's scores of the same images differ by less, on whatever processor."""
 
@@ -58,6 +62,10 @@ class Group:
         """In order."""
         return sorted({seed for _, seed in [*self.runs, *self.absent]}, key=lambda seed: (len(seed), seed))
 
+    def expected(self, method: str) -> list[str]:
+        """Return the seeds that a method should have: another draw of noise only where it has one."""
+        return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
+
 
 def grouped(runs: Sequence[Run], absent: Sequence[Absent] = ()) -> tuple[list[Group], list[str]]:
     """Return the groups of runs that compare, in the order of the runs, and why each group is not part of the first one."""
@@ -72,8 +80,11 @@ def grouped(runs: Sequence[Run], absent: Sequence[Absent] = ()) -> tuple[list[Gr
         for one in _lost(absent, found, axes)
     ]
     unnamed = axes | _constant([*(run.labels for run in runs), *(one.labels for one in absent)])
-    made = [_group(name, group, method_labels(group, unnamed)) for name, group in zip(names, found, strict=True)]
-    return [_with_absent(one, group, absent, axes, unnamed) for one, group in zip(made, found, strict=True)], why
+    made = []
+    for name, group in zip(names, found, strict=True):
+        labels = method_labels(group, unnamed)
+        made.append(_with_absent(_group(name, group, labels), group, labels, absent, axes, unnamed))
+    return made, why
 
 
 def _lost(absent: Sequence[Absent], groups: Sequence[Sequence[Run]], axes: Iterable[str]) -> list[Absent]:
@@ -90,12 +101,21 @@ def _constant(labels: Sequence[Mapping[str, str]]) -> set[str]:
 
 
 def _with_absent(
-    group: Group, runs: Sequence[Run], absent: Sequence[Absent], axes: Iterable[str], unnamed: Iterable[str]
+    group: Group,
+    runs: Sequence[Run],
+    names: Mapping[str, str],
+    absent: Sequence[Absent],
+    axes: Iterable[str],
+    unnamed: Iterable[str],
 ) -> Group:
-    """Return a group with the absent runs that belong to it: those of its data."""
+    """Return a group with the absent runs that belong to it: those of its data, called as its runs of these labels are."""
     here = {axis: runs[0].labels.get(axis) for axis in axes}
-    mine = [one for one in absent if here.items() <= one.labels.items()]
-    named = {(_labelled(one.labels, unnamed), str(one.seed)): one.why for one in mine}
+
+    def method(labels: Mapping[str, str]) -> str:
+        own = next((names[run.name] for run in runs if run.labels == labels), "")
+        return own or _labelled(labels, unnamed) or _labelled(labels, ())
+
+    named = {(method(one.labels), str(one.seed)): one.why for one in absent if here.items() <= one.labels.items()}
     return replace(group, absent={key: why for key, why in named.items() if key not in group.runs})
 
 
@@ -115,7 +135,16 @@ def differs(one: Run, other: Run) -> str | None:
         return f"scored by {other.metric} on {other.split}, {one.name} by {one.metric} on {one.split}"
     if one.sites != other.sites:
         return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
+    if one.data[1] and other.data[1] and one.data != other.data and _read(one) == _read(other):
+        return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
     return _other_images(one, other)
+
+
+def _read(run: Run) -> list[Any]:
+    """Return what decides which content a run of a study reads: where it is equal, other content has been changed since."""
+    most = run.settings.get("data.most_training")  # which samples these are depends on the seed
+    fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
+    return [run.data[0], fields, most, run.seed if most else None]
 
 
 def _compared(run: Run) -> dict[str, Any]:
@@ -221,7 +250,7 @@ def _group(name: str, runs: Sequence[Run], labels: Mapping[str, str]) -> Group:
 
 
 def _draw(seed: str, number: int) -> str:
-    return seed if number == 1 else f"{seed} again {number}" if number > 2 else f"{seed} again"
+    return seed if number == 1 else f"{seed}{AGAIN} {number}" if number > 2 else f"{seed}{AGAIN}"
 
 
 def _listed(runs: Sequence[Run]) -> str:

@@ -1,5 +1,7 @@
 """Paired tests between methods over the seeds and sites that both have, corrected for how many there are.
 
+Sites that were scored on one test split are one pair a seed, their mean.
+
 Wilcoxon's signed-rank test (F. Wilcoxon, "Individual Comparisons by Ranking Methods", Biometrics Bulletin 1945), or the paired
 permutation test (R. Fisher, "The Design of Experiments", 1935: signs of differences are exchanged); two-sided, by scipy. Holm's
 correction (S. Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 1979).
@@ -48,15 +50,22 @@ def comparisons(table: Table, test: Test, against: str | None = None) -> list[Co
 
 
 def _compare(table: Table, one: str, other: str, test: Test) -> Comparison | None:
-    places = [(s, site) for s in table.group.seeds for site in table.inside]
-    shared = [p for p in places if (one, *p) in table.cells and (other, *p) in table.cells]
-    if not shared:
+    places = [[(seed, site) for site in sites] for seed in table.group.seeds for sites in table.splits]
+    found = [_differences(table, one, other, sites) for sites in places]
+    exact = [math.fsum(some) / len(some) for some in found if some]
+    if not exact:
         return None
-    exact = [table.cells[one, *p] - table.cells[other, *p] for p in shared]
     differences = np.round(exact, 12)  # what rounding leaves of equal scores is no difference
     better = -differences if table.lower else differences
-    p = p_value(differences, test) if len(shared) >= FEWEST else None
-    return Comparison(one, other, len(shared), float(differences.mean()), int((better > 0).sum()), int((better < 0).sum()), p)
+    p = p_value(differences, test) if len(exact) >= FEWEST else None
+    middle = float(np.mean([value for some in found for value in some]))
+    return Comparison(one, other, len(exact), middle, int((better > 0).sum()), int((better < 0).sum()), p)
+
+
+def _differences(table: Table, one: str, other: str, places: Sequence[tuple[str, str]]) -> list[float]:
+    """Return one - other of each seed and site that both have."""
+    shared = [place for place in places if (one, *place) in table.cells and (other, *place) in table.cells]
+    return [table.cells[one, *place] - table.cells[other, *place] for place in shared]
 
 
 def p_value(differences: np.ndarray, test: Test) -> float:

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from consilium.report.compare.groups import Group
+from consilium.report.compare.sheet import Column, Sheet, titled
+from consilium.report.compare.table import Table, mean, table_of
+from consilium.report.means import number
 
 SITE = "site"
 """The label of a number that was printed for one site."""
@@ -40,3 +43,20 @@ def published_for(numbers: Sequence[Published], group: Group, method: str, metri
     """Return what was printed as a method's mean over sites, None where nothing was."""
     fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
     return fitting[-1].value if fitting else None
+
+
+def published_sheet(table: Table, numbers: Sequence[Published]) -> list[Sheet]:
+    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    group, rows = table.group, []
+    for one in numbers:
+        method = method_of(one, group)
+        if method is None or (one.metric == table.metric and not one.site):
+            continue
+        other = table_of(group, table.stage, one.metric)
+        ours = mean(other.at(method, one.site) if one.site else other.means(method))
+        gap = "-" if ours is None else f"{ours - one.value:+.3f}"
+        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
+    columns += [Column("measured here"), Column("published"), Column("difference")]
+    title = titled(group, f"Other published numbers beside ours, {table.stage} model")
+    return [Sheet(title, columns, rows, ["published: the paper's own number, not measured here"])] if rows else []

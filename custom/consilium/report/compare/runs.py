@@ -34,7 +34,8 @@ class Run:
     `rounds`: metrics by round, phase and site. `epsilon` at the job's delta, None where the run is not private. `trained`: how
     many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
-    `test_only`: sites that did not train. `noted`: diagnostics by round and phase.
+    `test_only`: sites that did not train. `noted`: diagnostics by round and phase. `data`: of a study's cell, its folder of the
+    data, and what tells their content from other; "" where there is none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Run:
     labels: Mapping[str, str] = field(default_factory=dict)
     test_only: frozenset[str] = frozenset()
     noted: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    data: tuple[str, str] = ("", "")
 
     @property
     def seed(self) -> int:

@@ -1,5 +1,6 @@
 """A comparison as tables of text, the same in every format: scores, costs, ranks, paired tests, what is missing."""
 
+import json
 from collections.abc import Mapping, Sequence
 
 from consilium.messages import Stage
@@ -7,7 +8,7 @@ from consilium.report.compare import Test
 from consilium.report.compare.diagnosed import diagnosed_sheet
 from consilium.report.compare.groups import Group
 from consilium.report.compare.paired import FEWEST, Comparison, comparisons
-from consilium.report.compare.published import Published, method_of, published_for
+from consilium.report.compare.published import Published, published_for, published_sheet
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import (
@@ -75,11 +76,24 @@ def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] 
     against = {method: published_for(published, group, method, table.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
     columns = _score_columns(table.sites, printed)
-    rows = [_score_row(pretrained, group.methods[0], "pretrained (not adapted)", {}, None, columns)] if pretrained.cells else []
+    rows = [_score_row(pretrained, m, name, {}, None, columns) for m, name in _frozen(pretrained).items()]
     rows += [_score_row(table, m, m, placed, against[m], columns) for m in group.methods]
     title = titled(group, f"{heading_of(group, table.metric)}, {table.stage} model, {group.first.split} split")
     skip = len(rows) - len(group.methods)
     return Sheet(title, columns, rows, _score_notes(table, blocks, printed), _best(table, skip, columns))
+
+
+def _frozen(table: Table) -> dict[str, str]:
+    """Return a method of each frozen model that there is, the one scored with most seeds, and what its row is called."""
+    models: dict[str, list[str]] = {}
+    for (method, _), run in table.group.runs.items():
+        settings = {k: v for k, v in run.settings.items() if k.startswith("model.")}
+        models.setdefault(json.dumps(settings, sort_keys=True), []).append(method)
+    there = {method for method, *_ in table.cells}
+    scored = [[m for m in dict.fromkeys(methods) if m in there] for methods in models.values()]
+    found = {max(methods, key=lambda m: len(table.whole_seeds(m))): methods for methods in scored if methods}
+    several = len(found) > 1
+    return {m: f"pretrained: {_few(methods)}" if several else "pretrained (not adapted)" for m, methods in found.items()}
 
 
 def _score_columns(sites: Sequence[str], printed: bool) -> list[Column]:
@@ -92,8 +106,12 @@ def _score_row(
     table: Table, method: str, name: str, placed: Mapping[str, float], printed: float | None, columns: Sequence[Column]
 ) -> list[str]:
     means, whole = table.means(method), table.whole_seeds(method)
-    mark = MARK if means and len(whole) < len(table.group.seeds) else ""
-    row = [name, f"{len(whole)}/{len(table.group.seeds)}", *(plus_minus(table.at(method, site)) for site in table.sites)]
+    mark = MARK if means and not table.complete(method) else ""
+    row = [
+        name,
+        f"{len(whole)}/{len(table.group.expected(method))}",
+        *(plus_minus(table.at(method, site)) for site in table.sites),
+    ]
     row += [plus_minus(means) + mark, _between(interval(means)), _between(patients_interval(table, method) if means else None)]
     by_n = table.means(method, weighted=True)
     row += [plus_minus(by_n) + (mark if by_n else ""), _rank(placed.get(method))]
@@ -119,13 +137,13 @@ def _between(ends: Interval | None) -> str:
 
 
 def _best(table: Table, skip: int, columns: Sequence[Column]) -> frozenset[tuple[int, int]]:
-    """Return the best cells of every column of scores; a mean of fewer seeds takes no part."""
+    """Return the best cells of every column of scores; what lacks a seed takes no part."""
     found: set[tuple[int, int]] = set()
     sites = {index: c.heading for index, c in enumerate(columns) if c.heading in table.sites and c.rank == 3}
     plain = next(i for i, c in enumerate(columns) if c.heading == "mean" and c.rank == 0)
-    whole = [m for m in table.group.methods if len(table.whole_seeds(m)) == len(table.group.seeds)]
-    values = {i: {m: mean(table.at(m, site)) for m in table.group.methods} for i, site in sites.items()}
-    values[plain] = {m: mean(table.means(m)) for m in whole}
+    count = {m: len(table.group.expected(m)) for m in table.group.methods}
+    at = {i: {m: table.at(m, site) for m in count} for i, site in sites.items()} | {plain: {m: table.means(m) for m in count}}
+    values = {i: {m: mean(scores) for m, scores in column.items() if len(scores) == count[m]} for i, column in at.items()}
     for index, column in values.items():
         there = [v for v in column.values() if v is not None]
         top = (min if table.lower else max)(there) if len(there) > 1 else None
@@ -146,7 +164,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
         notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
     else:
         notes.append("95 % seeds: percentile bootstrap over seeds; few seeds make it too narrow")
-    notes.append("95 % patients: from each site's bootstrap over its patients, sites independent, normal")
+    notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, normal")
     if blocks:
         notes.append(f"rank: 1 is best; averaged over {blocks} sites")
     if table.missing:
@@ -156,21 +174,11 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     return notes + (["published: the paper's own number, not measured here; difference: ours minus it"] if printed else [])
 
 
-def published_sheet(table: Table, published: Sequence[Published]) -> list[Sheet]:
-    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
-    group, rows = table.group, []
-    for one in published:
-        method = method_of(one, group)
-        if method is None or (one.metric == table.metric and not one.site):
-            continue
-        other = table_of(group, table.stage, one.metric)
-        ours = mean(other.at(method, one.site) if one.site else other.means(method))
-        gap = "-" if ours is None else f"{ours - one.value:+.3f}"
-        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
-    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
-    columns += [Column("measured here"), Column("published"), Column("difference")]
-    title = titled(group, f"Other published numbers beside ours, {table.stage} model")
-    return [Sheet(title, columns, rows, ["published: the paper's own number, not measured here"])] if rows else []
+def _apart(table: Table) -> str:
+    """Return how the patients of sites hang together."""
+    if len(table.splits) == len(table.inside):
+        return "sites independent (too narrow where they share patients)"
+    return "all sites on one test split" if len(table.splits) == 1 else "sites on one test split as one, others independent"
 
 
 def cost_sheet(group: Group) -> Sheet:
@@ -220,7 +228,7 @@ def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:
     columns = [Column("method", right=False), Column("against", 0, False), Column("pairs", 1), Column("difference")]
     columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
     title = titled(table.group, f"Paired tests, {heading_of(table.group, table.metric)} ({table.stage})")
-    return Sheet(title, columns, [_test_row(one) for one in found[:MOST_TESTS]], _test_notes(found, test))
+    return Sheet(title, columns, [_test_row(one) for one in found[:MOST_TESTS]], _test_notes(found, test, table))
 
 
 def _test_row(one: Comparison) -> list[str]:
@@ -228,12 +236,14 @@ def _test_row(one: Comparison) -> list[str]:
     return [one.one, one.other, str(one.pairs), f"{one.difference:+.3f}", f"{one.wins}/{one.losses}", *ps]
 
 
-def _test_notes(found: Sequence[Comparison], test: Test) -> list[str]:
+def _test_notes(found: Sequence[Comparison], test: Test, table: Table) -> list[str]:
     name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
     tested = sum(one.p is not None for one in found)
     notes = [f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests"]
     notes[0] += "; pairs of one site or seed are alike, so p is rather too small"
     notes = notes if tested else []
+    if len(table.splits) < len(table.inside):
+        notes.append("sites on one test split are one pair a seed, their mean")
     if tested < len(found):
         notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
     return notes + ([f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else [])

@@ -67,6 +67,16 @@ class Table:
         """Whether less is better."""
         return self.metric.partition("/")[0] in LOWER
 
+    @cached_property
+    def splits(self) -> list[list[str]]:
+        """The sites that means are over, together where they were scored on the same test split."""
+        found = [{site} for site in self.inside]
+        for run in self.group.runs.values():
+            for together in _on_one_split(run, self.inside):
+                apart = [one for one in found if not one & together]
+                found = [*apart, together.union(*(one for one in found if one & together))]
+        return sorted(sorted(one) for one in found)
+
     def whole_seeds(self, method: str) -> list[str]:
         """Return a method's seeds of which no site is missing."""
         sites = self.inside
@@ -75,6 +85,10 @@ class Table:
     def at(self, method: str, site: str) -> list[float]:
         """Return a method's scores at a site, by seed."""
         return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
+
+    def complete(self, method: str) -> bool:
+        """Tell whether no seed of a method lacks a site."""
+        return self.whole_seeds(method) == self.group.expected(method)
 
     def means(self, method: str, weighted: bool = False) -> list[float]:
         """Return the mean over sites of each whole seed; `weighted` by how many samples a site scored, [] where unknown."""
@@ -97,7 +111,8 @@ def table_of(group: Group, stage: Stage, metric: str) -> Table:
     sites = {site for *_, site in [*cells, *(key for key, value in values.items() if value is not None)]}
     scored = {key[0] for key, value in values.items() if value is not None}
     without = tuple(m for m in group.methods if m not in scored and any(name == m for name, _ in group.runs))
-    expected = [key for key in itertools.product(group.methods, group.seeds, sorted(sites)) if key[0] not in without]
+    methods = [method for method in group.methods if method not in without]
+    expected = [(method, seed, site) for method in methods for seed in group.expected(method) for site in sorted(sites)]
     missing = {key: _why(group, values, key) for key in expected if key not in cells}
     return Table(group, stage, metric, cells, missing, without)
 
@@ -106,6 +121,19 @@ def _why(group: Group, values: Mapping[tuple[str, str, str], float | None], key:
     if key[:2] not in group.runs:
         return group.absent.get(key[:2], "no run with this seed")
     return "not scored there" if values.get(key) is None else "NaN"
+
+
+def _on_one_split(run: Run, sites: Sequence[str]) -> list[set[str]]:
+    """Return sites that a run scored on the same samples: there one trained model has the same loss to the last digit.
+
+    The frozen model's does not tell: with a head that starts at zero it is the same on all pictures.
+    """
+    found: dict[tuple[float | None, ...], set[str]] = {}
+    for site in sites:
+        scores = tuple(known(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
+        if scores[-1] not in (None, 0.0, math.inf, run.score(site, Stage.PRETRAINED, "loss")):
+            found.setdefault(scores, set()).add(site)
+    return [one for one in found.values() if len(one) > 1]
 
 
 def interval(values: Sequence[float]) -> Interval | None:
@@ -124,17 +152,18 @@ def interval(values: Sequence[float]) -> Interval | None:
 def patients_interval(table: Table, method: str) -> Interval | None:
     """Return the 95 % interval of a method's mean over sites as far as other patients would change it.
 
-    From each site's own bootstrap, which its run reports: half its width is 1.96 standard errors, and sites are independent.
-    The same patients are scored with every seed, so that seeds do not narrow it. None where a site of a seed has no interval.
+    From each site's own bootstrap, which its run reports: half its width is 1.96 standard errors. Sites are independent, but
+    those scored on one test split, whose errors are the same patients' and add up. The same patients are scored with every
+    seed, so that seeds do not narrow it. None where a site of a seed has no interval.
     """
-    halves = []
-    for site in table.inside:
-        widths = [_width(table.group.runs[method, seed], site, table) for seed in table.whole_seeds(method)]
+    halves: list[float] = []
+    for sites in table.splits:
+        widths = [_width(table.group.runs[method, seed], site, table) for seed in table.whole_seeds(method) for site in sites]
         if not widths or None in widths:
             return None
-        halves.append(math.fsum(w for w in widths if w is not None) / len(widths) / 2)
+        halves.append(len(sites) * math.fsum(w for w in widths if w is not None) / len(widths) / 2)
     means = table.means(method)
-    middle, half = math.fsum(means) / len(means), math.sqrt(math.fsum(h * h for h in halves)) / len(halves)
+    middle, half = math.fsum(means) / len(means), math.sqrt(math.fsum(h * h for h in halves)) / len(table.inside)
     return middle - half, middle + half
 
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-_NUMBER = r"-?(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?"
+_NUMBER = r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?"
+"""Behind a digit or a word "-" is no sign: "3-5" ends with 5."""
 _FRACTION = re.compile(
     r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/.])"
 )
