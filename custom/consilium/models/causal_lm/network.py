@@ -70,6 +70,8 @@ def use_own_layers(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer)
 
 
-def load_tokenizer(variant: Variant, checkpoint: Path | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights. Raises CheckpointError where there is none, or it has no end-of-text token."""
-    return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint)
+def load_tokenizer(
+    variant: Variant, checkpoint: Path | None, config: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the weights; see folder.py."""
+    return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)
