@@ -1,5 +1,7 @@
 """The site's probe: limits become ranks, what is counted is right, impossible limits are one clear line."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from consilium.config.job import ConfigError
 from consilium.federation import probe
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
+from consilium.models.stored import store
 from consilium.strategies.unequal.layers import shapes
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
@@ -38,13 +41,27 @@ def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Modul
 
 
 def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(model: torch.nn.Module) -> None:
-    most = 2.3e6
+    most = 2.5e6
     found = measured(model, memory_bytes=most)["memory"]
     assert 1 < found < 16
     assert measured(model, memory_bytes=most) == {"memory": found}
     numbers = sum(map(sum, shapes(layers.tensors(model)).values()))
-    more = measured(model, memory_bytes=most + 2 * 4 * 4 * numbers)["memory"]
-    assert 1.5 < more - found < 2  # two ranks' numbers, gradients and moments pay for less than two with what forward keeps
+    more = measured(model, memory_bytes=most + 2 * 4 * 3 * numbers)["memory"]
+    assert 1.5 < more - found < 2  # two ranks' numbers and moments pay for less than two with what forward keeps
+    assert not model.training
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_what_takes_less_memory_is_measured_as_less(lower: bool, model: torch.nn.Module) -> None:
+    """Half the bytes of a weight kept as bfloat16; of blocks whose activations are computed anew, those of one at a time."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        with pytest.raises(ConfigError, match=r"capacity\.memory_bytes: .*; raise it"):
+            measured(model, memory_bytes=2.1e6)
+        if lower:
+            store(model, "bf16", layers.tensors(model).values())
+        else:
+            cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
+        assert measured(model, memory_bytes=2.1e6)["memory"] > 2
 
 
 def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
