@@ -57,7 +57,7 @@ def test_tools_on_one_s_own_machine_read_it_too(
     for split in ("training", "validation", "test"):
         (texts / f"{split}.jsonl").write_text(f'{{"instruction": "say {split}", "output": "yes"}}\n')
     assert run(monkeypatch, "data", "check", texts, "--job", path, "--checkpoints", tmp_path) == 0
-    assert run(monkeypatch, "data", "stats", texts, "--job", path) == 1
+    assert run(monkeypatch, "data", "stats", texts, "--job", path) == 2
     assert "its task has no pictures" in capsys.readouterr().err
     monkeypatch.setattr(fitting, "memory_of", lambda *given: StepMemory(0, 0, 0))
     assert isinstance(fitting.examine_memory(path, SiteConfig(device="cpu")), str)

@@ -95,7 +95,7 @@ def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp
         raise ConfigError("seen")
 
     monkeypatch.setattr("consilium.federation.bench.bench", measured)
-    assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 1
+    assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
     assert [(site.ranks, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
 
 
