@@ -114,6 +114,11 @@ def test_what_an_architecture_nests_by_default_keeps_records_apart(kind: str) ->
     _pictures(kind, **(sizes | drawn)).keep_apart()
 
 
+@pytest.mark.parametrize("kind", CausalLmConfig.apart)
+def test_a_language_model_of_default_sizes_keeps_records_apart(kind: str) -> None:
+    _text(json.loads(AutoConfig.for_model(kind).to_json_string(use_diff=False))).keep_apart()
+
+
 @pytest.mark.parametrize("changes", [{}, {"pos_embed_rescale": 2.0}, {"pos_embed_rescale": None, "pos_embed_jitter": 1.1}])
 def test_what_dinov3_draws_in_training_is_refused_when_the_job_is_read(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"model\.config\.pos_embed_\w+: .* use null"):

@@ -46,11 +46,20 @@ def build(
     """
     shape = shape_of(config if config is not None else _read_config(folder), auto, known)
     try:
-        if not weights:
-            return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
-        return _fill(auto, folder, shape, options)
+        return _fill(auto, folder, shape, options) if weights else _laid_out(auto, shape, options)
     except ImportError as error:
         raise ConfigError(f"model.config: {shape.model_type!r}: {short(error)}") from None
+
+
+def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model without the folder's weights. Raises ConfigError for sizes that do not go together."""
+    try:
+        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
+    except (ImportError, ConfigError):
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        what = f"{shape.model_type!r} cannot be made of these sizes ({short(error)})"
+        raise ConfigError(f"model.config: {what}; give the contents of the model's config.json") from None
 
 
 def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
@@ -84,14 +93,21 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
         tokenizer.pad_token = None
 
 
+def positions(model: nn.Module) -> int:
+    """Return how many tokens a model can read; a great many where its config does not say."""
+    shape = getattr(model, "config", None)
+    text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else 2**30
+
+
 def require_positions(model: PreTrainedModel, longest: int) -> None:
     """Raise ConfigError for texts of more tokens (`model.max_length`) than the model has positions for.
 
     Rotary positions go on; dynamic ones would keep the frequencies of the longest text that the process has read.
     """
-    shape = model.config.get_text_config()
-    most, turned = getattr(shape, "max_position_embeddings", None), getattr(shape, "rope_parameters", None)
-    if not isinstance(most, int) or longest <= most:
+    most, turned = positions(model), getattr(model.config.get_text_config(), "rope_parameters", None)
+    if longest <= most:
         return
     if not turned:
         raise ConfigError(f"model.max_length: {longest}: this folder's model has {most} positions; use {most} at most")
