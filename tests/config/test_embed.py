@@ -10,11 +10,8 @@ import yaml
 from consilium.cli.options import load
 from consilium.config.embed import job_text
 from consilium.config.job import load_job
-from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
-from consilium.federation import fitting
 from consilium.federation.build import assemble_job
-from consilium.federation.memory import StepMemory
 from tests.conftest import run
 from tests.models.folders import config_of, save_folder
 
@@ -46,21 +43,6 @@ def test_a_path_on_the_command_line_counts_from_the_job_s_folder_too(tmp_path: P
     folder = save_folder(tmp_path / "base")
     config, _ = load(_job(tmp_path, {"model_type": "llama"}), ["model.config=base"])
     assert config.model.config == dict(sorted(config_of(folder).items()))
-
-
-def test_tools_on_one_s_own_machine_read_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_folder(tmp_path / "base")
-    path, texts = _job(tmp_path, "base"), tmp_path / "texts"
-    texts.mkdir()
-    for split in ("training", "validation", "test"):
-        (texts / f"{split}.jsonl").write_text(f'{{"instruction": "say {split}", "output": "yes"}}\n')
-    assert run(monkeypatch, "data", "check", texts, "--job", path, "--checkpoints", tmp_path) == 0
-    assert run(monkeypatch, "data", "stats", texts, "--job", path) == 2
-    assert "its task has no pictures" in capsys.readouterr().err
-    monkeypatch.setattr(fitting, "memory_of", lambda *given: StepMemory(0, 0, 0))
-    assert isinstance(fitting.examine_memory(path, SiteConfig(device="cpu")), str)
 
 
 def test_a_site_opens_no_path_that_a_job_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.integrations import dequantize_module_weight
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
@@ -16,6 +17,7 @@ from consilium.federation import fitting, memory
 from consilium.federation.build import assemble_job, build_model, kinds_of
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import StepMemory, memory_of, remedies
+from consilium.federation.packed import pack
 from consilium.models.stored import frozen_linear
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
@@ -103,12 +105,12 @@ def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float
     assert packed.trained == whole.trained
 
 
-def test_the_whole_weight_that_dora_needs_of_a_quantized_layer_is_counted() -> None:
-    """Its rows' lengths are those of W + B A: three layers of 128 x 128 a block in float32, at least one at a time."""
-    config = _job("causal_lm", 1, dtype="nf4")
-    dora = JobConfig.model_validate(config.model_dump() | {"adapter": {"kind": "lora", "rank": 4, "dora": True}})
-    whole, plain = (memory_of(assemble_job(one)) for one in (dora, config))
-    assert whole.activations - plain.activations > 4 * 128 * 128
+def test_dora_finds_the_whole_weight_of_a_packed_layer() -> None:
+    """By PEFT's own function: the rows' lengths are those of W + B A, so W is made anew in float32."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    pack(model, "nf4", [])
+    whole = dequantize_module_weight(model[0])
+    assert (whole.shape, whole.dtype) == ((32, 64), torch.float32)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The site's probe: limits become ranks, what is counted is right, impossible limits are one clear line."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.config.capacity import CapacityConfig
-from consilium.config.job import ConfigError
+from consilium.config.job import ConfigError, JobConfig
+from consilium.config.site import SiteConfig
 from consilium.federation import probe
+from consilium.federation.build import assemble_job, build_site
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.stored import store
 from consilium.strategies.unequal.layers import shapes
+from tests.conftest import small_text
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
 
@@ -73,3 +77,19 @@ def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
 def test_two_ways_to_say_the_same_are_refused() -> None:
     with pytest.raises(ValueError, match="train and memory_bytes both say how much; give one of them"):
         CapacityConfig(train=4, memory_bytes=1e9)
+
+
+def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = small_text("fedhera").model_dump() | {"adapter": {"kind": "dual_rank", "rank": 4}}
+    raw["training"]["precision"] = "bf16"
+    job, limits, seen = assemble_job(JobConfig.model_validate(raw)), CapacityConfig(memory_bytes=1e9), set[bool]()
+    site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path, lambda event: None)
+    plain = site.task.loss
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return plain(model, batch)
+
+    monkeypatch.setattr(site.task, "loss", loss)
+    assert site.hello("run").capacity["memory"] == 4
+    assert seen == {True}

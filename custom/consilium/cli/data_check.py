@@ -39,7 +39,7 @@ def data_check(
     from consilium.data.copies import shared_by_sites
 
     plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
-    config = load_job(job, plugins=plugins, author=True) if job else None
+    config = load_job(job, plugins=plugins) if job else None
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}

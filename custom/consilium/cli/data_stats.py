@@ -30,7 +30,7 @@ def data_stats(
     from consilium.data.stats import site_stats
     from consilium.report.site_stats import tables, write_stats
 
-    task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS, author=True).task if job else None
+    task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS).task if job else None
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
