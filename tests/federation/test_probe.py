@@ -97,6 +97,8 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
         return plain(model, batch)
 
     monkeypatch.setattr(site.task, "loss", loss)
-    monkeypatch.setattr(probe, "measured_ranks", lambda limits, model, most, measured: {"memory": float(measured()) * 0 + most})
+    monkeypatch.setattr(
+        probe, "measured_ranks", lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most}
+    )
     assert site.hello("run").capacity["memory"] == 4
     assert seen == {True}

@@ -75,7 +75,12 @@ def test_rotary_positions_that_follow_the_longest_text_are_refused_for_records(k
         found.append(turn.inv_freq.clone())
     static = torch.equal(found[0], found[1])
     assert static == (kind in architecture._STATIC)
-    for one in ({"rope_parameters": rope}, {"rope_scaling": {"type": kind}}, {"rope_parameters": {"full_attention": rope}}):
+    for one in (
+        {"rope_parameters": rope},
+        {"rope_scaling": {"type": kind}},
+        {"rope_parameters": {"full_attention": rope}},
+        {"default_rope_type": kind},
+    ):
         config = _text({"model_type": "llama"} | one)
         assert config.packs() == static
         if static:

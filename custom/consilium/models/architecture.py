@@ -168,7 +168,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _follows(key: str, value: Any) -> bool:
     """Tell whether an entry of a config.json names rotary positions that are not the same for every text (or picture)."""
     own = key.rpartition(".")[2]
-    return (own == "rope_type" or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
+    return (own.endswith("rope_type") or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
 
 
 def _ties(key: str, value: Any, kind: str) -> tuple[str, str] | None:
