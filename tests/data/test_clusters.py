@@ -32,3 +32,11 @@ def test_a_text_is_the_mean_of_its_last_hidden_states() -> None:
         for row, text in zip(found, texts, strict=True):
             states = model.model(tokenizer(text, return_tensors="pt").input_ids).last_hidden_state[0]
             np.testing.assert_allclose(row, states.numpy().mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_of_a_text_is_read_what_the_model_has_positions_for() -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 512}
+    model = build_causal_lm("folder", None, {"model_type": "gpt2", **sizes}, weights=False)
+    long = "see the ward soon, and again on every day of the week"
+    np.testing.assert_array_equal(*embeddings(model, tokenizer, [long, f"{long}, and more"]))

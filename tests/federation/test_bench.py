@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,23 @@ def test_the_command_prints_80_columns_or_json(
     assert json.loads(capsys.readouterr().out)["ratios"].keys() == {"job/bare", "ready/bare"}
 
 
-def test_private_steps_have_no_bare_loop(tmp_path: Path) -> None:
-    raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}}
-    with pytest.raises(ConfigError, match=r"privacy\.unit: 'record': no bare loop"):
+def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bare loop has one device, so the job's steps have one too."""
+    job, seen = tmp_path / "job.yaml", list[SiteConfig]()
+    job.write_text(json.dumps(small_text("fedit").model_dump(mode="json")))
+    (tmp_path / "site.yaml").write_text("devices: [cpu, cpu]\nbase: sharded\n")
+
+    def measured(config: Any, site: SiteConfig, *more: Any) -> Any:
+        seen.append(site)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("consilium.federation.bench.bench", measured)
+    assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
+    assert [(site.ranks, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+def test_private_steps_have_no_bare_loop(unit: str, tmp_path: Path) -> None:
+    raw = small_cells("fedit").model_dump() | {"privacy": {"unit": unit, "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}}
+    with pytest.raises(ConfigError, match=rf"privacy\.unit: '{unit}': no bare loop"):
         bench(type(small_cells()).model_validate(raw), SiteConfig(), tmp_path, 1, 1)

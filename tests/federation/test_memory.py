@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.integrations import dequantize_module_weight
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation import fitting
+from consilium.federation import fitting, memory
 from consilium.federation.build import assemble_job, build_model, kinds_of
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import StepMemory, memory_of, remedies
+from consilium.federation.packed import pack
 from consilium.models.stored import frozen_linear
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
@@ -52,6 +54,22 @@ def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("precision", "unit", "gpu", "lower"),
+    [
+        ("auto", "site", True, True),
+        ("auto", "site", False, False),
+        ("bf16", "site", False, True),
+        ("auto", "record", True, False),
+    ],
+)
+def test_auto_is_bf16_on_a_gpu_alone_and_never_under_dp_sgd(precision: str, unit: str, gpu: bool, lower: bool) -> None:
+    raw = _job("clip", 4).model_dump()
+    raw["training"]["precision"] = precision
+    raw["privacy"] = {"unit": unit, "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
+    assert memory.lower(JobConfig.model_validate(raw), gpu) == lower
+
+
 def test_the_parts_are_what_they_are_called() -> None:
     """Of the model's own numbers: 4 bytes each of the base, 4 times 4 of each that trains under Adam."""
     config = _job("clip", 1)
@@ -85,6 +103,14 @@ def test_a_quantized_base_takes_what_its_definition_says(dtype: str, bits: float
     numbers = sum(p.numel() for p in (m.weight for m in frozen_linear(model, layers.tensors(model).values())))
     assert whole.base - packed.base == pytest.approx(numbers * (32 - bits) / 8, rel=0.01)
     assert packed.trained == whole.trained
+
+
+def test_dora_finds_the_whole_weight_of_a_packed_layer() -> None:
+    """By PEFT's own function: the rows' lengths are those of W + B A, so W is made anew in float32."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    pack(model, "nf4", [])
+    whole = dequantize_module_weight(model[0])
+    assert (whole.shape, whole.dtype) == ((32, 64), torch.float32)
 
 
 @pytest.mark.slow
@@ -128,6 +154,16 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
     if isinstance(found, Finding):
         assert remedy is not None
         assert re.match(remedy, found.remedy)
+
+
+def test_the_doctor_counts_the_step_of_the_sites_own_device(
+    counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, seen = tmp_path / "job.yaml", list[Any]()
+    job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
+    monkeypatch.setattr(fitting, "memory_of", lambda config, *spread: seen.append(spread) or StepMemory(0, 0, 0))
+    fitting.examine_memory(job, SiteConfig(device="cpu"))
+    assert seen == [(1, False, False)]
 
 
 def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,18 +1,31 @@
 """The site's probe: limits become ranks, what is counted is right, impossible limits are one clear line."""
 
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 import torch
 
 from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.config.capacity import CapacityConfig
-from consilium.config.job import ConfigError
+from consilium.config.job import ConfigError, JobConfig
+from consilium.config.site import SiteConfig
 from consilium.federation import probe
+from consilium.federation.build import assemble_job, build_site
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
+from consilium.models.stored import store
 from consilium.strategies.unequal.layers import shapes
+from tests.conftest import small_text
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time one step: what is said of memory needs none."""
+    monkeypatch.setattr(probe, "STEPS", 1)
 
 
 @pytest.fixture
@@ -38,13 +51,27 @@ def test_download_bytes_are_four_for_each_number_of_a_rank(model: torch.nn.Modul
 
 
 def test_memory_is_counted_so_it_is_the_same_every_time_and_grows_by_the_rank(model: torch.nn.Module) -> None:
-    most = 2.3e6
+    most = 2.5e6
     found = measured(model, memory_bytes=most)["memory"]
     assert 1 < found < 16
     assert measured(model, memory_bytes=most) == {"memory": found}
     numbers = sum(map(sum, shapes(layers.tensors(model)).values()))
-    more = measured(model, memory_bytes=most + 2 * 4 * 4 * numbers)["memory"]
-    assert 1.5 < more - found < 2  # two ranks' numbers, gradients and moments pay for less than two with what forward keeps
+    more = measured(model, memory_bytes=most + 2 * 4 * 3 * numbers)["memory"]
+    assert 1.5 < more - found < 2  # two ranks' numbers and moments pay for less than two with what forward keeps
+    assert not model.training
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_what_takes_less_memory_is_measured_as_less(lower: bool, model: torch.nn.Module) -> None:
+    """Half the bytes of a weight kept as bfloat16; of blocks whose activations are computed anew, those of one at a time."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        with pytest.raises(ConfigError, match=r"capacity\.memory_bytes: .*; raise it"):
+            measured(model, memory_bytes=2.1e6)
+        if lower:
+            store(model, "bf16", layers.tensors(model).values())
+        else:
+            cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
+        assert measured(model, memory_bytes=2.1e6)["memory"] > 2
 
 
 def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
@@ -56,3 +83,22 @@ def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
 def test_two_ways_to_say_the_same_are_refused() -> None:
     with pytest.raises(ValueError, match="train and memory_bytes both say how much; give one of them"):
         CapacityConfig(train=4, memory_bytes=1e9)
+
+
+def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = small_text("fedhera").model_dump() | {"adapter": {"kind": "dual_rank", "rank": 4}}
+    raw["training"]["precision"] = "bf16"
+    job, limits, seen = assemble_job(JobConfig.model_validate(raw)), CapacityConfig(memory_bytes=1e9), set[bool]()
+    site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path, lambda event: None)
+    plain = site.task.loss
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return plain(model, batch)
+
+    monkeypatch.setattr(site.task, "loss", loss)
+    monkeypatch.setattr(
+        probe, "measured_ranks", lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most}
+    )
+    assert site.hello("run").capacity["memory"] == 4
+    assert seen == {True}

@@ -97,11 +97,13 @@ def test_a_site_that_cannot_be_made_is_told_as_without_workers(tmp_path: Path) -
     assert not children()
 
 
-@pytest.mark.parametrize("job", [{"strategy": "centralized"}, {"diagnostics": {"leakage": True}}])
-def test_jobs_that_need_all_sites_in_one_process_are_refused(job: dict[str, Any], tmp_path: Path) -> None:
-    raw = small_config().model_dump() | job
+@pytest.mark.parametrize(
+    ("job", "site"), [({"strategy": "centralized"}, {}), ({"diagnostics": {"leakage": True}}, {}), ({}, {"devices": [0, 1]})]
+)
+def test_jobs_that_need_all_sites_in_one_process_are_refused(job: dict[str, Any], site: dict[str, Any], tmp_path: Path) -> None:
+    made = assemble_job(JobConfig.model_validate(small_config().model_dump() | job))
     with pytest.raises(ConfigError, match=r"--workers: .*; leave it out"):
-        simulate(assemble_job(JobConfig.model_validate(raw)), sites(), tmp_path / "run", lambda event: None, workers=2)
+        simulate(made, sites(**site), tmp_path / "run", lambda event: None, workers=2)
 
 
 def test_flares_engine_has_processes_of_its_own(

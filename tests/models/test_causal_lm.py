@@ -96,6 +96,7 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
         ({"hidden_size": 8}, "model_type None"),
         ({"model_type": "vit"}, "is no causal language model"),
         ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config: Validation error for field 'hidden_size'"),
+        ({"model_type": "llama", "text_config": {"hidden_size": 8}}, r"'llama' cannot be made of these sizes \(.*; give the"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_one_line(config: dict[str, Any], message: str) -> None:

@@ -63,6 +63,22 @@ def test_a_named_set_is_whole_in_every_architecture(kind: str) -> None:
     assert _found(model, "all-linear") == set(f"{inputs} {outputs} {mlp}".split())
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "inputs", "output"),
+    [
+        ("modernbert-decoder", SMALL | {"pad_token_id": 0}, "attn.q_proj attn.k_proj attn.v_proj", "attn.Wo"),
+        ("moshi", SMALL, " ".join(f"{name}.linear" for name in SPLIT.split()), "self_attn.o_proj.linear"),
+        ("rwkv", SMALL, "attention.key attention.value attention.receptance", "attention.output"),
+        ("cpmant", SMALL | {"dim_head": 16, "dim_ff": 48},
+         " ".join(f"self_att.self_attention.project_{one}" for one in "qkv"), "self_att.self_attention.attention_out"),
+    ],
+)  # fmt: skip
+def test_what_writes_an_attentions_result_is_no_input_of_it(kind: str, sizes: dict[str, Any], inputs: str, output: str) -> None:
+    model = _laid_out(kind, sizes)
+    assert _found(model, "qkv") == set(inputs.split())
+    assert _found(model, "attention") == set(f"{inputs} {output}".split())
+
+
 @pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
 def test_query_and_value_are_refused_where_they_have_no_layers_of_their_own(kind: str) -> None:
     sizes, (inputs, _, _) = ARCHITECTURES[kind]

@@ -60,3 +60,9 @@ def test_what_it_has_not_is_refused(section: str, value: dict[str, object], said
     raw[section] = raw[section] | value
     with pytest.raises(ConfigError, match=said):
         assemble_job(JobConfig.model_validate(raw))
+
+
+def test_a_dtype_of_what_is_frozen_is_not_refused_where_all_trains() -> None:
+    raw = small_config("fedit").model_dump() | {"adapter": {"kind": "full"}}
+    raw["model"] = {"name": "unet", "variant": "unet", "image_size": 32, "width": 2, "dtype": "bf16"}
+    assert assemble_job(JobConfig.model_validate(raw)).initial

@@ -38,7 +38,8 @@ def bench(
     if site is None:
         raise ConfigError(f"--data: {data}: holds no site.yaml and no data list; give a site's folder")
     said = site_of(device, checkpoints or site.checkpoints)
-    own = site.model_copy(update={"device": said.device, "checkpoints": said.checkpoints})
+    one = {"device": said.device, "devices": (), "nodes": None, "base": "replicated"}  # a bare loop has one device
+    own = site.model_copy(update={**one, "checkpoints": said.checkpoints})
     with tempfile.TemporaryDirectory() as folder:
         found = measure(config, own, Path(folder), steps, turns).to_dict()
     typer.echo(json.dumps(found, indent=1) if format is Format.JSON else _table(found, steps, turns))

@@ -26,7 +26,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, assemble_job, build_model, build_task
 from consilium.federation.flops import step_flops, work_of
-from consilium.federation.memory import Live
+from consilium.federation.live import Live
 from consilium.federation.quicken import quicken
 from consilium.federation.samples import site_data
 from consilium.tasks.base import Batch, Task
@@ -145,10 +145,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: int) -> Bench:
     """Measure `turns` turns of `steps` steps each way, after some that do not count. Raises what a site's start raises.
 
-    Raises ConfigError under record-level privacy, whose steps a bare loop does not have.
+    Raises ConfigError under DP-SGD, whose steps a bare loop does not have.
     """
-    if config.privacy is not None and config.privacy.unit == "record":
-        raise ConfigError("privacy.unit: 'record': no bare loop takes private steps; remove the section for this")
+    if config.dpsgd is not None:
+        raise ConfigError(f"privacy.unit: {config.dpsgd.unit!r}: no bare loop takes private steps; remove the section for this")
     job = assemble_job(config)
     data, device = site_data(config, "site-1", site, folder), pick_device(site.device)
     task = build_task(config, data, site)

@@ -26,7 +26,7 @@ from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
-from consilium.models.stored import store
+from consilium.models.stored import require_stored, store
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
@@ -74,6 +74,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.parts, own, model, base)
         shapes |= base_shapes(model, names) | layers.head_shapes(model)
+        require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or layers.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
     _check_adapter(config, adapter, source)

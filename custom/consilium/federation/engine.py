@@ -47,13 +47,15 @@ def simulate(
     folder, former = workspace / "sites", former_run(job.config, workspace)
     if not workers:
         return _run(job, sites, workspace, observer, resume, tracking, members_of(job, sites, folder, observer, former))
-    _check_apart(job)
+    _check_apart(job, sites)
     with Crew(job, sites, folder, workers, observer, former) as crew:
         return _run(job, sites, workspace, observer, resume, tracking, crew.members())
 
 
-def _check_apart(job: Job) -> None:
-    """Raise ConfigError for a job whose sites cannot be in other processes."""
+def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
+    """Raise ConfigError for a job whose sites cannot be in other processes, or sites that need more of their own."""
+    if wide := next((name for name, site in sites.items() if site.ranks > 1), None):
+        raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.pools_data:
         raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
     if job.config.diagnostics.looks_inside:

@@ -4,8 +4,7 @@ The step runs on fake tensors: every operation is done but its numbers, so what 
 PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves, and the 0.5 GiB or so of CUDA, are not in it.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, laid_out
+from consilium.federation.live import Live
 from consilium.federation.packed import pack
 from consilium.federation.sharding import spared
 from consilium.models.stored import QUANTIZED, store
@@ -51,36 +49,8 @@ class StepMemory:
         return self.base + self.trained + self.activations
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive, those of `known` left out, and the most there were."""
-
-    def __init__(self, known: Set[int]) -> None:
-        super().__init__()
-        self._known, self._sizes = known, dict[int, int]()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, Tensor):
-                self.add(one)
-        return made
-
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage from now until it is freed."""
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self._known and key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += self._sizes[key]
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
-
-
-def memory_of(job: Job, devices: int = 1, sharded: bool = False) -> StepMemory:
-    """Return what a step of the job's first round takes at a site whose samples all have full size, in bf16 unless it is fp32.
+def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = True) -> StepMemory:
+    """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a processor.
 
     It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
     task that cannot be rehearsed.
@@ -100,7 +70,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False) -> StepMemory:
         storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()
-        with Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=config.training.precision != "fp32"):
+        with Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
             task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
         own = sum(p.numel() for p in trained)
         gradients = 4 * own
@@ -120,6 +90,11 @@ def _materialize(model: nn.Module) -> None:
 def _fake(tensor: Tensor) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def lower(config: JobConfig, gpu: bool) -> bool:
+    """Tell whether a step computes in bf16: see training/device.py; steps of DP-SGD never do."""
+    return config.dpsgd is None and config.training.precision in ("bf16", "auto" if gpu else "bf16")
 
 
 def _kept(config: JobConfig, own: int) -> int:

@@ -35,6 +35,13 @@ class _Unpacked(torch.autograd.Function):
 class Packed(nn.Linear):
     """A linear layer of which `weight` are the bytes."""
 
+    W_q = None
+    """By which PEFT's DoRA knows that it must ask for the whole weight."""
+
+    def dequantize(self) -> Tensor:
+        """Return a whole weight (out, in), float32."""
+        return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out) of input (..., in)."""
         x = input.to(computing(input))

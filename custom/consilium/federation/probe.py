@@ -1,14 +1,14 @@
 """What a site can carry, measured: a few training steps at the smallest and the largest rank give the cost of a rank.
 
-Time is the clock's; memory is counted, not sampled, so that it is the same on every device: the model's numbers, what the
-forward pass keeps for the backward pass, gradients and Adam's moments.
+Time is the clock's; memory is counted, not sampled: the model's numbers as they are kept, the most that forward and backward
+pass hold at once, gradients included, and Adam's moments.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from consilium.adapters import layers
 from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
+from consilium.federation.live import Live
 from consilium.strategies.unequal.layers import shapes
+from consilium.training.device import cuda_devices
 
 STEPS = 3
 BYTES = 4
@@ -25,7 +27,7 @@ BYTES = 4
 
 @dataclass(frozen=True)
 class StepCost:
-    """One training step at some rank: seconds, and bytes held at its end of the forward pass."""
+    """One training step at some rank: seconds, and bytes at its peak."""
 
     seconds: float
     memory: float
@@ -42,7 +44,8 @@ def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss:
     if limits.download_bytes is not None:
         found["download"] = _fits("download_bytes", limits.download_bytes, 0.0, BYTES * sum(map(sum, dims.values())), 0)
     if limits.step_seconds is not None or limits.memory_bytes is not None:
-        small, large = _step(model, 1, loss), _step(model, largest, loss)
+        with _training(model):
+            small, large = _step(model, 1, loss), _step(model, largest, loss)
         for key, limit, at in (("time", "step_seconds", "seconds"), ("memory", "memory_bytes", "memory")):
             if (most := getattr(limits, limit)) is not None:
                 least = getattr(small, at)
@@ -59,6 +62,17 @@ def _fits(name: str, most: float, least: float, slope: float, rank: int) -> floa
     return ranks
 
 
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Let the model train in the block, as its rounds will, with random numbers that are taken of nobody."""
+    with torch.random.fork_rng(devices=cuda_devices(layers.tensors(model))):
+        model.train()
+        try:
+            yield
+        finally:
+            model.eval()
+
+
 def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
     values = {name: torch.zeros(_cut(name, tensor, rank)) for name, tensor in layers.tensors(model).items()}
     layers.load(model, {n: t for n, t in values.items() if factor(n) or is_head(n)})
@@ -66,42 +80,28 @@ def _step(model: nn.Module, rank: int, loss: Callable[[], Tensor]) -> StepCost:
     for parameter in trained:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(trained, lr=0.0)
-    seconds, memory = [], 0.0
-    for _ in range(1 + STEPS):  # the first warms up
-        began = time.perf_counter()
-        kept = _Kept(model)
-        with kept:
-            value = loss()
-        memory = kept.total + BYTES * (sum(p.numel() for p in model.parameters()) + 3 * sum(p.numel() for p in trained))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if value.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return StepCost(statistics.median(seconds[1:]), memory)
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    with Live(own) as live:
+        loss().backward()
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    moments = BYTES * 2 * sum(p.numel() for p in trained)
+    _take(optimizer, loss)  # warms up
+    return StepCost(statistics.median(_take(optimizer, loss) for _ in range(STEPS)), float(held + moments + live.most))
+
+
+def _take(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:
+    """Take a step; return its seconds."""
+    began = time.perf_counter()
+    value = loss()
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if value.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def _cut(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
     """Return the tensor's shape at another rank."""
     side = {"A": 0, "B": 1}.get(factor(name) or "")
     return tuple(rank if axis == side else size for axis, size in enumerate(tensor.shape))
-
-
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that a forward pass keeps for the backward pass, every storage once, the model's own left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-        self._seen: dict[int, int] = {}
-        super().__init__(self._note, lambda tensor: tensor)
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.total = float(sum(self._seen.values()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from consilium import __version__
 from consilium.adapters import layers
@@ -120,9 +120,14 @@ class Site(Scoring):
         if not path.exists():
             config = self.config.training
             batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
-            found = probe.measured_ranks(
-                self.limits, self.model, getattr(self.config.adapter, "rank", 1), lambda: self.task.loss(self.model, batch)
-            )
+            most, device = getattr(self.config.adapter, "rank", 1), next(self.model.parameters()).device
+            precise = "fp32" if self.config.dpsgd else config.precision
+
+            def loss() -> Tensor:
+                with autocast(device, precise):
+                    return self.task.loss(self.model, batch)
+
+            found = probe.measured_ranks(self.limits, self.model, most, loss)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(found).encode())
         return json.loads(path.read_text(encoding="utf-8"))

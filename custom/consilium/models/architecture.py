@@ -44,6 +44,8 @@ class FolderConfig(ModelConfig):
             return None
         kept = {name: value[name] for name in sorted(value) if name not in _LABELS}
         _check(kept, "")
+        if key := next((key for key, _ in _numbers(kept) if _RENAMES in key.split(".")), None):
+            raise ValueError(f"{key} would give other keys another meaning; leave it out")
         if key := next((key for key, found in _numbers(kept) if key.endswith(_CODE) and "/" in str(found)), None):
             raise ValueError(f"{key} names code of another place, which nothing here downloads; use sdpa or eager")
         if key := next((key for key, found in _numbers(kept) if found and key.rpartition(".")[2] in _FETCHES), None):
@@ -68,9 +70,15 @@ class FolderConfig(ModelConfig):
         if (kind := self.config.get("model_type")) not in self.apart:
             what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
             raise ValueError(f"model.config.model_type: {kind!r}: {what}")
-        if found := next(((key, value) for key, value in _numbers(self.config) if value and _DROPS.search(key)), None):
-            what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
-            raise ValueError(f"model.config.{found[0]}: {found[1]!r} {what}; use 0")
+        for key, value in _numbers(_DRAWN.get(kind, {}) | self.config):
+            if found := _ties(key, value, kind):
+                what, remedy = found
+                raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
+
+    @property
+    def follows_longest(self) -> bool:
+        """Whether positions turn by frequencies that follow the longest text of a batch."""
+        return any(_follows(key, value) for key, value in _numbers(self.config or {}))
 
 
 Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
@@ -78,9 +86,7 @@ HALF = (0.5, 0.5, 0.5)
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PIXELS: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]] = {
-    **dict.fromkeys(
-        ("siglip", "siglip_vision_model", "siglip2", "vit", "paligemma", "gemma3", "sam3_tracker", "sam3_video"), (HALF, HALF)
-    ),
+    **dict.fromkeys(("siglip", "siglip2", "vit", "paligemma", "gemma3", "sam3_tracker", "sam3_video"), (HALF, HALF)),
     **dict.fromkeys(("clip", "clip_vision_model", "qwen2_vl", "qwen2_5_vl", "llava"), OPENAI),
     "qwen3_vl": (HALF, HALF),
 }
@@ -136,9 +142,18 @@ _FETCHES = ("backbone", "use_pretrained_backbone", "timm_model_name")
 """Keys by which `transformers` would fetch a part of a model from a hub."""
 _CODE = ("attn_implementation", "experts_implementation")
 """Keys by which `transformers` would fetch code from a hub, where a package for that is installed."""
-_SIZES = re.compile(r"size|dim|position|token|window|length|ctx|embd|inner|d_ff|d_model")
-_COUNTS = re.compile(r"layer|block|expert|head|stage|num_hidden")
+_RENAMES = "attribute_map"
+"""The key by which a config.json would give its other keys other meanings than they are checked for."""
+_COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
+"""Keys of what is a module each, or an entry of a list."""
+_EXPERTS = re.compile(r"experts$")
+"""Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
 _DROPS = re.compile(r"drop")
+_STATIC = ("default", "linear", "llama3", "yarn")
+"""Rotary positions whose frequencies are the same for every text; dynamic and longrope follow the longest of a batch."""
+_DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
+"""What an architecture draws in training where its config.json says nothing."""
+_DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -148,6 +163,26 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in value.items():
         yield from _numbers(item, f"{key}.{name}" if key else str(name))
+
+
+def _follows(key: str, value: Any) -> bool:
+    """Tell whether an entry of a config.json names rotary positions that are not the same for every text (or picture)."""
+    own = key.rpartition(".")[2]
+    return (own.endswith("rope_type") or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
+
+
+def _ties(key: str, value: Any, kind: str) -> tuple[str, str] | None:
+    """Return how an entry of a config.json would tie the records of a batch together, and the remedy; None if it does not."""
+    own = key.rpartition(".")[2]
+    if value and _DROPS.search(key):
+        return "draws all masks of a batch at once, which ties records together", "use 0"
+    if value and own in _DRAWS:
+        return "is drawn for a whole batch at once, which has no gradient of one record", "use null"
+    if _follows(key, value):
+        return "follows the longest text of a batch, which ties records together", f"use one of {', '.join(_STATIC)}"
+    if own == "model_type" and str(value).partition("_")[0] != kind.partition("_")[0]:
+        return "is a part of another architecture, not known to keep records apart", f"use {kind}'s own"
+    return None
 
 
 def _check(value: Any, key: str, depth: int = 0) -> None:
@@ -162,7 +197,7 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
         for name, item in pairs:
             _check(item, str(name)[:64], depth + 1)
     elif isinstance(value, int | float):
-        most = 2**24 if _SIZES.search(key) and not _COUNTS.search(key) else 1024
+        most = 2**14 if _EXPERTS.search(key) else 1024 if _COUNTS.search(key) else 2**25
         most = 2**40 if isinstance(value, float) or "theta" in key else most
         if not abs(value) <= most:  # so that NaN does not pass
             raise ValueError(f"{key} of at most {most}")

@@ -1,9 +1,10 @@
 """Models of `transformers` from a local folder: laid out from a config.json, filled with weights that fit it exactly.
 
-Nothing is downloaded, and no code of a folder runs (`trust_remote_code` is never set).
+Nothing is downloaded, and no code of a folder runs: left unsaid, `transformers` would ask on the terminal whether it may.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,13 @@ from consilium.errors import CheckpointError, ConfigError
 
 _WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+_CODELESS = (
+    "its tokenizer is code of its own, which never runs here; give a folder with tokenizer.json and a class of transformers"
+)
+_OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
+_PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
+_OWN: dict[str, Any] = {"trust_remote_code": False}
+"""Loads with the classes of `transformers` alone."""
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -38,24 +46,74 @@ def build(
     """
     shape = shape_of(config if config is not None else _read_config(folder), auto, known)
     try:
-        if not weights:
-            return auto.from_config(shape, dtype=torch.float32, **options)
-        return _fill(auto, folder, shape, options)
+        return _fill(auto, folder, shape, options) if weights else _laid_out(auto, shape, options)
     except ImportError as error:
         raise ConfigError(f"model.config: {shape.model_type!r}: {short(error)}") from None
 
 
-def load_tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights. Raises CheckpointError where there is none, or it has no end-of-text token."""
+def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model without the folder's weights. Raises ConfigError for sizes that do not go together."""
+    try:
+        return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
+    except (ImportError, ConfigError):
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        what = f"{shape.model_type!r} cannot be made of these sizes ({short(error)})"
+        raise ConfigError(f"model.config: {what}; give the contents of the model's config.json") from None
+
+
+def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the weights, of a model of this config.json if it is given.
+
+    A padding token that the model has no row for is dropped, because padding is never read. Raises CheckpointError where there
+    is no tokenizer, or none with an end-of-text token that the model knows.
+    """
     folder = _require(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **_OWN)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else _WANTED
+        wanted = _CODELESS if "custom code" in str(error) else wanted
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({short(error)}); {wanted}") from None
     if tokenizer.eos_token_id is None:
         raise CheckpointError(f"model.checkpoint: {folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
+    _require_rows(folder, tokenizer, config or {})
     return tokenizer
+
+
+def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> None:
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size")
+    if not isinstance(rows, int):
+        return
+    if tokenizer.eos_token_id >= rows:
+        what = f"its tokenizer's eos_token is number {tokenizer.eos_token_id}, of the model's {rows} tokens"
+        raise CheckpointError(f"model.checkpoint: {folder}: {what}; copy the tokenizer that the model was trained with")
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
+        tokenizer.pad_token = None
+
+
+def positions(model: nn.Module) -> int:
+    """Return how many tokens a model can read; a great many where its config does not say."""
+    shape = getattr(model, "config", None)
+    text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else 2**30
+
+
+def require_positions(model: PreTrainedModel, longest: int) -> None:
+    """Raise ConfigError for texts of more tokens (`model.max_length`) than the model has positions for.
+
+    Rotary positions go on; dynamic ones would keep the frequencies of the longest text that the process has read.
+    """
+    most, turned = positions(model), getattr(model.config.get_text_config(), "rope_parameters", None)
+    if longest <= most:
+        return
+    if not turned:
+        raise ConfigError(f"model.max_length: {longest}: this folder's model has {most} positions; use {most} at most")
+    if "dynamic" in str(turned):
+        what = f"over {most} tokens its dynamic rotary positions follow the texts that were read before"
+        raise ConfigError(f"model.max_length: {longest}: {what}; use {most} at most, or rope_type linear or yarn")
 
 
 def _only_slow(folder: Path) -> bool:
@@ -134,6 +192,7 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             local_files_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **_OWN,
             **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -155,7 +214,8 @@ def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:
         if found[kind]:
             first = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[kind])[0]
             reason = f"another architecture than model.config: {first} is {what}"
-            raise CheckpointError(f"model.checkpoint: {folder}: {reason}; copy the folder's config.json into model.config")
+            remedy = _PLAIN if _OTHERS_HEAD.search(first) else "copy the folder's config.json into model.config"
+            raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")
 
 
 def short(error: Exception) -> str:

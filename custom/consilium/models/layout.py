@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from consilium.errors import ConfigError
 
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
 MOST = 200_000
-"""Modules of a model, at most."""
+"""Modules of a model, at most, and as many parameters."""
 
 
 class _NoNumbers(TorchFunctionMode):
@@ -44,15 +44,26 @@ def layout() -> Iterator[None]:
 
 @contextmanager
 def _counted() -> Iterator[None]:
-    """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError."""
-    made = itertools.count()
+    """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError.
 
-    def one(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if next(made) >= MOST:
-            raise ConfigError(f"model.config: over {MOST:,} modules; use a smaller model")
+    Parameters are counted too: a list's layers are modules of their parent only when all of them are made.
+    """
+    modules, parameters = itertools.count(), itertools.count()
 
-    hook = register_module_module_registration_hook(one)
+    def module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        _require_few(next(modules))
+
+    def parameter(parent: nn.Module, name: str, own: nn.Parameter | None) -> None:
+        _require_few(next(parameters))
+
+    hooks = register_module_module_registration_hook(module), register_module_parameter_registration_hook(parameter)
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _require_few(made: int) -> None:
+    if made >= MOST:
+        raise ConfigError(f"model.config: over {MOST:,} modules or parameters; use a smaller model")

@@ -68,6 +68,25 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     return found
 
 
+def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+    """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
+
+    So it is with experts that are one block of numbers.
+    """
+    if dtype == "fp32":
+        return
+    kept = list(trained)
+    linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
+    aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {n: (p.numel(), id(p) in linear) for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in aside}
+    left = {name: size for name, (size, stored) in sizes.items() if not stored}
+    if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
+        what = (
+            f"{100 * sum(left.values()) // whole} % of what is frozen is in no linear layer ({max(left, key=left.__getitem__)}"
+        )
+        raise ConfigError(f"model.dtype: {dtype!r}: {what} and the like) and would stay float32; use fp32")
+
+
 def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
     try:
         from consilium.models.quantized import quantize

@@ -15,7 +15,7 @@ from consilium.errors import ConfigError
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
-_OUT = {"o_proj", "out_proj", "dense", "c_proj", "wo", "proj"}
+_OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj", "output", "attention_out"}
 """What architectures call the projection of an attention's result."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts: no projections of what flows on."""
@@ -40,7 +40,7 @@ def layers_of(model: nn.Module, tower: str = "") -> Layers:
     """Return the layers of the repeated blocks of a model, or of its `tower`, without embeddings and output layer."""
     found, (prefix, blocks) = Layers([], [], [], []), _blocks(model, tower)
     for name, module in blocks.named_modules(prefix=prefix):
-        own = name.rpartition(".")[2]
+        own = name.removesuffix(".linear").rpartition(".")[2]
         if isinstance(module, nn.Linear) and own not in _ROUTERS:
             within = _ATTENTION.search(name.removeprefix(prefix))
             (found.mlp if not within else found.outputs if own in _OUT else found.inputs).append(name)

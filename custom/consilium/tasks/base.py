@@ -79,7 +79,6 @@ class ShowsUnits(Protocol):
         ...
 
 
-@runtime_checkable
 class GroupsRecords(Protocol):
     """A task that may want other records in one batch than chance."""
 

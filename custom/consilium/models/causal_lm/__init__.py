@@ -38,19 +38,23 @@ class CausalLmConfig(FolderConfig):
         """See ModelConfig. A sliding window is its own mask, which one for several texts replaces."""
         shape = self.config or {"model_type": "llama"}
         window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
-        return shape.get("model_type") in self.apart and (window is None or window >= self.max_length)
+        known = shape.get("model_type") in self.apart and not self.follows_longest
+        return known and (window is None or window >= self.max_length)
 
 
 def _build(config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
     from consilium.models.causal_lm.network import build_causal_lm
+    from consilium.models.folder import require_positions
 
-    return build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
+    model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
+    require_positions(model, config.max_length)
+    return model
 
 
 def _tokenizer(config: CausalLmConfig, checkpoint: Path | None) -> "PreTrainedTokenizerBase":
     from consilium.models.causal_lm.network import load_tokenizer
 
-    return load_tokenizer(config.variant, checkpoint)
+    return load_tokenizer(config.variant, checkpoint, config.config)
 
 
 def _cut(model: Any) -> Cut:

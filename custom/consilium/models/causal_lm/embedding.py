@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from consilium.models.folder import positions
+
 LONGEST = 512
 """Tokens of a text that are read."""
 
@@ -14,9 +16,9 @@ LONGEST = 512
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
     """Return (N, D) float32. A text is read by itself, so that no other's padding has a say."""
-    found = []
+    found, most = [], min(LONGEST, positions(model))
     for text in texts:
-        ids = tokenizer(text or " ", truncation=True, max_length=LONGEST, return_tensors="pt").input_ids
+        ids = tokenizer(text or " ", truncation=True, max_length=most, return_tensors="pt").input_ids
         states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         found.append(states[0].float().mean(0))
     return torch.stack(found).numpy()

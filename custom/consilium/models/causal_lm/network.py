@@ -51,7 +51,11 @@ def use_linear_layers(model: nn.Module) -> None:
     """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
 
     Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
+    Falcon's linear layer is a plain one that writes the product out.
     """
+    for module in model.modules():
+        if type(module).__name__ == "FalconLinear":
+            module.__class__ = nn.Linear
     for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, Conv1D)]:
         parent, _, own = name.rpartition(".")
         layer = nn.Linear(module.nx, module.nf, device="meta")
@@ -70,6 +74,8 @@ def use_own_layers(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer)
 
 
-def load_tokenizer(variant: Variant, checkpoint: Path | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights. Raises CheckpointError where there is none, or it has no end-of-text token."""
-    return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint)
+def load_tokenizer(
+    variant: Variant, checkpoint: Path | None, config: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the weights; see folder.py."""
+    return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)

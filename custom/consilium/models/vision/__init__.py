@@ -28,8 +28,7 @@ class VisionConfig(PictureFolderConfig):
     )
 
     apart: ClassVar[tuple[str, ...]] = (
-        "clip", "clip_vision_model", "siglip", "siglip_vision_model", "siglip2", "dinov2", "dinov2_with_registers",
-        "dinov3_vit", "vit",
+        "clip", "clip_vision_model", "siglip", "siglip2", "dinov2", "dinov2_with_registers", "dinov3_vit", "vit",
     )  # fmt: skip
 
     @field_validator("zero_shot")

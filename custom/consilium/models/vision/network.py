@@ -1,5 +1,6 @@
 """Image classifiers on a vision encoder of `transformers`, under the encoder's own names: plain PEFT loads what is exported."""
 
+import copy
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from consilium.models.vision import VisionConfig
 
 KNOWN = folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
+OURS = ("head", "pooled", "dense", "texts")
+"""What a classifier has beside its encoder, by these names."""
+FIRST = 2
+"""Tokens, at most, that stand before a picture's patches, registers aside: a class, and what a model was distilled from."""
 TEXT_PARTS = ("text_model", "text_projection")
 """What a picture does not need of a model with two towers."""
 
@@ -32,18 +37,17 @@ class Classifier(PreTrainedModel):
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Map RGB images (N, 3, S, S) in 0..255 to class logits (N, C)."""
-        output = self._encoded((images - self.pixel_mean) / self.pixel_std)
-        pooled = output.last_hidden_state[:, 0] if output.pooler_output is None else output.pooler_output
-        patches = self._patches(images.shape[-1])
+        output = self.encoded((images - self.pixel_mean) / self.pixel_std)
+        pooled, patches = output.get("pooler_output"), self.patches(images.shape[-1])
         features = output.last_hidden_state[:, -patches:].mean(1) if self.dense else pooled
         logits = self.head(self.pooled(features))
         if not len(self.texts):
             return logits
         return logits + self.text_scale * F.normalize(pooled, dim=-1) @ self.texts.T
 
-    def _encoded(self, pixels: Tensor) -> Any:
+    def encoded(self, pixels: Tensor) -> Any:
         """Return the encoder's output of normalized pictures (N, 3, S, S)."""
-        encode = self.get_image_features if hasattr(self, "get_image_features") else super().forward
+        encode: Any = self.get_image_features if hasattr(self, "get_image_features") else super().forward
         if self.config.model_type == "siglip2":  # it takes patches, of any grid
             return encode(**_as_patches(pixels, self.config.vision_config.patch_size))
         own = sees(self.config)
@@ -53,9 +57,10 @@ class Classifier(PreTrainedModel):
     @property
     def interpolates(self) -> bool:
         """Whether the encoder must be told that pictures are of another size than its own."""
-        return self.config.model_type in ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "vit")
+        return self.config.model_type in ("clip", "clip_vision_model", "siglip", "vit")
 
-    def _patches(self, side: int) -> int:
+    def patches(self, side: int) -> int:
+        """Return how many patches a picture of `side` pixels has."""
         return (side // sees(self.config).patch_size) ** 2
 
 
@@ -90,6 +95,9 @@ def build_vision(
     """
     model: Any = folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     folder.require_no_running_means(model, model.config.model_type)
+    if taken := next((name for name in OURS if hasattr(model, name)), None):
+        what = f"model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand"
+        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
     if weights:
         folder.require_pixels(checkpoint, *config.pixels)
     own = _sizes(model, config.image_size)
@@ -103,6 +111,8 @@ def build_vision(
         nn.init.zeros_(tensor)
     _remember(model, config, texts)
     model.__class__ = type(f"Classifying{type(model).__name__}", (Classifier, type(model)), {})
+    if not weights and model.config.model_type not in config.apart:
+        _rehearse(copy.deepcopy(model).to("meta"), config, width)
     if use_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.eval()
@@ -125,6 +135,27 @@ def _pooled_width(model: Any, own: Any) -> int:
     """Return the features that the encoder pools itself: of two towers projected into the space they share."""
     projection = getattr(model, "visual_projection", None)
     return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
+
+
+def _rehearse(model: Classifier, config: "VisionConfig", width: int) -> None:
+    """Raise ConfigError where an encoder that is not known lacks the features that the job asks for: one step shows it."""
+    kind, side = f"model_type {model.config.model_type!r}", config.image_size
+    try:
+        output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))
+    except Exception as error:  # whatever a model of another sort makes of pictures
+        what = f"{kind} does not take pictures of {side} pixels ({folder.short(error)})"
+        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
+    tokens, pooled = output.last_hidden_state, output.get("pooler_output")
+    first = tokens.shape[1] - model.patches(side)
+    found = {
+        "pooled": pooled is not None and pooled.shape == (2, width),
+        "dense": tokens.ndim == 3
+        and len(tokens) == 2
+        and 0 <= first <= FIRST + getattr(sees(model.config), "num_register_tokens", 0),
+    }
+    if not found[config.features]:
+        other = next((f"use {name}" for name, has in found.items() if has), f"known are {KNOWN.examples}")
+        raise ConfigError(f"model.features: {config.features!r}: {kind} has no such features of each picture; {other}")
 
 
 def _remember(model: Any, config: "VisionConfig", texts: tuple[Tensor, Tensor]) -> None:

@@ -34,15 +34,18 @@ class VisionLanguageConfig(PictureFolderConfig):
 def _build(
     config: VisionLanguageConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
 ) -> "nn.Module":
+    from consilium.models.folder import require_positions
     from consilium.models.vision_language.network import build_vision_language
 
-    return build_vision_language(config, checkpoint, weights, use_checkpointing)
+    model = build_vision_language(config, checkpoint, weights, use_checkpointing)
+    require_positions(model, config.max_length)
+    return model
 
 
 def _tokenizer(config: VisionLanguageConfig, checkpoint: Path | None) -> "PreTrainedTokenizerBase":
     from consilium.models.folder import load_tokenizer
 
-    return load_tokenizer(checkpoint)
+    return load_tokenizer(checkpoint, config.config)
 
 
 def _cut(model: Any) -> Cut:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.errors import ConfigError, DataError
+from consilium.models.folder import positions
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, settled
@@ -125,10 +126,10 @@ class LanguageTask:
 
     def _left(self, model: nn.Module) -> int:
         """Return how many positions a model has for a prompt."""
-        left = _positions(model) - self.config.max_new_tokens
+        left = positions(model) - self.config.max_new_tokens
         if left < LEAST:
-            what = f"{self.config.max_new_tokens}: of the model's {_positions(model)} positions {max(left, 0)} are left"
-            raise ConfigError(f"task.max_new_tokens: {what} for a prompt; use {max(_positions(model) - LEAST, 1)} or less")
+            what = f"{self.config.max_new_tokens}: of the model's {positions(model)} positions {max(left, 0)} are left"
+            raise ConfigError(f"task.max_new_tokens: {what} for a prompt; use {max(positions(model) - LEAST, 1)} or less")
         return left
 
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
@@ -260,9 +261,3 @@ def _parts(rows: range, size: int) -> Iterator[range]:
 
 def _share(hits: list[bool]) -> float:
     return sum(hits) / len(hits)
-
-
-def _positions(model: nn.Module) -> int:
-    """Return how many tokens a model can read; a great many where its config does not say."""
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) else 2**30
