@@ -174,20 +174,54 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
     ask(guard := make(job), job)
     guard.refuse(Reason.TRAINING)
     assert [row.count for row in guard.ledger.entries()] == [1]
-    with pytest.raises(RefusedError, match="has failed here before, and that answer stays"):
-        ask(make(job), job)
-    (word,) = tmp_path.rglob("refused/*.json")
-    word.unlink()
+    for words in (1, 2):
+        with pytest.raises(RefusedError, match="has failed here before, and that answer stays"):
+            ask(make(job), job)
+        (word,) = tmp_path.rglob("refused/*.json")
+        word.unlink()
+        if words == 1:
+            ask(again := make(job), job)
+            again.refuse(Reason.TRAINING)
     train(make(job), "r", broadcast(job), result(job))
     rows = guard.ledger.entries()
-    assert [(row.count, bool(row.digest)) for row in rows] == [(1, False), (1, True)]
+    assert [(row.count, row.digest == "word") for row in rows] == [(1, True), (1, True), (1, False)]
     (record,) = tmp_path.rglob(audit.FILE)
     told = [m["privacy"]["epsilon"] for m in audit.read(record)["messages"] if "privacy" in m]
-    assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2)])  # the page counts the word too
+    assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2, 3)])  # the page counts words too
     (released,) = tmp_path.rglob("released.safetensors")
     released.unlink()
     with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
         train(make(job), "r", broadcast(job), result(job))
+
+
+def test_in_steps_what_is_trained_after_a_word_costs_again(make: Make, tmp_path: Path) -> None:
+    """Fresh coins and fresh noise on the same data are another release, also where the first training ended in a word."""
+    job = private_job("fedit", {"unit": "record", "epsilon": 8, "clip": 1.0})
+    ask(guard := make(job), job)
+    ask(make(job), job)  # a site that crashed in training and left nothing pays once
+    guard = make(job)
+    ask(guard, job)
+    guard.refuse(Reason.TRAINING)
+    assert sum(row.count > 0 for row in guard.ledger.entries()) == 1
+    for word in tmp_path.rglob("refused/*.json"):
+        word.unlink()
+    train(make(job), "r", broadcast(job), result(job))
+    train(make(job), "r", broadcast(job), result(job))  # the same bytes again
+    rows = guard.ledger.entries()
+    assert sum(row.count > 0 for row in rows) == 2
+    (record,) = tmp_path.rglob(audit.FILE)
+    told = [m["privacy"]["epsilon"] for m in audit.read(record)["messages"] if "privacy" in m]
+    assert told[-1] == pytest.approx(epsilon_for("record", rows, 1e-5))
+
+
+def test_a_word_of_a_former_version_is_a_word(make: Make) -> None:
+    """Its row at site level has no digest and the run's plain name: what is tried after it costs, and is sent."""
+    job = private_job()
+    guard = make(job)
+    task = ask(guard, job)
+    guard.ledger.spend(guard._entry(task.run, 0, 0), {})
+    train(make(job), "r", broadcast(job), result(job))
+    assert [row.count for row in guard.ledger.entries()] == [1, 1]
 
 
 def test_a_budget_for_a_job_s_releases_holds_with_a_word_among_them_and_without_room_for_another_try(

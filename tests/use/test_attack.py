@@ -176,6 +176,13 @@ def test_patients_are_units_and_must_be_on_one_side() -> None:
     assert [len(unit) for unit in drawn.units] == [2] * 20
 
 
+def test_shadows_of_generated_pictures_of_other_seeds_are_refused(tmp_path: Path) -> None:
+    """training-045.png of two seeds are two pictures of one name."""
+    opened = [cast(TrainedModel, SimpleNamespace(config=small_cells("fedit", seed=seed), own=SiteConfig())) for seed in (0, 1)]
+    with pytest.raises(DataError, match="--shadow: generated pictures follow training.seed"):
+        attack(opened[0], SiteConfig(), "site-1", opened[1:], tmp_path)
+
+
 def test_a_private_run_s_list_is_read_as_the_run_read_it(tmp_path: Path) -> None:
     """A mask's values of no class are background in a private job; without, they are an error."""
     mask = np.zeros((64, 64), np.uint8)

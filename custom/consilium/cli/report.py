@@ -106,7 +106,7 @@ def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
         labels = {axis: value for axis, value in (record.labels or {}).items() if axis != "seed"}
         try:
             run = read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels)
-            found.append(replace(run, data=(record.folder, record.data)))
+            found.append(run if record.folder is None else replace(run, data=(record.folder, record.data)))
         except ConfigError as error:
             if (cell / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)

@@ -166,7 +166,7 @@ class Coordinator:
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
             shapes = upload_shapes(self.job.strategy, self._payload())
-            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.trainers))
+            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
             self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:

@@ -121,14 +121,14 @@ def verified(path: Path) -> Line:
 
 def read(path: Path) -> Line:
     """Return what `verified` does, with epsilon after each message that cost any."""
-    found, spent = verified(path), dict[tuple[int, int, bool], GaussianEvent]()
-    total = Counter[GaussianEvent]()
+    found, spent = verified(path), dict[tuple[int, int, int], GaussianEvent]()
+    total, words = Counter[GaussianEvent](), Counter[tuple[int, int]]()
     for line in found["messages"]:
         if private := line.get("privacy"):
-            word = (
-                line.get("kind") == "refusal" and private.get("unit") == "site"
-            )  # has a row of its own; DP-SGD's is the steps'
-            place, spend = (line["round"], line["phase"], word), GaussianEvent(**private["spend"])
+            round, phase = line["round"], line["phase"]
+            words[round, phase] += line.get("kind") == "refusal"  # each was another try
+            number = -words[round, phase] if line.get("kind") == "refusal" else 0
+            place, spend = (round, phase, number), GaussianEvent(**private["spend"])
             if (old := spent.get(place)) is not None:
                 total[replace(old, count=1)] -= old.count
             spent[place] = spend

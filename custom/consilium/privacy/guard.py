@@ -5,7 +5,7 @@ values, clips, adds noise, keeps what it releases, writes the ledger, and only t
 bytes again and spends nothing. On any doubt nothing is sent.
 """
 
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,9 @@ class Guard(Masking):
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
-            planned = [self._entry(run, *place) for place in places if not words.ended(self.folder / run, place)]
-            self.ledger.check(planned, self.policy.budgets)
+            rows = self.ledger.entries(self.dataset)
+            left = [place for place in places if not words.ended(self.folder / run, place)]
+            self.ledger.check([self._entry(run, *place, rows) for place in left], self.policy.budgets)
         self._admitted = run
 
     def _charge(self, task: Task) -> None:
@@ -212,8 +213,8 @@ class Guard(Masking):
         return Payload(*task.place, {}, ledger=self.ledger.seal())
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
-        if not self._in_steps:  # else it was charged when the task came
-            self.ledger.spend(self._entry(task.run + words.ROW, *task.place), self.policy.budgets)
+        entry = replace(self._entry(task.run, *task.place), digest=words.ROW)
+        self.ledger.spend(replace(entry, count=0) if self._in_steps else entry, self.policy.budgets)  # in steps: paid before
         words.keep(self.folder / task.run, task.place, reason)
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
@@ -264,11 +265,12 @@ class Guard(Masking):
         """Whether training itself is private (DP-SGD), and so charged before it is done."""
         return self.plan is not None and self.plan.config.unit != "site"
 
-    def _entry(self, run: str, round: int, phase: int) -> Entry:
-        """Return the ledger's row of a release."""
+    def _entry(self, run: str, round: int, phase: int, rows: Sequence[Entry] | None = None) -> Entry:
+        """Return the ledger's row of what is tried now, by its `rows`."""
         if self.plan is None:
             raise RefusedError(f"{self.name}: a row for a job without privacy; nothing was sent")
         privacy, spend = self.plan.config, self.plan.event
+        run = words.attempt(self.ledger.entries(self.dataset) if rows is None else rows, run, (round, phase))
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
             job=self.config.title, run=run, round=round, phase=phase,

@@ -192,7 +192,7 @@ def _check_terms(known: Entry, entry: Entry) -> None:
             f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
             Reason.LEDGER,
         )
-    if entry.digest and known.digest != entry.digest:  # without one at site level: a word's row of a former version
+    if known.digest and entry.digest and known.digest != entry.digest:
         raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
 
 

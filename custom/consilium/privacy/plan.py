@@ -128,7 +128,8 @@ class Plan:
         if ratio > 1:
             remedy = f"({dimensions:,} numbers, {sites} sites): lower the rank, narrow the targets, add sites, or spend more"
             found.append(f"the mean update will hold at least {ratio:.3g} times as much noise as signal {remedy}")
-        if self.config.trust == "distributed" and self.shares < (could := default_threshold(sites) - self.colluders):
+        could = default_threshold(sites) - self.colluders
+        if self.config.trust == "distributed" and self.shares < could and sites - self.colluders < 2 * could:
             least = f"`secure_aggregation.threshold: {default_threshold(sites)}` makes them {could}, and a site's noise"
             found.append(f"noise counts on {self.shares} honest shares; {least} {math.sqrt(self.shares / could):.2f} of it")
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:

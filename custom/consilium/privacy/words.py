@@ -4,13 +4,17 @@ Otherwise a server could ask the same round again and again, each time with othe
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from consilium.errors import Reason, RefusedError
+from consilium.privacy.composition import Entry
 from consilium.storage import write_atomic
 
-ROW = ".word"
-"""Ends the name of the run in a word's row of the ledger: a release, should the administrator let one be tried, has its own."""
+ROWS = ".after-word-"
+"""Stands in the ledger between a run's name and how many words its round and phase had before."""
+ROW = "word"
+"""Digest of a row of the ledger for a word; of a former version it has none, at site level."""
 TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
 """Words that a site's data may decide together with what the server sent."""
 
@@ -25,6 +29,13 @@ def check(run: Path, place: tuple[int, int]) -> None:
     if (path := _file(run, place)).is_file():
         what = f"round {place[0]} phase {place[1]} has failed here before, and that answer stays ({path}); nothing was sent"
         raise RefusedError(what, Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
+
+
+def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
+    """Return the run's name in the ledger for what is tried at a place now: behind a word that left, another."""
+    here = [row for row in rows if (row.round, row.phase) == place and row.run.partition(ROWS)[0] == run]
+    said = sum(row.digest == ROW or (row.unit == "site" and row.count > 0 and not row.digest) for row in here)
+    return f"{run}{ROWS}{said}" if said else run
 
 
 def ended(run: Path, place: tuple[int, int]) -> bool:

@@ -32,7 +32,8 @@ State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 class Record:
     """How far a cell is.
 
-    `data`: see Planned; `folder`: of its data, in `--data`; `place`: see Cell; `seconds`: what it took, without parts that were
+    `data`: see Planned; `folder`: of its data, in `--data`, None in records of former
+    versions; `place`: see Cell; `seconds`: what it took, without parts that were
     interrupted.
     """
 
@@ -43,7 +44,7 @@ class Record:
     labels: Mapping[str, str] | None = None
     overrides: tuple[str, ...] = ()
     place: int = 0
-    folder: str = ""
+    folder: str | None = None
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""

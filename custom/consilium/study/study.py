@@ -173,11 +173,12 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
     """Raise ConfigError for a published number of a score that its cells do not have: it would stand beside nothing."""
     for row in study.published:
         labels = {axis: str(value) for axis, value in row.items() if axis in study.config.axes}
-        cell = next((one for one in cells if labels.items() <= one.labels.items()), None)
+        found = [one.metrics for one in cells if labels.items() <= one.labels.items()]
+        known = frozenset[str]().union(*found)
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
-        if cell and (wrong := sorted(names - cell.metrics - DIAGNOSED)):
+        if found and (wrong := sorted(names - known - DIAGNOSED)):
             what = f"{study.path}: published: {named(labels)}: {wrong[0]!r} is no score of these cells"
-            raise ConfigError(f"{what}; they have {', '.join(sorted(cell.metrics))}{nearest(wrong[0], cell.metrics)}")
+            raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
 
 
 def chosen(labels: Mapping[str, str], when: Choice) -> bool:

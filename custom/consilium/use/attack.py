@@ -87,6 +87,7 @@ def attack(
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
+    _check_one_list([opened, *shadows], own, name)
     whole = list_of(opened, name, own, folder)
     seen = [_trained_on(one, own, name, folder) for one in shadows]
     whole = _drawn_by_coins(whole, seen) if shadows else whole
@@ -101,6 +102,13 @@ def attack(
     each = 1 - (1 - confidence) / len(scores)
     found = [judged(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
     return [replace(one, confidence=confidence) for one in found]
+
+
+def _check_one_list(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
+    """Raise DataError for phantoms of several seeds: under the same names they are other pictures."""
+    drawn = site.dataset(models[0].config.data.dataset, name)[1] is None
+    if drawn and len({one.config.training.seed for one in models}) > 1:
+        raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
 
 
 def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
