@@ -179,7 +179,7 @@ def test_patients_are_units_and_must_be_on_one_side() -> None:
 def test_shadows_of_generated_pictures_of_other_seeds_are_refused(tmp_path: Path) -> None:
     """training-045.png of two seeds are two pictures of one name."""
     opened = [cast(TrainedModel, SimpleNamespace(config=small_cells("fedit", seed=seed), own=SiteConfig())) for seed in (0, 1)]
-    with pytest.raises(DataError, match="--shadow: generated pictures follow training.seed"):
+    with pytest.raises(DataError, match=r"--shadow: generated pictures follow training\.seed"):
         attack(opened[0], SiteConfig(), "site-1", opened[1:], tmp_path)
 
 
