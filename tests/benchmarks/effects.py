@@ -111,6 +111,15 @@ def _fedhera() -> list[Effect]:
     return [*found, spectrum]
 
 
+def _real_text() -> list[Effect]:
+    peers = ("local only", "FedHomoLoRA", "HetLoRA", "FLoRA", "FlexLoRA", "FedHL", "FedHeLLo")
+    found = []
+    for data in ("e2e", "medquad", "gsm8k"):
+        for other in peers:
+            found.append(_pair(f"{data}: {other} minus FedHera, loss", LOSS, "method", other, "FedHera", {"data": data}))
+    return found
+
+
 def _noise() -> list[Effect]:
     sides: dict[str, Side] = {"8": "over 0", "1000": "0"}
     return [
@@ -207,6 +216,7 @@ EFFECTS = {
     "claim_deer_noise": _noise(),
     "claim_fedsca": _fedsca(),
     "claim_fedhera": _fedhera(),
+    "real_text": _real_text(),
     "quickstart_cells": _cells(),
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
