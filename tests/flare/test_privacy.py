@@ -60,7 +60,12 @@ def test_private_rounds_through_flare(flare: Runner, hospitals: Path, tmp_path: 
         rows = Ledger(workspace / "sites" / name / "ledger.sqlite").entries()
         assert [(row.round, row.phase) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]  # two pairs, each release once
     refusals = Ledger(workspace / "sites" / "site-3" / "ledger.sqlite").entries()
-    assert [(row.round, row.phase, row.digest) for row in refusals] == [(0, 0, ""), (0, 1, ""), (1, 0, ""), (1, 1, "")]  # words
+    assert [(row.round, row.phase, row.digest) for row in refusals] == [
+        (0, 0, "word"),
+        (0, 1, "word"),
+        (1, 0, "word"),
+        (1, 1, "word"),
+    ]
     assert Ledger(workspace / "sites" / "site-4" / "ledger.sqlite").entries() == []
     _check_what_left(workspace)
 

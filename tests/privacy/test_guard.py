@@ -196,7 +196,7 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
 
 def test_in_steps_what_is_trained_after_a_word_costs_again(make: Make, tmp_path: Path) -> None:
     """Fresh coins and fresh noise on the same data are another release, also where the first training ended in a word."""
-    job = private_job("fedit", {"unit": "record", "epsilon": 8, "clip": 1.0})
+    job = private_job("fedit", {"unit": "record", "noise_multiplier": 2.0, "clip": 1.0})
     ask(guard := make(job), job)
     ask(make(job), job)  # a site that crashed in training and left nothing pays once
     guard = make(job)
