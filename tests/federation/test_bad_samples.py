@@ -216,6 +216,7 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
     return stages, tensors(folder / "run"), ended.log._results["a"]
 
 
+@pytest.mark.slow
 def test_validation_every_so_many_rounds_changes_nothing_but_scores(tmp_path: Path) -> None:
     both = {"global", "personalized"}
     stages, expected, closing = scored(tmp_path / "all")

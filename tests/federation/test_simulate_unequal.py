@@ -59,7 +59,8 @@ def run_twice(job: Job, sites: dict[str, SiteConfig], workspace: Path, round: in
     return whole
 
 
-@pytest.mark.parametrize("strategy", ["fedhera", pytest.param("hetlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedhera", "hetlora"])
 def test_a_resumed_run_of_sampled_sites_equals_an_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
     """Sites held out of a round are some of those that did not train."""
     whole = run_twice(unequal_job(strategy), some_sites(12), tmp_path, 2)

@@ -42,7 +42,7 @@ def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:
 @pytest.mark.parametrize(
     ("privacy", "flare"),
     [
-        (PRIVACY, "one-process"),
+        pytest.param(PRIVACY, "one-process", marks=SLOW),
         pytest.param(None, "one-process", marks=SLOW),
         pytest.param(PRIVACY, "simulator", marks=LONG),
         pytest.param(None, "simulator", marks=LONG),
