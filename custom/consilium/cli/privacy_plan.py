@@ -157,11 +157,12 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
 
     Raises ConfigError for a threshold that no site would accept.
     """
-    from consilium.privacy.secagg.terms import default_threshold
+    from consilium.privacy.secagg.terms import Terms, default_threshold
 
     counted = threshold or default_threshold(sites)
-    if sites + colluders < 2 * counted <= 2 * sites and counted - colluders >= 2:
-        return counted - colluders
+    terms = Terms(sites, counted, counted, colluders)
+    if not terms.problem:
+        return terms.honest
     if not threshold:
         return None
     least = max((sites + colluders) // 2 + 1, colluders + 2)

@@ -100,7 +100,7 @@ def draw(run: Path, folder: Path) -> None:
     """Draw what a site's run has noted as noise.png and drift.png into its folder."""
     if not any((run / noted).is_file() for noted in (noise.FILE, DRIFT)):
         return
-    from consilium.report.figures import plot_curves, plot_drift  # here: matplotlib is 50 MB at every site of a simulation
+    from consilium.report.figures import plot_curves, plot_drift  # here: matplotlib is 40 MB at every site of a simulation
 
     if (run / noise.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}

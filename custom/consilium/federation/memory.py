@@ -94,7 +94,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 def lower(config: JobConfig, gpu: bool) -> bool:
     """Tell whether a step computes in bf16: see training/device.py; steps of DP-SGD never do."""
-    return config.dpsgd is None and config.training.precision in ("bf16", "auto" if gpu else "bf16")
+    return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
 
 
 def _kept(config: JobConfig, own: int) -> int:

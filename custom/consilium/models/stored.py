@@ -81,10 +81,9 @@ def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> N
     sizes = {n: (p.numel(), id(p) in linear) for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in aside}
     left = {name: size for name, (size, stored) in sizes.items() if not stored}
     if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
-        what = (
-            f"{100 * sum(left.values()) // whole} % of what is frozen is in no linear layer ({max(left, key=left.__getitem__)}"
-        )
-        raise ConfigError(f"model.dtype: {dtype!r}: {what} and the like) and would stay float32; use fp32")
+        share, largest = 100 * sum(left.values()) // whole, max(left, key=left.__getitem__)
+        what = f"{share} % of what is frozen is in no linear layer ({largest} and the like)"
+        raise ConfigError(f"model.dtype: {dtype!r}: {what} and would stay float32; use fp32")
 
 
 def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:

@@ -5,7 +5,7 @@ values, clips, adds noise, keeps what it releases, writes the ledger, and only t
 bytes again and spends nothing. On any doubt nothing is sent.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Guard(Masking):
         self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
+        self._attempt = ""  # the run's name in the ledger, for the task that is asked
         self._records: dict[Path, audit.Record] = {}
         self._terms: Terms | None = None
 
@@ -101,6 +102,7 @@ class Guard(Masking):
         if kind is Kind.TRAIN:
             if self.plan is not None:
                 words.check(self.folder / task.run, task.place)
+                self._attempt = words.attempt(self.ledger.entries(self.dataset), task.run, task.place)
             self._open_masks(task)
             self._charge(task)
         self._end_masks(task)
@@ -118,16 +120,17 @@ class Guard(Masking):
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
-            rows = self.ledger.entries(self.dataset)
+            rows = [row for row in self.ledger.entries(self.dataset) if row.run.startswith(run)]
             left = [place for place in places if not words.ended(self.folder / run, place)]
-            self.ledger.check([self._entry(run, *place, rows) for place in left], self.policy.budgets)
+            planned = [self._entry(words.attempt(rows, run, place), *place) for place in left]
+            self.ledger.check(planned, self.policy.budgets)
         self._admitted = run
 
     def _charge(self, task: Task) -> None:
         if self._in_steps:
-            self.ledger.spend(self._entry(task.run, *task.place), self.policy.budgets)
+            self.ledger.spend(self._entry(self._attempt, *task.place), self.policy.budgets)
         elif self.plan:
-            self.ledger.check([self._entry(task.run, *task.place)], self.policy.budgets)
+            self.ledger.check([self._entry(self._attempt, *task.place)], self.policy.budgets)
 
     # what leaves -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +216,7 @@ class Guard(Masking):
         return Payload(*task.place, {}, ledger=self.ledger.seal())
 
     def _keep_word(self, task: Task, reason: Reason) -> None:
-        entry = replace(self._entry(task.run, *task.place), digest=words.ROW)
+        entry = replace(self._entry(self._attempt, *task.place), digest=words.ROW)
         self.ledger.spend(replace(entry, count=0) if self._in_steps else entry, self.policy.budgets)  # in steps: paid before
         words.keep(self.folder / task.run, task.place, reason)
 
@@ -224,7 +227,7 @@ class Guard(Masking):
             stored, spends = self._prepare(plan, task, result, stored)
             kept.keep(self.folder / task.run, stored, spends)
         if spends:
-            entry = replace(self._entry(task.run, *task.place), digest=digest(stored.tensors))
+            entry = replace(self._entry(self._attempt, *task.place), digest=digest(stored.tensors))
             entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
             self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
@@ -238,7 +241,7 @@ class Guard(Masking):
             raise RefusedError(
                 f"{self.name}: round {result.round} phase {result.phase} is stale; nothing was sent", Reason.TASK
             )
-        if self.ledger.released(self._entry(task.run, *task.place)):
+        if self.ledger.released(self._entry(self._attempt, *task.place)):
             lost = f"round {result.round} was released but its bytes are lost; nothing was sent"
             raise RefusedError(f"{self.name}: {lost}", Reason.LEDGER)
         checked = self._checked(result)
@@ -265,12 +268,11 @@ class Guard(Masking):
         """Whether training itself is private (DP-SGD), and so charged before it is done."""
         return self.plan is not None and self.plan.config.unit != "site"
 
-    def _entry(self, run: str, round: int, phase: int, rows: Sequence[Entry] | None = None) -> Entry:
-        """Return the ledger's row of what is tried now, by its `rows`."""
+    def _entry(self, run: str, round: int, phase: int) -> Entry:
+        """Return the ledger's row of a release."""
         if self.plan is None:
             raise RefusedError(f"{self.name}: a row for a job without privacy; nothing was sent")
         privacy, spend = self.plan.config, self.plan.event
-        run = words.attempt(self.ledger.entries(self.dataset) if rows is None else rows, run, (round, phase))
         return Entry(
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
             job=self.config.title, run=run, round=round, phase=phase,

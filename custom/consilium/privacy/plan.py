@@ -2,8 +2,8 @@
 
 Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Asking
 some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
-learns, and a federation shows who took part, in its logs and by who is busy. Record and patient level: the rounds' DP-SGD
-steps on Poisson batches, which stay inside the site; with trust distributed a step a round over all sites, see shares.py.
+learns, and logs show who took part. Record and patient level: the rounds' DP-SGD steps on Poisson batches, which stay inside
+the site; with trust distributed a step a round over all sites, see shares.py.
 """
 
 import math
@@ -25,7 +25,7 @@ from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise
 from consilium.privacy.calibration import paper_sigma, printed
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.secagg.terms import default_threshold
+from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.privacy.shares import honest_shares, share_deviation, slack
 from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
@@ -123,19 +123,18 @@ class Plan:
 
     def warnings(self, dimensions: int, sites: int) -> list[str]:
         """Return what a user must know before training: a drowned signal, no noise at all."""
-        found = []
+        found = [] if self.noise_multiplier else ["noise_multiplier 0 clips and protects nothing"]
         ratio = noise_to_signal(self, dimensions, sites) if self.config.unit == "site" else 0.0
         if ratio > 1:
             remedy = f"({dimensions:,} numbers, {sites} sites): lower the rank, narrow the targets, add sites, or spend more"
             found.append(f"the mean update will hold at least {ratio:.3g} times as much noise as signal {remedy}")
-        could = default_threshold(sites) - self.colluders
-        if self.config.trust == "distributed" and self.shares < could and sites - self.colluders < 2 * could:
-            least = f"`secure_aggregation.threshold: {default_threshold(sites)}` makes them {could}, and a site's noise"
-            found.append(f"noise counts on {self.shares} honest shares; {least} {math.sqrt(self.shares / could):.2f} of it")
+        could = Terms(sites, default_threshold(sites), default_threshold(sites), self.colluders)
+        if self.config.trust == "distributed" and self.shares < could.honest and not could.problem:
+            least = f"`secure_aggregation.threshold: {could.threshold}` makes them {could.honest}, and a site's noise"
+            smaller = math.sqrt(self.shares / could.honest)
+            found.append(f"noise counts on {self.shares} honest shares; {least} {smaller:.2f} of it")
         if isinstance(self.config, SiteLevelDpConfig) and self.by_tensor:
             found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
-        if self.noise_multiplier == 0:
-            found.append("noise_multiplier 0 clips and protects nothing")
         return found
 
     def summary(self) -> dict[str, Any]:

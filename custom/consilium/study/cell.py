@@ -32,9 +32,8 @@ State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 class Record:
     """How far a cell is.
 
-    `data`: see Planned; `folder`: of its data, in `--data`, None in records of former
-    versions; `place`: see Cell; `seconds`: what it took, without parts that were
-    interrupted.
+    `data`: see Planned; `folder`: of its data, in `--data`, None in records of former versions; `place`: see Cell;
+    `seconds`: what it took, without parts that were interrupted.
     """
 
     state: State = "waiting"

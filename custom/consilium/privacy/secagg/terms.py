@@ -43,6 +43,17 @@ class Terms:
         """How many sites in every sum are neither the server's nor each other's: what a share of noise may count on."""
         return self.least - self.colluders
 
+    @property
+    def problem(self) -> str:
+        """Why sums on these terms would protect nobody, or never come; "" where they hold."""
+        if 2 * self.threshold <= self.asked + self.colluders:
+            return "two sums could both be opened; raise secure_aggregation.threshold"
+        if self.threshold - self.colluders < 2:
+            return "a sum could show one site; ask more sites, or count on fewer colluders"
+        if self.least > self.asked:
+            return f"needs {self.least} sites (threshold, federation.min_sites); wait for more"
+        return ""
+
 
 def default_threshold(asked: int) -> int:
     """Return how many of so many sites must stay to the end of a phase, where the job does not say: two thirds and one."""
@@ -56,13 +67,9 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
         raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
     threshold = section.threshold or default_threshold(asked)
     found = Terms(asked, threshold, max(threshold, config.federation.min_sites), section.colluders)
-    among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
-    if 2 * threshold <= asked + found.colluders:
-        raise RefusedError(f"{among}: two sums could both be opened; raise secure_aggregation.threshold", Reason.TASK)
-    if threshold - found.colluders < 2:
-        raise RefusedError(f"{among}: a sum could show one site; ask more sites, or count on fewer colluders", Reason.TASK)
-    if found.least > asked:
-        raise RefusedError(f"{among}: needs {found.least} sites (threshold, federation.min_sites); wait for more", Reason.TASK)
+    if found.problem:
+        among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
+        raise RefusedError(f"{among}: {found.problem}", Reason.TASK)
     return found
 
 

@@ -198,8 +198,10 @@ class SegmentationTask:
 
     def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
         """Return a sample with the classes (C,) that its site annotated, where it lacks one."""
-        known = self._known(self.data.splits[split][index])
-        return sample if known.all() else sample | {"annotated": known.float()}
+        item = self.data.splits[split][index]
+        if item.annotated is None or (known := self._known(item)).all():
+            return sample
+        return sample | {"annotated": known.float()}
 
     def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
         moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
