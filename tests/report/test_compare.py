@@ -27,6 +27,7 @@ from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheets import score_sheet, sheets
+from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions
 from consilium.strategies.strategy import Role
@@ -605,6 +606,28 @@ def test_sites_that_only_test_are_in_no_mean_rank_or_test(tmp_path: Path) -> Non
     sheet = score_sheet(table, table_of(table.group, Stage.PRETRAINED, "accuracy"))
     assert "test only, in no mean, rank or test: s" in sheet.notes
     assert {"0.900", "0.100"} <= {cell for row in sheet.rows for cell in row}
+
+
+def test_of_many_sites_the_worst_the_middle_and_the_best_have_a_column(tmp_path: Path) -> None:
+    """21 sites with 0 to 20 hundredths, and with 40 to 60: worst .0 and .4, middle .1 and .5, best .2 and .6."""
+    one = [[(i + shift) / 100 for i in range(21)] for shift in (0, 40)]
+    other = [[0.3] * 21, [0.3] * 21]
+    table = accuracy(*made(tmp_path, {"fedit": one, "ffa_lora": other}))
+    sheet = score_sheet(table, table_of(table.group, Stage.PRETRAINED, "accuracy"))
+    first = {column.heading: cell for column, cell in zip(sheet.columns, sheet.rows[1], strict=True)}
+    assert [c.heading for c in sheet.columns][2:6] == ["worst site", "median site", "best site", "mean"]
+    assert [first[name].split()[0] for name in ("worst site", "median site", "best site")] == ["0.200", "0.300", "0.400"]
+    assert {sheet.columns[c].heading for r, c in sheet.best if r == 2} >= {"worst site"}
+    assert any("too many sites" in note for note in sheet.notes)
+    assert len(formats.records([table.group])) >= 2 * 2 * 21
+
+
+def test_where_less_is_better_the_worst_site_has_the_most(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {f"s{i}": 0.5 for i in range(21)})
+    for i in range(21):
+        change(folder, f"s{i}", test__global__loss=1.0 + i)
+    table = table_of(group_of(folder), Stage.GLOBAL, "loss")
+    assert [scores_under(table, table.methods[0], heading) for heading in site_columns(table)] == [[21.0], [11.0], [1.0]]
 
 
 def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_path: Path) -> None:

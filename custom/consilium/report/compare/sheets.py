@@ -11,6 +11,7 @@ from consilium.report.compare.paired import FEWEST, Comparison, comparisons
 from consilium.report.compare.published import Published, published_for, published_sheet
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import Column, Sheet, titled
+from consilium.report.compare.site_columns import column_notes, scores_under, site_columns
 from consilium.report.compare.table import (
     FEWEST_SEEDS,
     Interval,
@@ -33,6 +34,8 @@ MEANS = {
     Stage.GLOBAL: "global: what the server sends in the end, with what a site keeps of its own",
     Stage.PERSONALIZED: "personalized: each site's model as its last training left it",
 }
+AT_SITES = 3
+"""The rank of columns of single sites: a narrow terminal does without them first."""
 MARK = "*"
 """Stands behind a mean from which seeds are missing."""
 
@@ -75,7 +78,7 @@ def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] 
     group, (placed, blocks) = table.group, ranks(table)
     against = {method: published_for(published, group, method, table.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
-    columns = _score_columns(table.sites, printed)
+    columns = _score_columns(site_columns(table), printed)
     rows = [_score_row(pretrained, m, name, {}, None, columns) for m, name in _frozen(pretrained).items()]
     rows += [_score_row(table, m, m, placed, against[m], columns) for m in group.methods]
     title = titled(group, f"{heading_of(group, table.metric)}, {table.stage} model, {group.first.split} split")
@@ -97,7 +100,7 @@ def _frozen(table: Table) -> dict[str, str]:
 
 
 def _score_columns(sites: Sequence[str], printed: bool) -> list[Column]:
-    found = [Column("method", right=False), Column("seeds", 1), *(Column(site, 3) for site in sites)]
+    found = [Column("method", right=False), Column("seeds", 1), *(Column(site, AT_SITES) for site in sites)]
     found += [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
     return found + ([Column("published", 0), Column("difference", 0)] if printed else [])
 
@@ -110,7 +113,7 @@ def _score_row(
     row = [
         name,
         f"{len(whole)}/{len(table.group.expected(method))}",
-        *(plus_minus(table.at(method, site)) for site in table.sites),
+        *(plus_minus(scores_under(table, method, column.heading)) for column in columns if column.rank == AT_SITES),
     ]
     row += [plus_minus(means) + mark, _between(interval(means)), _between(patients_interval(table, method) if means else None)]
     by_n = table.means(method, weighted=True)
@@ -139,10 +142,11 @@ def _between(ends: Interval | None) -> str:
 def _best(table: Table, skip: int, columns: Sequence[Column]) -> frozenset[tuple[int, int]]:
     """Return the best cells of every column of scores; what lacks a seed takes no part."""
     found: set[tuple[int, int]] = set()
-    sites = {index: c.heading for index, c in enumerate(columns) if c.heading in table.sites and c.rank == 3}
+    sites = {index: c.heading for index, c in enumerate(columns) if c.rank == AT_SITES}
     plain = next(i for i, c in enumerate(columns) if c.heading == "mean" and c.rank == 0)
     count = {m: len(table.group.expected(m)) for m in table.group.methods}
-    at = {i: {m: table.at(m, site) for m in count} for i, site in sites.items()} | {plain: {m: table.means(m) for m in count}}
+    at = {i: {m: scores_under(table, m, site) for m in count} for i, site in sites.items()}
+    at[plain] = {m: table.means(m) for m in count}
     values = {i: {m: mean(scores) for m, scores in column.items() if len(scores) == count[m]} for i, column in at.items()}
     for index, column in values.items():
         there = [v for v in column.values() if v is not None]
@@ -165,6 +169,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     else:
         notes.append("95 % seeds: percentile bootstrap over seeds; few seeds make it too narrow")
     notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, normal")
+    notes += column_notes(site_columns(table))
     if blocks:
         notes.append(f"rank: 1 is best; averaged over {blocks} sites")
     if table.missing:
