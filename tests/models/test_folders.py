@@ -172,6 +172,20 @@ def test_a_padding_token_without_a_row_is_not_used(tmp_path: Path) -> None:
     assert load_tokenizer("folder", folder, config_of(folder)).pad_token_id is None
     with pytest.raises(CheckpointError, match=r"eos_token is number 2, of the model's 2 tokens"):
         load_tokenizer("folder", folder, {"vocab_size": 2})
+    with pytest.raises(CheckpointError, match=r"token '.+' is number \d+, of the model's 100 tokens; copy the tokenizer"):
+        load_tokenizer("folder", folder, {"vocab_size": 100})
+
+
+def test_a_word_without_a_row_is_refused_and_a_mark_that_no_text_holds_is_not(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path)
+    tokenizer = load_tokenizer("folder", folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<fill>"]})
+    tokenizer.save_pretrained(folder)
+    assert len(load_tokenizer("folder", folder, config_of(folder))) == 513
+    tokenizer.add_tokens(["troponin"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"token 'troponin' is number 513, of the model's 512 tokens"):
+        load_tokenizer("folder", folder, config_of(folder))
 
 
 def test_a_folder_for_another_task_is_called_that(tmp_path: Path) -> None:

@@ -86,11 +86,24 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
     rows = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(rows, int):
         return
-    if tokenizer.eos_token_id >= rows:
-        what = f"its tokenizer's eos_token is number {tokenizer.eos_token_id}, of the model's {rows} tokens"
+    found = _beyond(tokenizer, rows)
+    if found:
+        what = f"its tokenizer's {found}, of the model's {rows} tokens"
         raise CheckpointError(f"model.checkpoint: {folder}: {what}; copy the tokenizer that the model was trained with")
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
         tokenizer.pad_token = None
+
+
+def _beyond(tokenizer: Any, rows: int) -> str:
+    """Return the first token, and its number, that texts may hold and a model of `rows` tokens cannot read; "" for none.
+
+    Special ones that no text holds by itself may lie beyond: Code Llama 34B's do, whose model knows none of them.
+    """
+    named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
+    if len(tokenizer) > rows:
+        special = set(tokenizer.all_special_ids)
+        named |= {f"token {token!r}": at for token, at in tokenizer.get_vocab().items() if at not in special}
+    return next((f"{name} is number {at}" for name, at in named.items() if at is not None and at >= rows), "")
 
 
 def positions(model: nn.Module) -> int:
