@@ -22,7 +22,7 @@ from consilium.report.figures import plot_curves
 from consilium.strategies.deer import DEeR
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA
-from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.strategy import Role, SiteResult, Strategy
 from tests.conftest import small_config, training_only
 
 A, B = "layer.lora_A", "layer.lora_B"
@@ -37,7 +37,8 @@ def measured(strategy: Strategy, scale: float = 1.0) -> tuple[dict[str, float], 
     for name, weight in weights.items():
         sent = strategy.broadcast(state, SiteInfo(name, weight))
         moved = {n: draw.normal(size=begin[n].shape) for n in strategy.names(sent.tensors, Role.SHARED, 0, 0)}
-        results[name] = (weight, sent, Payload(0, 0, {n: torch.tensor(m) for n, m in moved.items()}))
+        update = Payload(0, 0, {n: torch.tensor(m) for n, m in moved.items()})
+        results[name] = SiteResult(update, weight, sent, SiteInfo(name, weight))
         ends.append((weight / 10, {n: begin[n] + moved.get(n, 0.0) for n in begin}))
     products = sum(p * end[B] @ end[A] for p, end in ends)
     means = sum(p * end[B] for p, end in ends) @ sum(p * end[A] for p, end in ends)

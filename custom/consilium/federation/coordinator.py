@@ -33,7 +33,7 @@ from consilium.report.runlog import RunLog
 from consilium.report.tracking import Tracker
 from consilium.seeding import seed_for
 from consilium.storage import sweep
-from consilium.strategies.strategy import Gathered, ServerState
+from consilium.strategies.strategy import Gathered, ServerState, SiteResult
 
 
 class Coordinator:
@@ -59,7 +59,7 @@ class Coordinator:
         self.sites: dict[str, SiteInfo] = {}
         self.asked: dict[str, SiteInfo] = {}
         self.sent: dict[str, Payload] = {}
-        self._results: dict[str, tuple[int, Payload, Payload]] = {}
+        self._results: dict[str, SiteResult] = {}
         self.accepted, self._trained = set[str](), list[dict[str, float]]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
@@ -185,7 +185,7 @@ class Coordinator:
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             if self.job.config.diagnostics.deviation:
-                self._results[name] = (weight, sent, result)
+                self._results[name] = SiteResult(result, weight, sent, self.asked[name])
             self.accepted.add(name)
             self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)

@@ -10,15 +10,13 @@ from consilium.adapters.names import bottleneck_position, factor, is_head
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.linalg.lowrank import Product, norm
-from consilium.messages import Payload, Tensors
+from consilium.messages import Tensors
 from consilium.privacy import noise
-from consilium.strategies.strategy import Role, ServerState, Strategy
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
 
 DRIFT = "drift.json"
 """The file in a run's private folder at a site: how far each adapter moved, by round and phase."""
 NOISE_TITLE = "norm of what noise adds to the product B A/"
-Results = Mapping[str, tuple[int, Payload, Payload]]
-"""A phase's results by site: weight, what it was sent, its update."""
 
 
 def check_deviation(config: JobConfig, source: Path | str) -> None:
@@ -31,35 +29,37 @@ def check_deviation(config: JobConfig, source: Path | str) -> None:
         raise ConfigError(f"{source}: diagnostics.deviation: true: {what}; remove it")
 
 
-def deviation(strategy: Strategy, state: ServerState, results: Results, scale: float) -> dict[str, float]:
+def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, SiteResult], scale: float) -> dict[str, float]:
     """Return ||s (sum_k p_k B_k A_k - B A)||_F over all layers, B and A the means, and that over ||s sum_k p_k B_k A_k||_F.
 
     DEeR (Zhu et al., IEEE TMI 2025), Eq. 7. As sum p_k = 1 it is sum_k p_k (B_k - B)(A_k - A), which loses no digits where it
     is 0. Layers of which a site keeps a factor are left out; {} where that is all of them.
     """
-    total = sum(weight for weight, *_ in results.values())
+    share = shares(dict(sorted(results.items())))
     apart = whole = 0.0
     layers = [name.removesuffix(".lora_A") for name in state.shared | state.initial if factor(name) == "A"]
-    for layer in (one for one in layers if not _kept(strategy, state, one)):
-        pairs = [(w / total, _factors(state, layer, sent, update)) for _, (w, sent, update) in sorted(results.items())]
+    travelling = [layer for layer in layers if not _keeps_a_factor(strategy, state, layer)]
+    if not travelling:
+        return {}
+    for layer in travelling:
+        pairs = [(p, _factors(state, layer, results[name])) for name, p in share.items()]
         mean_b, mean_a = (torch.stack([p * pair[i] for p, pair in pairs]).sum(0) for i in (0, 1))
         apart += norm(_joined([(p * (b - mean_b), a - mean_a) for p, (b, a) in pairs])) ** 2
         whole += norm(_joined([(p * b, a) for p, (b, a) in pairs])) ** 2
-    if not any(not _kept(strategy, state, one) for one in layers):
-        return {}
     return {"deviation/absolute": scale * apart**0.5, "deviation/relative": (apart / whole) ** 0.5 if whole > 0 else 0.0}
 
 
-def _kept(strategy: Strategy, state: ServerState, layer: str) -> bool:
+def _keeps_a_factor(strategy: Strategy, state: ServerState, layer: str) -> bool:
     roles = [strategy.role(f"{layer}.lora_{which}", state.round, state.phase) for which in "AB"]
     return Role.LOCAL in roles
 
 
-def _factors(state: ServerState, layer: str, sent: Payload, update: Payload) -> Product:
+def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:
     """Return a site's B and A after its training, float64; a frozen one that it was sent long ago is the server's."""
-    known = state.initial | state.shared | sent.tensors
+    known = state.initial | state.shared | result.sent.tensors
+    moved = result.update.tensors
     names = (f"{layer}.lora_B", f"{layer}.lora_A")
-    b, a = (known[n].double() + (update.tensors[n].double() if n in update.tensors else 0.0) for n in names)
+    b, a = (known[n].double() + (moved[n].double() if n in moved else 0.0) for n in names)
     return b, a
 
 

@@ -132,37 +132,39 @@ class MaskedRounds:
         if attempt.answers.of("cancel"):
             return None  # its end has begun
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
-        least, threshold = attempt.terms.least, attempt.terms.threshold
-
-        def missing(step: str, names: list[str]) -> list[str]:
-            return attempt.silent(step, [name for name in names if name in present])
-
-        def put(step: Callable[..., Message], take: Callable[..., None], names: list[str], enough: int, what: str) -> None:
-            ask(Kind.MASKS, {n: step() for n in names}, take, lambda: len(attempt.answers.of(what)) >= enough)
-
-        first = {name: attempt.prepare_question(self.collector.past(name)) for name in missing("prepare", present)}
+        least = attempt.terms.least
+        first = {name: attempt.prepare_question(self.collector.past(name)) for name in attempt.silent("prepare", present)}
         ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
         summed = self._fixed(attempt)
         self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
         if not (survivors := attempt.close_masked(summed.parties)):
             return None
+        there = [name for name in survivors if name in present]
         if not attempt.has("confirm"):
-            put(
-                lambda: attempt.confirm_question(survivors),
-                lambda n, a: attempt.take_confirmed(n, a, survivors, summed.masks),
-                missing("confirm", survivors),
-                threshold,
-                "confirm",
-            )
+            self._confirm(ask, summed, survivors, there)
         if attempt.has("confirm") and not attempt.has("reveal"):
-            put(
-                attempt.reveal_question,
-                lambda n, a: attempt.take_revealed(n, a, summed.parties, summed.masks),
-                missing("reveal", [n for n in survivors if n in attempt.answers.of("confirm")]),
-                threshold,
-                "reveal",
-            )
+            self._reveal(ask, summed, there)
         return (summed, survivors) if attempt.has("reveal") else None
+
+    def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
+        """Ask the survivors that are there to sign the sum."""
+        attempt, silent = summed.attempt, summed.attempt.silent("confirm", there)
+
+        def take(name: str, answer: Any) -> None:
+            attempt.take_confirmed(name, answer, survivors, summed.masks)
+
+        questions = {name: attempt.confirm_question(survivors) for name in silent}
+        ask(Kind.MASKS, questions, take, lambda: attempt.has("confirm"))
+
+    def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
+        """Ask those who have signed the sum for their shares."""
+        attempt = summed.attempt
+        silent = attempt.silent("reveal", [name for name in there if name in attempt.answers.of("confirm")])
+
+        def take(name: str, answer: Any) -> None:
+            attempt.take_revealed(name, answer, summed.parties, summed.masks)
+
+        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has("reveal"))
 
     def _fixed(self, attempt: Attempt) -> Sum:
         """Fix who is masked with whom. Raises ConsiliumError where too few have prepared."""

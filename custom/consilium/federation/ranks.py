@@ -147,20 +147,17 @@ class Ranks:
     def share(self, batch: Batch) -> Share:
         """Hand the other ranks their shares of a batch, and return one's own."""
         self.count += 1
-        size, total, ranks = len(next(iter(batch.values()))), float(len(next(iter(batch.values())))), len(self.children) + 1
-        ends = [size * (rank + 1) // ranks for rank in range(ranks)][::-1]  # rank 0 has samples if any other has
-        begins = [*ends[1:], 0]
-        shares = [
-            Share(
-                self._part(batch, begin, end),
-                (end - begin) / total,
-                seed_for(torch.initial_seed(), "rank", self.count, rank),
-            )
-            for rank, (begin, end) in enumerate(zip(begins, ends, strict=True))
-        ]
-        for child, one in zip(self.children, shares[1:], strict=True):
+        own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
+        for child, one in zip(self.children, others, strict=True):
             send(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
-        return shares[0]
+        return own
+
+    def _share_of(self, batch: Batch, rank: int) -> Share:
+        """Return a rank's share of a batch. Shares are cut from the end, so that rank 0 has samples if any other has."""
+        size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
+        begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
+        seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
+        return Share(self._part(batch, begin, end), (end - begin) / size, seed)
 
     def _part(self, batch: Batch, begin: int, end: int) -> Batch:
         """Return samples of a batch; with a sharded base one that counts nothing, where there is none: its blocks need all."""

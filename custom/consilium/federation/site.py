@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from consilium.data.tally import Tally
 
 
+REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
+"""Names of the training loop's numbers in messages."""
+
+
 class Held(NamedTuple):
     """What a site keeps of a run: its tensors, the last phase and its reply then, what strategy and optimizer remember."""
 
@@ -148,11 +152,9 @@ class Site(Scoring):
         """
         self.on_train(run, payload)
         held = self._restore(run)
-        last, reply = held.place, held.reply
-        if last == (payload.round, payload.phase):
-            return reply
-        if last is not None and last > (payload.round, payload.phase):
-            raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
+        if held.place == (payload.round, payload.phase):
+            return held.reply
+        self._check_not_stale(held.place, payload)
         start = self._receive(held.params, payload)
         metrics = self._validate(Stage.GLOBAL, payload)
         self.note_best(run, Stage.GLOBAL, self.received(start, payload), metrics)
@@ -169,8 +171,7 @@ class Site(Scoring):
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
         self.note_best(run, Stage.PERSONALIZED, self.own_model(end, payload, closing=False), metrics)
-        names = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
-        metrics |= {names[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
+        metrics |= {REPORTED[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         reply = replace(reply, tensors=summed) if summed else reply
@@ -178,6 +179,10 @@ class Site(Scoring):
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
+
+    def _check_not_stale(self, last: tuple[int, int] | None, payload: Payload) -> None:
+        if last is not None and last > (payload.round, payload.phase):
+            raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
 
     @jointly
     def evaluate(self, run: str, payload: Payload) -> Payload:
