@@ -74,13 +74,25 @@ class GuardResultFilter(ClosedFilter):
         return self._keep(_message(_guard(self, fl_ctx), wire.take(shareable)), fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Put the refusal on record, each one, and return it."""
+        """Put the refusal on record, each one, and return it; where that cannot be, one that tells nothing of the data."""
+        said = self._recorded(reason, fl_ctx)
+        if isinstance(said, Reason):
+            return self._keep(super().refused(said, shareable, fl_ctx), fl_ctx)
+        return self._keep(_with_cookies(wire.encode(said, "", update=True), shareable), fl_ctx)
+
+    def _recorded(self, reason: Reason, fl_ctx: FLContext) -> Reason | Payload:
+        """Return what may leave in place of a result. A failure to keep it has the same word, whatever there was to keep."""
         try:
-            if (instead := _guard(self, fl_ctx).refuse(reason)) is not None:
-                return self._keep(_with_cookies(wire.encode(instead, "", update=True), shareable), fl_ctx)
-        except Exception as error:  # where the guard itself cannot be made, as without a data list, the log is the record
+            guard = _guard(self, fl_ctx)
+        except Exception as error:  # as without a data list: nothing was trained, and the log is the record
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
-        return self._keep(super().refused(reason, shareable, fl_ctx), fl_ctx)
+            return reason
+        try:
+            return guard.refuse(reason)
+        except Exception as error:
+            log_failure(self, fl_ctx, error, "a refusal could not be put on record")
+            over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
+            return Reason.BUDGET if over else Reason.LEDGER
 
     def _keep(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
         _sent[_key(fl_ctx)] = message

@@ -85,7 +85,7 @@ class Guard(Masking):
         Admits the job first. Raises RefusedError for a run, round or phase that the job does not have, by policy, and when the
         budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
-        self._task = None
+        self._task = self._asked = None
         own = places.own_run(self.name, run, self._digest, self.job_id)
         task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
@@ -197,8 +197,8 @@ class Guard(Masking):
         self._note("model", released)
         return released
 
-    def refuse(self, reason: Reason) -> Payload | None:
-        """Put a refusal on record before it leaves, each one; return what goes in its place, if anything.
+    def refuse(self, reason: Reason) -> Reason | Payload:
+        """Put a refusal on record before it leaves, each one; return the word that leaves, or what goes in its place.
 
         A word that data decide is an answer like any other. In a private job it is final for its round and phase and costs what
         a release costs; of an evaluation whose scores stay here nothing is told. Raises RefusedError if it cannot be kept.
@@ -206,19 +206,28 @@ class Guard(Masking):
         task, self._task, self._asked = self._asked, None, None
         telling = self.plan is not None and reason in words.TELLING
         if task is not None and telling and task.kind is Kind.TRAIN:
-            round, phase = task.place
-            self._note("refusal", spends=True, again=True, reason=reason.value, round=round, phase=phase)
-            self._keep_word(task, reason)
-            return None
+            (said, paid), (round, phase) = self._keep_word(task, reason), task.place
+            self._note("refusal", spends=paid, again=True, reason=said.value, round=round, phase=phase)
+            return said
         self._note("refusal", again=True, reason=reason.value)
         if task is None or not telling or task.kind is not Kind.EVALUATE or self.share_metrics:
-            return None
+            return reason
         return Payload(*task.place, {}, ledger=self.ledger.seal())
 
-    def _keep_word(self, task: Task, reason: Reason) -> None:
-        entry = replace(self._entry(self._attempt, *task.place), digest=words.ROW)
-        self.ledger.spend(replace(entry, count=0) if self._in_steps else entry, self.policy.budgets)  # in steps: paid before
-        words.keep(self.folder / task.run, task.place, reason)
+    def _keep_word(self, task: Task, reason: Reason) -> tuple[Reason, bool]:
+        """Pay for a word and keep it; return the one that leaves, the first of the run's processes, and whether it costs."""
+        folder, place = self.folder / task.run, task.place
+        with locked(folder):
+            if (said := words.said(folder, place)) is not None:
+                return said, False
+            entry = self._entry(words.attempt(self.ledger.entries(self.dataset), task.run, place), *place)
+            if self.ledger.released(entry):
+                entry = replace(entry, run=f"{entry.run}{words.BESIDE}")
+            elif self._in_steps:
+                entry = replace(entry, count=0)  # paid when the task came
+            self.ledger.spend(replace(entry, digest=words.ROW), self.policy.budgets)
+            words.keep(folder, place, reason)
+        return reason, True
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""

@@ -13,6 +13,8 @@ from consilium.storage import write_atomic
 
 ROWS = ".after-word-"
 """Stands in the ledger between a run's name and how many words its round and phase had before."""
+BESIDE = ".beside"
+"""Stands behind that name where a release has been made by another process of the run, so that a word tells more."""
 ROW = "word"
 """Digest of a row of the ledger for a word; of a former version it has none, at site level."""
 TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
@@ -24,11 +26,17 @@ def keep(run: Path, place: tuple[int, int], reason: Reason) -> None:
     write_atomic(_file(run, place), json.dumps({"word": reason.value}).encode())
 
 
+def said(run: Path, place: tuple[int, int]) -> Reason | None:
+    """Return the word in which this round and phase have ended, None where they have not."""
+    path = _file(run, place)
+    return Reason(json.loads(path.read_text(encoding="utf-8"))["word"]) if path.is_file() else None
+
+
 def check(run: Path, place: tuple[int, int]) -> None:
     """Raise RefusedError, with the same word again, where this round and phase have ended in one."""
-    if (path := _file(run, place)).is_file():
-        what = f"round {place[0]} phase {place[1]} has failed here before, and that answer stays ({path}); nothing was sent"
-        raise RefusedError(what, Reason(json.loads(path.read_text(encoding="utf-8"))["word"]))
+    if (word := said(run, place)) is not None:
+        what = f"round {place[0]} phase {place[1]} has failed here before, and that answer stays"
+        raise RefusedError(f"{what} ({_file(run, place)}); nothing was sent", word)
 
 
 def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:

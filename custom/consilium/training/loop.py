@@ -66,10 +66,13 @@ def train(
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with what
     is `kept`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step by its
-    share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own. The
-    model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see losses.py.
+    share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own.
+    Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not
+    finite, but under DP-SGD, see losses.py.
     """
     active = switched(params, trained)
+    if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
+        return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
     if kept:
         optim.restore(optimizer, list(active), kept)
