@@ -10,7 +10,8 @@ from opacus.accountants.utils import get_noise_multiplier
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, RefusedError
+from consilium.privacy.audit import Record
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 
@@ -108,6 +109,17 @@ def test_a_plan_by_the_paper_s_calibration_shows_its_noise_and_what_that_keeps()
         call(*words.replace(" --samples 6400", "").split())
 
 
+def test_a_step_s_noise_is_that_of_the_sites_that_answer() -> None:
+    """Twelve add a share each of what nine less one colluder hold for certain: sqrt(12 / 8) of it."""
+    words = "privacy plan --epsilon 8 --rounds 200 --sites 12 --sample-rate 0.02 --accountant prv"
+    least = json.loads(call(*words.split(), "--format", "json"))["plans"]["prv"]["noise_multiplier"]
+    text = call(*words.split())
+    assert f"where all sites answer: {least * 1.5**0.5:.4g}" in text
+    assert f"at least {least:.4g}, what the 8 that" in text
+    with pytest.raises(ConfigError, match="--sites: 2 with 5 colluders have no sum that shows nobody"):
+        call(*words.split(), "--sites", "2", "--colluders", "5")
+
+
 @pytest.mark.parametrize("words", ["--accountant moments", "--delta 2"])
 def test_wrong_wishes_are_named(words: str) -> None:
     with pytest.raises(ConfigError):
@@ -126,6 +138,26 @@ def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
     assert "site level, zero-out, trust local" in text
     assert "one site: epsilon 0.2335 at delta 1e-05; budget 3 at delta 1e-05" in text
     assert "round 1 phase 0" in text
+
+
+def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Path) -> None:
+    """A lost file counted as one of a site that has released nothing, and a backup as whole."""
+    (tmp_path / "site.yaml").write_text("state: state")
+    ledger, record = Ledger(tmp_path / "state" / "ledger.sqlite"), Record(tmp_path / "state" / "runs" / "r" / "audit.jsonl")
+    backups = []
+    for round in (0, 1):
+        ledger.spend(replace(ONE, round=round), {})
+        record.add({"kind": "update", "round": round, "ledger": ledger.seal()})
+        backups.append(ledger.path.read_bytes())
+    words = ["privacy", "ledger", str(tmp_path / "site.yaml")]
+    assert "2 releases" in call(*words)
+    ledger.path.write_bytes(backups[0])
+    found = CliRunner().invoke(app, words)
+    assert "1 releases" in found.stdout
+    assert "the privacy ledger lacks rows: " in str(found.exception)
+    ledger.path.unlink()
+    with pytest.raises(RefusedError, match=r"the privacy ledger is gone: .* run `consilium privacy accept`"):
+        call(*words, "--format", "json")
 
 
 def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:

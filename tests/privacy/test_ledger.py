@@ -191,3 +191,13 @@ def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Pat
         db.execute(f"UPDATE releases SET {change}")
     with pytest.raises(RefusedError, match=r"row 1 of the privacy ledger (is none of this version|was altered)"):
         Ledger(path).rows()
+
+
+def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) -> None:
+    """The file is made before its table: every read refused, and nothing was there to restore."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.path.touch()
+    assert (ledger.entries(), ledger.seal()) == ([], "")
+    ledger.check([ONE], {})
+    ledger.spend(ONE, {})
+    assert len(Ledger(ledger.path).entries()) == 1

@@ -111,7 +111,7 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
     site = load_site(settings)
     state = site.state or kit / STATE
-    return _run(experiment, state), state, site.privacy.ledger or state / "ledger.sqlite"
+    return _run(experiment, state), state, site.privacy.ledger_in(state)
 
 
 def _run(experiment: str, state: Path) -> Path:

@@ -52,8 +52,9 @@ def ledger(
     if format is Format.JSON:
         plain = [one | {"budgets": _plain(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
         print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
-        return
-    _print_ledger(found, every)
+    else:
+        _print_ledger(found, every)
+    _check_whole(where)
 
 
 @app.command()
@@ -86,14 +87,28 @@ def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
     root = site.state or settings.parent.parent / STATE  # beside FLARE's run folders
     return (
         root,
-        site.privacy.ledger or root / "ledger.sqlite",
+        site.privacy.ledger_in(root),
         {str(unit): budget for unit, budget in site.privacy.budgets.items()},
     )
 
 
+def _is_site(where: Path) -> bool:
+    return where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file()
+
+
+def _check_whole(where: Path) -> None:
+    """Raise RefusedError where a site's records of what left know of rows that its ledger lacks: jobs would be refused."""
+    from consilium.privacy.ledger import Ledger
+    from consilium.privacy.recovery import check
+
+    if _is_site(where):
+        root, path, _ = _site(where)
+        check(root, Ledger(path))
+
+
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
     """Return the ledgers meant, and the budgets if a site.yaml or kit was given."""
-    if where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file():
+    if _is_site(where):
         _, path, budgets = _site(where)
         return [path] if path.is_file() else [], budgets
     found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]

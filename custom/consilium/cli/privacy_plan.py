@@ -1,6 +1,7 @@
 """The command `consilium privacy plan`."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -64,6 +65,10 @@ def plan(
             "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out"
         )
     shares = _shares(sites, threshold, colluders) if not paper else None
+    if sample_rate and shares is None:
+        raise ConfigError(
+            f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
+        )
     asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
     found = {one: asked.answer(one) for one in wanted}
     if format is Format.JSON:
@@ -189,10 +194,11 @@ def _print_plans(asked: Asked, found: dict[str, Any]) -> None:
     for name, one in found.items():
         table.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
     console.print(table)
-    if asked.sample_rate:
-        console.print(
-            f"noise on each number of a step's sum: {first['noise_multiplier'] * asked.clip:.4g}, shared by all sites"
-        )
+    if asked.sample_rate and asked.shares:
+        least = first["noise_multiplier"] * asked.clip
+        whole = least * math.sqrt(asked.sites / asked.shares)
+        console.print(f"noise on each number of a step's sum, where all sites answer: {whole:.4g}")
+        console.print(f"    (at least {least:.4g}, what the {asked.shares} that are honest for certain add)")
         return
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
     console.print(f"noise / signal of one release's mean update, at best: {ratios}")

@@ -154,6 +154,10 @@ class HospitalPrivacyPolicy(Section):
     ledger: Path | None = None
     noise_seed: Seed | None = None
 
+    def ledger_in(self, root: Path) -> Path:
+        """Return the ledger's file at a site that keeps its records below `root`."""
+        return self.ledger or root / "ledger.sqlite"
+
     @property
     def protects(self) -> bool:
         """Whether jobs must be private here."""

@@ -216,7 +216,7 @@ def build_guard(
         units_of(job.config, data),
         folder,
         root,
-        Ledger(site.privacy.ledger or root / "ledger.sqlite"),
+        Ledger(site.privacy.ledger_in(root)),
         observer,
         job_id,
         str(data.path) if site.datasets else "",

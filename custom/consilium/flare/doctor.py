@@ -21,6 +21,7 @@ from consilium.federation.doctor import (
     examine_disk,
     examine_versions,
 )
+from consilium.federation.runs import STATE
 from consilium.flare.allow import CLASSES, KEY, is_ours
 from consilium.flare.certificates import examine_own, examine_servers
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
@@ -28,6 +29,8 @@ from consilium.flare.hardening import COMM, is_pinned, leaves_callers_folder
 from consilium.flare.kits import certificate, kit_name, kit_role, lacking
 from consilium.flare.revocation import is_checked
 from consilium.flare.revocation import read as read_revoked
+from consilium.privacy import recovery
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.roster import public_key
 
@@ -188,10 +191,19 @@ def _site(kit: Path) -> Iterator[Finding]:
     if found.ok:
         site = load_site(file)
         yield checked("approval", lambda: _approval(site, kit / "local"))
+        yield checked("privacy ledger", lambda: _ledger(site, kit))
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
     yield examine_disk(site.state or kit)
+
+
+def _ledger(site: SiteConfig, kit: Path) -> str:
+    """Return what the ledger holds. Raises RefusedError where rows are lost: then no job would run."""
+    root = site.state or kit / STATE
+    ledger = Ledger(site.privacy.ledger_in(root))
+    recovery.check(root, ledger)
+    return f"{len(ledger.seals())} rows, all that the records of what left know of"
 
 
 def _describe(site: SiteConfig) -> str:

@@ -96,7 +96,7 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
 
 
 def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
-    yield from _privacy(site, Ledger(site.privacy.ledger or state / "ledger.sqlite"))
+    yield from _privacy(site, Ledger(site.privacy.ledger_in(state)))
     runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
     for run in runs:
         found = [_record(path) for path in run.rglob(audit.FILE)]
