@@ -18,6 +18,7 @@ from consilium.flare import certificates
 from consilium.flare.doctor import examine
 from consilium.flare.kits import update
 from consilium.flare.provision import provision
+from consilium.privacy.audit import Record
 from tests.deployment.federation import free_port
 
 
@@ -210,3 +211,11 @@ def test_the_servers_kit_is_looked_at_too(made: Path, tmp_path: Path) -> None:
     assert not {"privacy scope", "site.yaml", "data list", "server"} & checks
     listing("consilium.flare.executor.SiteExecutor")(kit)
     assert "is none that a server needs" in problems(kit)["allow-list"]
+
+
+def test_a_lost_ledger_is_a_problem(kit: Path) -> None:
+    """No job would run; the data protection officer is told to look here."""
+    assert "privacy ledger" not in problems(kit)
+    Record(kit / "_consilium" / "runs" / "r" / "audit.jsonl").add({"kind": "update", "ledger": "6a" * 32})
+    assert "the privacy ledger is gone: " in (line := problems(kit)["privacy ledger"])
+    assert "run `consilium privacy accept`" in line
