@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from consilium.tasks.language.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, score, words
+from consilium.tasks.language.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, rouge_l_each, score, words
 
 WRITTEN = ["the cat sat on the mat", "a dog"]
 REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
@@ -14,6 +14,47 @@ REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
 def test_rouge_l_is_the_longest_common_subsequence_with_the_best_reference() -> None:
     f = 2 * 1 * (2 / 3) / (1 + 2 / 3)  # "a dog": precision 1, recall 2/3
     assert rouge_l(WRITTEN, REFERENCES) == pytest.approx((1 + f) / 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "reference", "value"),
+    [
+        ("Опухоль растёт.", "опухоль растёт", 1.0),
+        ("die Dosis höher", "die Dosis hüher", 2 / 3),
+        ("ho\u0308her", "höher", 1.0),  # a letter and its mark, and both as one
+        ("दवा लो", "दवा ला", 0.5),  # vowel signs are marks, no letters
+        ("你好 世界", "你好 天下", 0.5),
+        ("你好世界", "你好天下", 0.0),  # no spaces: each is one word
+    ],
+)
+def test_rouge_l_reads_letters_beyond_ascii(written: str, reference: str, value: float) -> None:
+    assert rouge_l([written], [[reference]]) == pytest.approx(value)
+
+
+def test_rouge_l_of_ascii_texts_is_rouge_scores_own() -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    draw = random.Random(0)
+    parts = [
+        "running",
+        "runs",
+        "ran",
+        "Tumour's",
+        "a_b",
+        "3.5",
+        "x2",
+        "-",
+        "(no)",
+        "flies",
+        "the",
+        "U.S.",
+        "10\u00b2",
+        "\u201cso\u201d",
+    ]
+    texts = [" ".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(80)]
+    own = RougeScorer(["rougeL"], use_stemmer=True)
+    truth = [own.score(ref, one)["rougeL"].fmeasure for one, ref in zip(texts[:40], texts[40:], strict=True)]
+    assert rouge_l_each(texts[:40], [[ref] for ref in texts[40:]]) == truth
 
 
 def test_bleu_of_a_corpus_with_uneven_references() -> None:

@@ -3,13 +3,18 @@
 ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR and NIST by nltk. METEOR matches exact
 words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values.
 CIDEr-D is our own, equal to the COCO caption evaluation's on equal words. METEOR, NIST and CIDEr-D split lower-case text at
-words and punctuation.
+words and punctuation. ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters.
+
+No score knows where a word ends in a script without spaces (Chinese, Japanese, Thai): all up to the next mark is one word.
 """
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
 Grams = Counter[tuple[str, ...]]
@@ -41,8 +46,30 @@ def rouge_l_each(written: Sequence[str], references: Sequence[Sequence[str]]) ->
     """Return each answer's F-measure of the longest common subsequence with its best reference, words stemmed."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    scorer = RougeScorer(["rougeL"], tokenizer=_Stems())
     return [scorer.score_multi(list(refs), one)["rougeL"].fmeasure for one, refs in zip(written, references, strict=True)]
+
+
+class _Stems:
+    """In the place of rouge-score's tokenizer, which drops all but a to z and digits: no answer in Cyrillic would score.
+
+    Letters, marks on them and digits of every script make words. English ones of over three letters are stemmed, as there.
+    """
+
+    @cached_property
+    def _porter(self) -> Any:
+        from nltk.stem.porter import PorterStemmer
+
+        return PorterStemmer()
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return a text's lower-case stems."""
+        found = "".join(c if _spells(c) else " " for c in unicodedata.normalize("NFC", text.lower())).split()
+        return [self._porter.stem(one) if len(one) > 3 and one.isascii() else one for one in found]
+
+
+def _spells(character: str) -> bool:
+    return character.isalpha() or character.isdecimal() or unicodedata.category(character).startswith("M")
 
 
 def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
