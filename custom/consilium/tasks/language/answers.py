@@ -4,13 +4,13 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-_NUMBER = r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?"
-"""Behind a digit or a word "-" is no sign: "3-5" ends with 5."""
+_NUMBER = r"(?:(?<![\w)\]}])-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+"""Behind a digit or a word "-" is no sign: "3-5" ends with 5. Nor does "." begin a number there: "Fig.5" ends with 5."""
 _FRACTION = re.compile(
     r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/.])"
 )
 _STATED = re.compile(
-    rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
+    rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[)\]]+\.?\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
 )
 """A number that is an answer, and words behind it: "12 apples", not "2x + 3" or "1, 2"."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ]|[$€£]")
@@ -64,7 +64,7 @@ def final_answer(text: str) -> str | None:
         return settled(marked)
     if boxed := _BOXED.findall(text):
         return settled(boxed[-1])
-    found = [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", _braced(text))]
+    found = [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", _spelt(text))]
     return plain(found[-1]) if found else None
 
 
@@ -75,7 +75,7 @@ def settled(answer: str) -> str | None:
     name before a sign, "x = 7", is left out.
     """
     boxed = _BOXED.findall(answer)
-    first = next(iter(_braced(boxed[-1] if boxed else answer).strip().splitlines()), "")
+    first = next(iter(_spelt(boxed[-1] if boxed else answer).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
     bare = re.sub(r"^\s*(?:[A-Za-z]\s*)?=\s*", "", bare).strip()
     if (number := _STATED.match(bare)) is not None:
@@ -83,9 +83,10 @@ def settled(answer: str) -> str | None:
     return plain(re.sub(r"\s*([^\w\s])\s*", r"\1", bare)) or None
 
 
-def _braced(text: str) -> str:
-    r"""Return a text with LaTeX's short fractions in full, \frac12 as \frac{1}{2}."""
-    half = re.sub(r"(\\[dt]?frac)\s*(\d)", r"\1{\2}", text)
+def _spelt(text: str) -> str:
+    r"""Return a text with "-" for every minus, LaTeX's 1{,}000 without braces, and \frac12 in full, as \frac{1}{2}."""
+    plain_marks = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    half = re.sub(r"(\\[dt]?frac)\s*(\d)", r"\1{\2}", plain_marks)
     return re.sub(r"(\\[dt]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
 
 
