@@ -53,6 +53,24 @@ def test_each_form_asks_in_its_words() -> None:
     assert text_of("chat") == asked
 
 
+@pytest.mark.parametrize("given", ["a", "nt", ".", "Z Z", " s "])
+@pytest.mark.parametrize("content", ["m['content']", "m['content'] | trim"])
+def test_a_chat_is_cut_in_its_input_and_not_in_the_templates_own_words(given: str, content: str) -> None:
+    """ "a" and "nt" are in "assistant" too."""
+    record = Text("x:1", "Is it a plant?", given, ("yes",))
+    parts = Prompt("chat", chatting(CHATML.replace("m['content']", content))).parts(record)
+    kept = given.rstrip() if "trim" in content else given
+    assert parts == ("<|im_start|>user\nIs it a plant?\n\n", kept, "<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_chat_that_writes_an_input_otherwise_is_whole_all_the_same() -> None:
+    loud = chatting(CHATML.replace("m['content']", "m['content'] | upper"))
+    assert Prompt("chat", loud).parts(Text("x:1", "Is it?", "a", ("yes",)))[1] == "A"
+    long = chatting(CHATML.replace("m['content']", "m['content'] | length"))
+    whole = "<|im_start|>user\n10<|im_end|>\n<|im_start|>assistant\n"  # 6 + 2 + 2 letters
+    assert Prompt("chat", long).parts(Text("x:1", "Is it?", "ab", ("yes",))) == (whole, "", "")
+
+
 def test_a_chat_answer_is_learned_with_what_ends_it() -> None:
     tokenizer = chatting()
     ids, labels, cut = Encoder(tokenizer, 1000, "chat").pair(RECORD)

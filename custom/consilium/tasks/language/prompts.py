@@ -23,6 +23,8 @@ PAPER_WITHOUT_INPUT = (
 CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 """In place of the clock that some templates read: prompts are the same on every day. The day is Llama 3's own default."""
 PROBE = "an answer"
+HERE = "\ue000"
+"""Stands for an input where a chat template is asked for the words around it: of private use, so in nobody's text."""
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
 
@@ -49,8 +51,17 @@ class Prompt:
         """Return the prompt of a record; an input without an instruction is the instruction."""
         question, context = (text.instruction, text.input) if text.instruction else (text.input, "")
         if self.form == "chat":
-            return _around(self._chat(_message(question, context)), context)
+            return self._asked(question, context)
         return filled(_template(self.form, bool(context)), question, context)
+
+    def _asked(self, question: str, context: str) -> Parts:
+        """Return a chat's prompt. A short input may be in the template's own words too, so a stand-in tells its place."""
+        said = self._chat(_message(question, context))
+        before, _, after = self._chat(_message(question, HERE)).rpartition(HERE) if context else ("", "", "")
+        end = len(said) - len(after)
+        if not before or not said.endswith(after) or not said[:end].startswith(before):  # a template may write it otherwise
+            return Parts(said, "", "")
+        return Parts(before, said[len(before) : end], after)
 
     def ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it follows the prompt, and what ends it ("" where the tokenizer's end token does)."""
@@ -96,8 +107,3 @@ def _template(form: str, has_input: bool) -> str:
 
 def _message(question: str, context: str) -> str:
     return f"{question}\n\n{context}" if context else question
-
-
-def _around(said: str, context: str) -> Parts:
-    before, found, after = said.rpartition(context) if context and context in said else (said, "", "")
-    return Parts(before, found, after)
