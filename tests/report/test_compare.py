@@ -24,7 +24,7 @@ from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
-from consilium.report.compare.published import published_for, read_published
+from consilium.report.compare.published import published_for, published_sheet, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheets import score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
@@ -660,6 +660,24 @@ def test_drift_stands_beside_the_scores_with_its_rank_correlation(tmp_path: Path
     (sheet,) = diagnosed_sheet(table)
     assert [c.heading for c in sheet.columns] == ["method", "diagnostic", "first", "last", "mean", "rho", "n"]
     assert sheet.rows[0][1:] == ["drift/cross", "0.750", "8.000", "3.017", "-0.89", "4"]
+
+
+def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) -> None:
+    """Two seeds end with 7 and 9, printed is 6."""
+    runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
+    groups, _ = grouped(
+        [
+            read_run(noted(folder, values), str(values), {"method": "A"})
+            for folder, values in zip(runs, ([1.0, 7.0], [9.0]), strict=True)
+        ]
+    )
+    rows: list[dict[str, str | float]] = [{"method": "A", "drift_between": 6.0, "drift_absolute": 2.0}]
+    (sheet,) = published_sheet(table_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
+    assert [list(row) for row in sheet.rows] == [
+        ["A", "mean", "drift_between", "8.000", "6.000", "+2.000"],
+        ["A", "mean", "drift_absolute", "-", "2.000", "-"],
+    ]
+    assert "drift: ours is the last round's" in sheet.notes
 
 
 def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:

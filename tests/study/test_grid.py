@@ -121,6 +121,29 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ({"axes": {"method": METHODS}, "smoke": {"only": {"metod": ["X"]}}}, "smoke: no axis 'metod'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "Fedit", "dice": 0.5}]}, "did you mean 'FedIT'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "FedIT", "dise": 0.5}]}, "(did you mean 'dice'?)"),
+        ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
+        (
+            {"axes": {"method": METHODS, "seed": SEEDS}, "published": [{"method": "FFA", "seed": 1, "dice": 0.5}]},
+            "published: 'seed' is an axis of seeds, and what is compared are means over them; leave it out",
+        ),
+        (
+            {
+                "axes": {"method": METHODS, "seed": SEEDS, "lr": {"training.lr": [0.5, 0.25]}},
+                "published": [{"method": "FFA", "dice": 0.5}],
+            },
+            "published: method=FFA dice=0.5: fits several cells; say lr too",
+        ),
+        (
+            {
+                "axes": {"method": METHODS, "lr": {"training.lr": [0.5]}},
+                "published": [
+                    {"method": "FFA", "lr": 0.5, "site": "a", "dice": 0.5},
+                    {"method": "FFA", "iou": 0.5, "dice": 0.75},
+                    {"method": "FFA", "lr": 0.5, "dice": 0.5},
+                ],
+            },
+            "published: method=FFA lr=0.5 dice=0.5: another row has 'dice' of the same cells; keep one of them",
+        ),
         ({"axes": {"gate": {True: {}, False: {}}}}, "text or a number, not True; put it in quotes"),
         ({"axes": {"method": METHODS}, "base": "nowhere"}, "no job.yaml there"),
         ({"axes": {}}, "axes"),

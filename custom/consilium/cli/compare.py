@@ -114,7 +114,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     if smoke and small:
         raise ConfigError("--smoke: is not --small; give one of them")
     study = load(path, "smoke" if smoke else "small" if small else "", workspace)
-    axes = [axis for axis, values in study.config.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
+    axes = study.config.named_axes
     found: list[Run] = []
     absent: list[Absent] = []
     for cell in study.cells():

@@ -82,6 +82,11 @@ class StudyConfig(Section):
     smoke: SizeConfig | None = None
     small: SizeConfig | None = None
 
+    @property
+    def named_axes(self) -> list[str]:
+        """Axes that name what is compared: not those of seeds alone, over which scores are means."""
+        return [axis for axis, values in self.axes.items() if any(set(one) != {"training.seed"} for one in values.values())]
+
     @model_validator(mode="after")
     def _knows_its_values(self) -> Self:
         for where, chosen in [
@@ -91,7 +96,18 @@ class StudyConfig(Section):
             self.check_choice(where, chosen)
         for row in self.published:
             self.check_choice("published", {k: [str(v)] for k, v in row.items() if k in self.axes})
+        self._check_names()
         return self
+
+    def _check_names(self) -> None:
+        """Raise ValueError for a name that means two things in `published`: a site, or a score of one seed."""
+        if "site" in self.axes:
+            raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
+        seeds = self.axes.keys() - self.named_axes
+        if wrong := next((axis for row in self.published for axis in row if axis in seeds), None):
+            raise ValueError(
+                f"published: {wrong!r} is an axis of seeds, and what is compared are means over them; leave it out"
+            )
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
         """Raise ValueError unless all axes and values are the study's."""

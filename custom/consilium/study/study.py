@@ -13,14 +13,13 @@ from typing import Any, Literal
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError
+from consilium.report.compare import DIAGNOSED
 from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
 from consilium.study.mistakes import Mistakes
 from consilium.tasks.registry import TASKS
 
 STUDIES = Path("jobs/studies")
-DIAGNOSED = frozenset({"drift_between", "drift_absolute", "drift_relative"})
-"""Printed numbers that a run measures of itself (metrics.jsonl) and scores not."""
 Size = Literal["", "smoke", "small"]
 
 
@@ -53,7 +52,7 @@ class Cell:
         return load_job(self.base, _parsed(self.overrides), plugins=None, author=True)
 
 
-def named(labels: Mapping[str, str]) -> str:
+def named(labels: Mapping[str, Any]) -> str:
     """Return labels as a text, such as "method=FedIT rank=8"."""
     return " ".join(f"{axis}={value}" for axis, value in labels.items())
 
@@ -170,15 +169,28 @@ def _check_apart(path: Path, cells: list[Cell]) -> None:
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number of a score that its cells do not have: it would stand beside nothing."""
+    """Raise ConfigError for a published number that would stand beside nothing, beside several, or where another one does."""
+    seen: set[tuple[str, str, str]] = set()
     for row in study.published:
-        labels = {axis: str(value) for axis, value in row.items() if axis in study.config.axes}
-        found = [one.metrics for one in cells if labels.items() <= one.labels.items()]
-        known = frozenset[str]().union(*found)
+        where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
+        fitting = [one for one in cells if labels.items() <= one.labels.items()]
+        place = _place(where, [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels])
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
-        if found and (wrong := sorted(names - known - DIAGNOSED)):
-            what = f"{study.path}: published: {named(labels)}: {wrong[0]!r} is no score of these cells"
+        known = frozenset[str]().union(*(one.metrics for one in fitting))
+        if fitting and (wrong := sorted(names - known - DIAGNOSED.keys())):
+            what = f"{where}: {wrong[0]!r} is no score of these cells"
             raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
+        numbers = {(place, str(row.get("site", "")), name) for name in names}
+        if twice := sorted(name for *_, name in numbers & seen):
+            raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
+        seen |= numbers
+
+
+def _place(where: str, places: list[dict[str, str]]) -> str:
+    """Return the one place that a published number fits. Raises ConfigError for several: they differ in more than the seed."""
+    if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
+        raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
+    return named(places[0])
 
 
 def chosen(labels: Mapping[str, str], when: Choice) -> bool:

@@ -8,3 +8,11 @@ class Test(StrEnum):
 
     WILCOXON = "wilcoxon"
     PERMUTATION = "permutation"
+
+
+DIAGNOSED = {
+    "drift_between": "drift/cross",
+    "drift_absolute": "oracle drift/absolute",
+    "drift_relative": "oracle drift/relative",
+}
+"""Printed numbers that no score is, and what a run calls them that measures them of itself (metrics.jsonl)."""

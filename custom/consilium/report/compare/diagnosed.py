@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from consilium.report.compare.groups import known
+from consilium.report.compare.groups import Group, known
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import Table, mean
@@ -34,13 +34,23 @@ def _rows(table: Table) -> list[list[str]]:
     for method in table.methods:
         runs = [run for (name, _), run in table.group.runs.items() if name == method]
         for what in _names(runs):
-            series = [[values[what] for _, values in sorted(run.noted.items()) if what in values] for run in runs]
-            series = [one for one in series if one]
+            series = _series(runs, what)
             cells = [mean([one[place] for one in series]) for place in (0, -1)]
             cells.append(mean([math.fsum(one) / len(one) for one in series]))
             pairs = [pair for run in runs for pair in _by_round(run, table, what)]
             found.append([method, what, *map(number, cells), *correlated(pairs)])
     return found
+
+
+def _series(runs: Sequence[Run], what: str) -> list[list[float]]:
+    """Return a diagnostic's values in the order of rounds, of each run that has any."""
+    found = [[values[what] for _, values in sorted(run.noted.items()) if what in values] for run in runs]
+    return [one for one in found if one]
+
+
+def last_values(group: Group, method: str, what: str) -> list[float]:
+    """Return a diagnostic of the last round that has it, of each of a method's runs."""
+    return [one[-1] for one in _series([run for (name, _), run in group.runs.items() if name == method], what)]
 
 
 def over_runs(table: Table) -> list[str]:

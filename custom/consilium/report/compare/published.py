@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from consilium.report.compare import DIAGNOSED
+from consilium.report.compare.diagnosed import last_values
 from consilium.report.compare.groups import Group
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import Table, mean, table_of
@@ -35,7 +37,7 @@ def read_published(rows: Sequence[Mapping[str, str | float]], axes: Sequence[str
 def method_of(number: Published, group: Group) -> str | None:
     """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
     wanted = number.labels.items()
-    methods = {method for (method, _), run in group.runs.items() if number.labels and wanted <= dict(run.labels).items()}
+    methods = {method for (method, _), run in group.runs.items() if wanted <= dict(run.labels).items()}
     return methods.pop() if len(methods) == 1 else None
 
 
@@ -52,11 +54,20 @@ def published_sheet(table: Table, numbers: Sequence[Published]) -> list[Sheet]:
         method = method_of(one, group)
         if method is None or (one.metric == table.metric and not one.site):
             continue
-        other = table_of(group, table.stage, one.metric)
-        ours = mean(other.at(method, one.site) if one.site else other.means(method))
+        ours = mean(_measured(table, one, method))
         gap = "-" if ours is None else f"{ours - one.value:+.3f}"
         rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
     columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
     columns += [Column("measured here"), Column("published"), Column("difference")]
     title = titled(group, f"Other published numbers beside ours, {table.stage} model")
-    return [Sheet(title, columns, rows, ["published: the paper's own number, not measured here"])] if rows else []
+    notes = ["published: the paper's own number, not measured here"]
+    notes += ["drift: ours is the last round's"] if any(row[2] in DIAGNOSED for row in rows) else []
+    return [Sheet(title, columns, rows, notes)] if rows else []
+
+
+def _measured(table: Table, one: Published, method: str) -> list[float]:
+    """Return what was measured here in the place of a printed number, by run."""
+    if one.metric in DIAGNOSED:
+        return [] if one.site else last_values(table.group, method, DIAGNOSED[one.metric])
+    other = table_of(table.group, table.stage, one.metric)
+    return other.at(method, one.site) if one.site else other.means(method)
