@@ -26,7 +26,7 @@ from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, published_sheet, read_published
 from consilium.report.compare.runs import Run, read_run
-from consilium.report.compare.sheets import score_sheet, sheets
+from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions
@@ -678,6 +678,16 @@ def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) ->
         ["A", "mean", "drift_absolute", "-", "2.000", "-"],
     ]
     assert "drift: ours is the last round's" in sheet.notes
+
+
+def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
+    said = "the methods do not all train the same set of parameters"
+    folders = made(tmp_path, {"fedit": [[0.5]], "centralized": [[0.6]]})
+    sheet = cost_sheet(group_of(*folders))
+    assert [row[1].partition(", ")[2].endswith("pooled data") for row in sheet.rows] == [False, True]
+    assert said not in sheet.notes
+    other = make(tmp_path / "other", {"s0": 0.5}, adapter={"kind": "lora", "rank": 2, "alpha": 2})
+    assert said in cost_sheet(group_of(*folders, other)).notes
 
 
 def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:

@@ -191,12 +191,13 @@ def cost_sheet(group: Group) -> Sheet:
     columns = [Column("method", right=False), Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
     columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
     finished = {method: [run for (name, _), run in group.runs.items() if name == method] for method in group.methods}
-    rows = [_cost_row(method, runs) for method, runs in finished.items() if runs]
+    finished = {method: runs for method, runs in finished.items() if runs}
+    rows = [_cost_row(method, runs) for method, runs in finished.items()]
     notes = [
         "parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all sites"
     ]
     notes[0] += "; seconds: the sites' training, summed; epsilon: none is not private"
-    if len({(row[1], row[2]) for row in rows}) > 1:
+    if len({(_adapted(runs[0]), row[2]) for runs, row in zip(finished.values(), rows, strict=True)}) > 1:
         notes.append("the methods do not all train the same set of parameters")
     return Sheet(titled(group, "What it costs"), columns, rows, notes)
 
@@ -218,13 +219,18 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
 
 
 def trained_set(run: Run) -> str:
-    """Return what a method trains: the kind of adapter, where it sits, the decoder, and whether on pooled data."""
+    """Return what a method trains, and whether on pooled data."""
+    return _adapted(run) + (", pooled data" if run.pooled else "")
+
+
+def _adapted(run: Run) -> str:
+    """Return the kind of adapter, where it sits, and the decoder."""
     found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
     parts = [str(found["kind"])]
     parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
     decoder = found.get("decoder")
     parts += ["decoder"] if decoder is True else [f"decoder {decoder}"] if isinstance(decoder, str) else []
-    return ", ".join(parts + (["pooled data"] if run.pooled else []))
+    return ", ".join(parts)
 
 
 def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:
