@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from consilium.report.compare.sheets import Sheet
 
 
+YAML = (".yaml", ".yml")
+"""How a study's file ends. Others lie beside runs: `study run` leaves the log of each cell there."""
+
+
 class TableFormat(StrEnum):
     """How tables are written."""
 
@@ -81,7 +85,10 @@ def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
 
     found: list[Run] = []
     notes: list[str] = []
-    for path in dict.fromkeys(path.resolve() for path in paths):
+    if files := [path for path in paths if not path.is_dir()]:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        notes.append(f"left out: {files[0]}{more}: no folder of a run")
+    for path in dict.fromkeys(path.resolve() for path in paths if path.is_dir()):
         try:
             run = read_run(path)
         except ConfigError as error:
@@ -96,11 +103,13 @@ def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
 
 
 def _is_study(paths: Sequence[Path]) -> bool:
-    """Tell a study from folders of runs. Raises ConfigError for a study among others."""
-    studies = [path for path in paths if not path.is_dir()]
-    if studies and len(paths) > 1:
-        raise ConfigError(f"{studies[0]}: no folder of a run; give folders of runs, or one study and nothing else")
-    return bool(studies)
+    """Tell a study from folders of runs, beside which other files may lie. Raises ConfigError for a study among others."""
+    if len(paths) == 1:
+        return not paths[0].is_dir()
+    named = [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
+    if named:
+        raise ConfigError(f"{named[0]}: no folder of a run; give folders of runs, or one study and nothing else")
+    return False
 
 
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
