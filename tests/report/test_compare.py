@@ -462,6 +462,22 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "is damaged" in capsys.readouterr().err.replace("\n", "")
 
 
+def test_logs_beside_runs_are_left_out_and_a_study_among_them_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5]], "ffa_lora": [[0.6]]})
+    for name in ("a.log", "b.log", "study.yaml"):
+        (tmp_path / name).write_text("")
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    assert run(monkeypatch, "compare", *folders, *logs, "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["notes"] == [f"left out: {logs[0]} and 1 more: no folder of a run"]
+    assert {record["method"] for record in said["records"]} == {"fedit", "ffa_lora"}
+    for other in ("study.yaml", "nowhere"):
+        assert run(monkeypatch, "compare", *folders, tmp_path / other) == 2
+        assert f"{other}: no folder of a run; give folders" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_no_two_of_96_methods_look_alike() -> None:
     from consilium.report.compare.pictures import style
 
@@ -606,6 +622,19 @@ def test_sites_that_only_test_are_in_no_mean_rank_or_test(tmp_path: Path) -> Non
     sheet = score_sheet(table, table_of(table.group, Stage.PRETRAINED, "accuracy"))
     assert "test only, in no mean, rank or test: s" in sheet.notes
     assert {"0.900", "0.100"} <= {cell for row in sheet.rows for cell in row}
+
+
+def test_a_site_without_this_score_is_named(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.5, 0.7]]})
+    for folder in folders:
+        (folder / "results.json").write_text(json.dumps(json.loads((folder / "results.json").read_text()) | {"s9": {}}))
+        note_in(folder, {"event": "joined", "site": "t", "round": 0, "test_only": True})
+    table = accuracy(*folders)
+    sheet = score_sheet(table, table_of(table.group, Stage.PRETRAINED, "accuracy"))
+    assert "no score of this metric at: s9, t" in sheet.notes
+    assert table.sites == ["s0", "s1"]
+    assert table_of(table.group, Stage.PERSONALIZED, "accuracy").unscored == ["s0", "s1", "s9"]
+    assert accuracy(*made(tmp_path / "whole", {"fedit": [[0.5]]})).unscored == []
 
 
 def test_of_many_sites_the_worst_the_middle_and_the_best_have_a_column(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
     ]
     notes[1] += f"; seeds: those with all sites, of {seeds}; mean by n: sites weighted by the samples they scored"
     notes += [f"test only, in no mean, rank or test: {', '.join(sorted(table.apart))}"] if table.apart else []
+    notes += [f"no score of this metric at: {_few(table.unscored)}"] if table.unscored else []
     if seeds < FEWEST_SEEDS:
         notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
     else:

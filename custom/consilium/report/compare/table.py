@@ -53,6 +53,14 @@ class Table:
         return found if {site for *_, site in self.cells} - found else frozenset()
 
     @property
+    def unscored(self) -> list[str]:
+        """Sites with no score of this metric in any run: no such split, or no such class; no own model where none trained."""
+        of_all = [
+            run.sites - (run.test_only if self.stage is Stage.PERSONALIZED else set()) for run in self.group.runs.values()
+        ]
+        return sorted(frozenset[str]().union(*of_all) - set(self.sites))
+
+    @property
     def inside(self) -> list[str]:
         """The sites that means, ranks and tests are over."""
         return [site for site in self.sites if site not in self.apart]
