@@ -26,6 +26,7 @@ from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, published_sheet, read_published
 from consilium.report.compare.runs import Run, read_run
+from consilium.report.compare.sheet import Column, Sheet
 from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
@@ -415,6 +416,31 @@ def test_names_are_text_in_every_format(tmp_path: Path) -> None:
     assert {row["site"][:6] for row in rows} == {"'=SUM("}
     assert {row["value"] for row in rows} == {"0.5", "0.2"}
     assert json.loads(formats.as_json(groups, found, []))["records"][0]["site"] == EVIL
+
+
+def test_latex_reads_no_name_as_an_option_and_letters_it_lacks_become_signs() -> None:
+    rows = [["[a] 50%", "0.5"], ["*star", "0.6"], ["ε≥3 – Ünïcode µ", "Ω→σ ς ο Α"], ['"q" −5', "x [b]"]]
+    page = formats.latex([Sheet("β", [Column("[method]"), Column("*")], rows, best=frozenset({(1, 0)}))], ["Привет"])
+    assert page.splitlines() == [
+        "% Привет",
+        "% needs: booktabs, graphicx, textcomp, fontenc with T1",
+        r"\begin{table}[t]",
+        r"\centering",
+        r"\caption{$\beta$.}",
+        r"\begin{tabular}{rr}",
+        r"\toprule",
+        r"{}[method] & * \\",
+        r"\midrule",
+        r"{}[a] 50\% & 0.5 \\",
+        r"\textbf{*star} & 0.6 \\",
+        r"$\varepsilon$$\geq$3 -- Ünïcode µ & $\Omega$$\rightarrow$$\sigma$ $\varsigma$ o A \\",
+        r"\textquotedbl{}q\textquotedbl{} $-$5 & x [b] \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    cyrillic = formats.latex([Sheet("ба", [Column("m")], [["你"]])])
+    assert "% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has аб你" in cyrillic
 
 
 def test_a_terminal_of_80_cells_holds_40_methods_of_60_letters(tmp_path: Path) -> None:

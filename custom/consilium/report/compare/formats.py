@@ -39,6 +39,16 @@ _TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "…": r"\ldots{}",
 }
 """How LaTeX prints a character that it would read."""
+_SMALL = "alpha beta gamma delta varepsilon zeta eta theta iota kappa lambda mu nu xi o pi rho varsigma sigma tau upsilon "
+_SMALL += "varphi chi psi omega"
+_LARGE = "A B Gamma Delta E Z H Theta I K Lambda M N Xi O Pi P - Sigma T Upsilon Phi X Psi Omega"
+_SIGNS = {"≥": "geq", "≤": "leq", "≠": "neq", "≈": "approx", "∼": "sim", "≪": "ll", "≫": "gg", "∞": "infty", "∈": "in",
+          "→": "rightarrow", "←": "leftarrow", "↔": "leftrightarrow", "⇒": "Rightarrow", "↑": "uparrow", "↓": "downarrow",
+          "ϵ": "epsilon", "ϕ": "phi", "ϑ": "vartheta", "×": "times", "√": "surd", "∆": "Delta", "∑": "sum"}  # fmt: skip
+_GREEK = {chr(first + i): n for first, names in ((0x3B1, _SMALL), (0x391, _LARGE)) for i, n in enumerate(names.split())}
+_TEX |= {c: rf"$\{name}$" if len(name) > 1 else name for c, name in (_GREEK | _SIGNS).items()} | {"−": "$-$"}
+_QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
+"""Beside Latin letters, which end at U+017F, what pdfLaTeX prints with T1 and textcomp."""
 
 
 def markdown(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
@@ -58,8 +68,8 @@ def _line(cells: Sequence[str], bold: set[int] | frozenset[int] = frozenset()) -
 
 
 def latex(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
-    """Return a table environment per sheet; they need the package booktabs, and a wide one graphicx."""
-    parts = [f"% {shown(note, 2000)}" for note in notes] + ["% needs: booktabs, graphicx, textcomp"]
+    """Return a table environment per sheet; the first line says which packages they need, and which engine."""
+    parts: list[str] = []
     for sheet in sheets:
         rows = [_tex_row(row, {c for r, c in sheet.best if r == index}) for index, row in enumerate(sheet.rows)]
         body = [_tex_row([c.heading for c in sheet.columns]), r"\midrule", *rows]
@@ -69,11 +79,19 @@ def latex(sheets: Sequence[Sheet], notes: Sequence[str] = ()) -> str:
         tabular = [r"\resizebox{\textwidth}{!}{%", *tabular, "}"] if wide else tabular
         caption = tex(". ".join([sheet.title, *sheet.notes]))
         parts += [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}.}}", *tabular, r"\end{table}", ""]
-    return "\n".join(parts)
+    return "\n".join([*(f"% {shown(note, 2000)}" for note in notes), *_tex_needs("".join(parts)), *parts])
+
+
+def _tex_needs(body: str) -> list[str]:
+    """Return what must be loaded, and that pdfLaTeX will not do where a letter is left that it does not know."""
+    left = "".join(sorted({c for c in body if ord(c) > 0x17F and c not in _QUIET}))
+    found = ["% needs: booktabs, graphicx, textcomp, fontenc with T1"]
+    return found + ([f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else [])
 
 
 def _tex_row(cells: Sequence[str], bold: set[int] | frozenset[int] = frozenset()) -> str:
-    return " & ".join(rf"\textbf{{{tex(c)}}}" if i in bold else tex(c) for i, c in enumerate(cells)) + r" \\"
+    row = " & ".join(rf"\textbf{{{tex(c)}}}" if i in bold else tex(c) for i, c in enumerate(cells)) + r" \\"
+    return "{}" + row if row.startswith(("[", "*")) else row  # else an option of the line before
 
 
 def tex(text: str) -> str:
