@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from consilium.tasks.bootstrap import grouped, intervals, numbered
+from consilium.tasks.bootstrap import grouped, intervals, intervals_of_means, numbered
 from tests.tasks.scoring import Bright, evaluated, picture, task_of
 
 
@@ -37,6 +37,14 @@ def test_groups_are_numbered_as_they_come_and_summed() -> None:
     numbers = numbered(["b", "a", "b"])
     assert numbers.tolist() == [0, 1, 0]
     assert grouped(np.array([[1.0, 2], [3, 4], [5, 6]]), numbers).tolist() == [[6, 8], [3, 4]]
+
+
+def test_intervals_of_means_over_samples_of_which_a_group_has_several() -> None:
+    """Groups a (0, 1) and b (1): resamples aa, ab and bb have the means 1/2, 2/3 and 1, with the chances 1/4, 1/2 and 1/4."""
+    found = intervals_of_means({"x": [0.0, 1.0, 1.0], "y": [2.0, 0.0, 4.0]}, ["a", "a", "b"])
+    assert found == {"x_low": 0.5, "x_high": 1, "y_low": 1, "y_high": 4}
+    assert intervals_of_means({"x": [0.0, 1.0, 1.0]}, ["a", "b", "c"]) == {"x_low": 0, "x_high": 1}
+    assert intervals_of_means({"x": [0.0, 1.0]}, ["a", "a"]) == {}
 
 
 def entries(folder: Path, patients: list[str]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,23 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     written = ["Soon, not urgent", "soon", "d? no, c", "sooner"]
     monkeypatch.setattr(task, "write", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
-    assert metric_names(LanguageConfig(name="language", evaluate="label")) == {"loss", "perplexity", "truncated", "accuracy"}
+    found = task.evaluate(Uniform(), "test", 2)
+    assert found.keys() == {"loss", "perplexity", "truncated", "accuracy"}
+    more = {"n", "loss_low", "loss_high", "accuracy_low", "accuracy_high"}
+    assert metric_names(LanguageConfig(name="language", evaluate="label")) == found.keys() | more
+
+
+def test_the_closing_evaluation_says_how_many_and_how_sure_over_patients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of p one in two is right, of q all: resamples pp, pq and qq have 1/2, 2/3 and 1. Line by line 0 to 1."""
+    own = [("p", "a"), ("p", "b"), ("q", "a")]
+    texts = [Text(f"test.jsonl:{i}", "q", "", (said,), patient=whose) for i, (whose, said) in enumerate(own)]
+    for given, low in ((texts, 0.5), ([replace(one, patient="") for one in texts], 0.0)):
+        task = make_task(*given, evaluate="label", labels=["a", "b"])
+        monkeypatch.setattr(task, "write", lambda *_: ["a"] * 3)
+        found = task.evaluate(Uniform(), "test", 2, distances=True)
+        assert (found["n"], found["accuracy_low"], found["accuracy_high"]) == (3, low, 1)
+        assert found["loss_low"] == pytest.approx(found["loss"]) == found["loss_high"]
+        assert found.keys() == metric_names(task.config)
 
 
 def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +188,8 @@ def test_exact_match_of_final_answers_in_the_closing_evaluation(monkeypatch: pyt
 
 
 def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = make_task(text("q", "one", "a dog runs fast"), evaluate="generation")
-    monkeypatch.setattr(task, "write", lambda *_: ["a dog runs fast"])
+    task = make_task(text("q", "one", "a dog runs fast"), Text("t:2", "q", "", ("one",)), evaluate="generation")
+    monkeypatch.setattr(task, "write", lambda *_: ["a dog runs fast", "one"])
     found = task.evaluate(Uniform(), "test", 2, distances=True)
     assert found.keys() == metric_names(LanguageConfig(name="language", evaluate="generation"))
     assert found["rouge_l"] == 1

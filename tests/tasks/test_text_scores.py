@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from consilium.tasks.language.text_scores import NAMES, bleu, cider, meteor, nist, rouge_l, rouge_l_each, score, words
+from consilium.tasks.language.text_scores import bleu, cider, meteor, nist, of_corpus, of_records, rouge_l, words
 
 WRITTEN = ["the cat sat on the mat", "a dog"]
 REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
@@ -13,7 +13,7 @@ REFERENCES = [["the cat sat on the mat", "a cat is there"], ["a dog runs"]]
 
 def test_rouge_l_is_the_longest_common_subsequence_with_the_best_reference() -> None:
     f = 2 * 1 * (2 / 3) / (1 + 2 / 3)  # "a dog": precision 1, recall 2/3
-    assert rouge_l(WRITTEN, REFERENCES) == pytest.approx((1 + f) / 2)
+    assert rouge_l(WRITTEN, REFERENCES) == pytest.approx([1, f])
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_rouge_l_is_the_longest_common_subsequence_with_the_best_reference() -> 
     ],
 )
 def test_rouge_l_reads_letters_beyond_ascii(written: str, reference: str, value: float) -> None:
-    assert rouge_l([written], [[reference]]) == pytest.approx(value)
+    assert rouge_l([written], [[reference]]) == pytest.approx([value])
 
 
 def test_rouge_l_of_ascii_texts_is_rouge_scores_own() -> None:
@@ -54,7 +54,7 @@ def test_rouge_l_of_ascii_texts_is_rouge_scores_own() -> None:
     texts = [" ".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(80)]
     own = RougeScorer(["rougeL"], use_stemmer=True)
     truth = [own.score(ref, one)["rougeL"].fmeasure for one, ref in zip(texts[:40], texts[40:], strict=True)]
-    assert rouge_l_each(texts[:40], [[ref] for ref in texts[40:]]) == truth
+    assert rouge_l(texts[:40], [[ref] for ref in texts[40:]]) == truth
 
 
 def test_bleu_of_a_corpus_with_uneven_references() -> None:
@@ -65,9 +65,10 @@ def test_bleu_of_a_corpus_with_uneven_references() -> None:
 def test_meteor_by_exact_words_and_stems() -> None:
     # two matches in one chunk: precision 1, recall 2/3, F = 10 P R / (R + 9 P), penalty 0.5 (1/2)^3
     mean = 10 * (2 / 3) / (2 / 3 + 9)
-    assert meteor(["a dog"], [["a dog runs"]]) == pytest.approx(mean * (1 - 0.5 / 8), abs=1e-3)
-    assert meteor(["dogs"], [["dog"]]) == meteor(["dog"], [["dog"]]) > 0
-    assert meteor(["hound"], [["dog"]]) == 0
+    assert meteor(["a dog"], [["a dog runs"]]) == pytest.approx([mean * (1 - 0.5 / 8)], abs=1e-3)
+    stemmed, same, other = meteor(["dogs", "dog", "hound"], [["dog"]] * 3)
+    assert stemmed == same > 0
+    assert other == 0
 
 
 def test_nist_weighs_rare_words_more() -> None:
@@ -104,5 +105,6 @@ def test_cider_is_the_coco_caption_evaluations() -> None:
 
 
 def test_empty_answers_score_nothing() -> None:
-    assert score(["", ""], REFERENCES) == dict.fromkeys(NAMES, 0.0)
+    assert of_records(["", ""], REFERENCES) == {"rouge_l": [0.0, 0.0], "meteor": [0.0, 0.0]}
+    assert of_corpus(["", ""], REFERENCES) == {"bleu": 0.0, "nist": 0.0, "cider": 0.0}
     assert words("It's 5.") == ["it", "'", "s", "5", "."]

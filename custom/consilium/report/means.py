@@ -13,7 +13,7 @@ MEAN, BY_N = "mean", "mean by n"
 INTERVAL = "_95"
 """Ends the name of a column that shows an interval."""
 LEFT_OUT = "intervals and ASSD need a wider terminal; results.json has them"
-NOTE = "n: how many a site scored, and its weight in the mean by n; 95 %: bootstrap over patients (volumes, images)"
+NOTE = "n: how many a site scored, and its weight in the mean by n; 95 %: bootstrap over patients (volumes, images, records)"
 
 
 def optional(column: str) -> bool:

@@ -1,6 +1,6 @@
 """How sure a site's mean is: 95 % intervals by a bootstrap over its patients. Only their ends leave the site."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -45,6 +45,17 @@ def intervals(groups: int, statistic: Statistic) -> dict[str, float]:
         rest -= count
     found = {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
     return {f"{name}{end}": value for name, values in found.items() for end, value in _ends(values).items()}
+
+
+def intervals_of_means(values: Mapping[str, Sequence[float]], groups: Sequence[str]) -> dict[str, float]:
+    """Return intervals of the means over samples of scores, of N values and N groups."""
+    whose = numbered(groups)
+    sums, sizes = grouped(np.array(list(values.values())).T, whose), grouped(np.ones(len(whose)), whose)
+
+    def means(weights: np.ndarray) -> dict[str, np.ndarray]:
+        return dict(zip(values, (weights @ sums / (weights @ sizes)[:, None]).T, strict=True))
+
+    return intervals(len(sizes), means)
 
 
 def _weights(drawn: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ def _notes(results: Results, split: str, columns: Mapping[str, str]) -> list[str
     if COUNT in columns.values():
         notes.append("n: how many a site scored, and its weight in the mean by n.")
     if "95 %" in columns.values():
-        notes.append("95 %: bootstrap over a site's patients (volumes or images, where no patient is known).")
+        notes.append("95 %: bootstrap over a site's patients (volumes, images or records, where no patient is known).")
     if without := [site for site in sorted(results) if not any(name.startswith(f"{split}/") for name in results[site])]:
         notes.append(f"No {split} split, so not scored here: {', '.join(without)}.")
     if skipped := [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]:

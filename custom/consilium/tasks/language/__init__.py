@@ -9,7 +9,7 @@ from consilium.data.datalist import DataList
 from consilium.data.text import read_texts
 from consilium.schema import MOST_CLASSES, each_once
 from consilium.tasks.language.text_scores import NAMES
-from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,6 +21,10 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES, "teacher_forced": (*NAMES, "token_accuracy"),
 }  # fmt: skip
 """Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
+
+
+BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
+"""Those of them that are means over records, so that an interval tells how sure they are; so is the loss."""
 
 
 class LanguageConfig(TaskConfig):
@@ -62,7 +66,8 @@ class LanguageConfig(TaskConfig):
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
-    return frozenset({"loss", "perplexity", CUT, *WRITTEN[config.evaluate]})
+    written = WRITTEN[config.evaluate]
+    return frozenset({"loss", "perplexity", CUT, *written, *interval_names({"loss", *BY_RECORD.intersection(written)})})
 
 
 def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> "LanguageTask":

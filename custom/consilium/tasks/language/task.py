@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,10 +15,12 @@ from consilium.data.text import Text
 from consilium.errors import ConfigError, DataError
 from consilium.models.folder import positions
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
+from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, settled
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
+from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 """Language models (`model_type`) in which a token is known to look at none behind it."""
@@ -35,7 +37,8 @@ class LanguageTask:
     its own and weighs the same; "perplexity", exp of the mean over all answer tokens of the split. By `evaluate`: "label" adds
     "accuracy", how often the label of the greedily written answer is that of the reference (no label is wrong); "exact" adds
     "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
-    see _forced. All but labels come in the closing evaluation only. "truncated" is the share of records that were cut.
+    see _forced. All but labels come in the closing evaluation only. "truncated" is the share of records that were cut. The
+    closing evaluation adds how many records were scored, and intervals of what is a mean over records.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
@@ -85,7 +88,7 @@ class LanguageTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds exact match or scores.
+        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds written scores and intervals.
 
         The model's mode is restored.
         """
@@ -94,16 +97,32 @@ class LanguageTask:
         with evaluating(model):
             losses, found = self._likelihood(model, split, batch_size)
             self.scored = self._scored(split, losses) if distances else None
-            found |= {CUT: self._cut[split] / len(self._pairs[split])}
-            if self.kind == "teacher_forced" and distances:
-                found |= self._forced(model, split, batch_size)
-            elif self.kind == "label" or (self.kind in ("exact", "generation") and distances):
-                written = self.write(model, split, batch_size)
-                found |= self._judge(split, written)
-                if self.kind == "generation":
-                    each = text_scores.rouge_l_each(written, [text.outputs for text in self.data.splits[split]])
-                    self.scored = self._scored(split, each, "ROUGE-L", lower=False)
-        return found
+            whole, each = self._answers(model, split, batch_size, distances)
+        found |= {CUT: self._cut[split] / len(self._pairs[split])} | whole
+        found |= {name: sum(values) / len(values) for name, values in each.items()}
+        return found | (self._summary(split, {"loss": losses} | each) if distances else {})
+
+    def _summary(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Return how many records were scored, and 95 % intervals of their mean scores by a bootstrap over patients."""
+        whose = [text.patient or text.name for text in self.data.splits[split]]
+        return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
+
+    def _answers(
+        self, model: nn.Module, split: str, batch_size: int, distances: bool
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Return the scores of answers, as far as they are asked for: of the whole split, and record by record."""
+        if self.kind == "teacher_forced" and distances:
+            said, true, accuracy = self._forced(model, split, batch_size)
+            return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
+        if self.kind != "label" and (self.kind not in ("exact", "generation") or not distances):
+            return {}, {}
+        written = self.write(model, split, batch_size)
+        if self.kind != "generation":
+            return {}, self._judge(split, written)
+        references = [text.outputs for text in self.data.splits[split]]
+        each = text_scores.of_records(written, references)
+        self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
+        return text_scores.of_corpus(written, references), each
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
@@ -146,10 +165,11 @@ class LanguageTask:
         most, ends = self.config.max_new_tokens, self._encoder.ends()
         return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=self._encoder.pad)
 
-    def _forced(self, model: nn.Module, split: str, batch_size: int) -> dict[str, float]:
-        """Return scores of each position's likeliest token, the true ones before it being given: no answer is written.
+    def _forced(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[str], list[list[str]], dict[str, float]]:
+        """Return each position's likeliest token, the true ones before it being given, as texts, and the true texts.
 
-        Prompt and answer count, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
+        No answer is written. Prompt and answer count, as in the public code of FedHera's authors; "token_accuracy" is over the
+        same tokens.
         """
         said, true, hits, count = list[str](), list[list[str]](), 0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
@@ -159,7 +179,7 @@ class LanguageTask:
                 hits, count = hits + int((guess == row)[here].sum()), count + int(here.sum())
                 said.append(self._encoder.decode(guess[here].tolist()))
                 true.append([self._encoder.decode(row[here].tolist())])
-        return text_scores.score(said, true) | {"token_accuracy": hits / count}
+        return said, true, {"token_accuracy": hits / count}
 
     def examples(self, model: nn.Module, split: str) -> None:
         """Return None: there is no picture to show."""
@@ -191,14 +211,13 @@ class LanguageTask:
             total, count = total + float(losses.sum()), count + int(learned.sum())
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
-    def _judge(self, split: str, written: list[str]) -> dict[str, float]:
+    def _judge(self, split: str, written: list[str]) -> dict[str, list[float]]:
+        """Return of each written answer whether it is right."""
         texts, truth = self.data.splits[split], self._truth[split]
-        if self.kind == "generation":
-            return text_scores.score(written, [text.outputs for text in texts])
         if self.kind == "exact":
-            return {"exact": _share([final_answer(one) == true for one, true in zip(written, truth, strict=True)])}
+            return {"exact": [float(final_answer(one) == true) for one, true in zip(written, truth, strict=True)]}
         said = [first_label(one, text.labels or self.config.labels) for one, text in zip(written, texts, strict=True)]
-        return {"accuracy": _share([one == true for one, true in zip(said, truth, strict=True)])}
+        return {"accuracy": [float(one == true) for one, true in zip(said, truth, strict=True)]}
 
     def _true(self, text: Text) -> str | None:
         """Return a record's right label or final answer, None where none is asked for. Raises DataError if it has none."""
@@ -257,7 +276,3 @@ def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
 
 def _parts(rows: range, size: int) -> Iterator[range]:
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)

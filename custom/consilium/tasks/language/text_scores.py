@@ -28,21 +28,20 @@ class _NoSynonyms:
         return []
 
 
-def score(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return NAMES for N written answers with at least one reference each; all but NIST and CIDEr lie in 0..1.
+def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+    """Return ROUGE-L (F) and METEOR, 0..1, of each of N written answers with the best of its references.
 
-    ROUGE-L (F) and METEOR are means over answers of the best reference; BLEU and NIST (up to 5-grams) are of the corpus.
+    A split's score is their mean.
     """
-    found = [rouge_l(written, references), bleu(written, references), meteor(written, references)]
-    return dict(zip(NAMES, [*found, nist(written, references), cider(written, references)], strict=True))
+    return {"rouge_l": rouge_l(written, references), "meteor": meteor(written, references)}
 
 
-def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Return the mean of `rouge_l_each`."""
-    return sum(rouge_l_each(written, references)) / len(written)
+def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return BLEU, 0..1, NIST (up to 5-grams) and CIDEr of N written answers as one corpus."""
+    return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
 
 
-def rouge_l_each(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """Return each answer's F-measure of the longest common subsequence with its best reference, words stemmed."""
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -81,13 +80,12 @@ def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     return corpus_bleu(list(written), streams).score / 100
 
 
-def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Return the mean METEOR with the best reference, by exact words and stems."""
+def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """Return each answer's METEOR with its best reference, by exact words and stems."""
     from nltk.translate.meteor_score import meteor_score
 
     pairs = zip(written, references, strict=True)
-    values = [meteor_score([words(ref) for ref in refs], words(one), wordnet=_NoSynonyms()) for one, refs in pairs]
-    return sum(values) / len(values)
+    return [meteor_score([words(ref) for ref in refs], words(one), wordnet=_NoSynonyms()) for one, refs in pairs]
 
 
 def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
