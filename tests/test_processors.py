@@ -1,4 +1,4 @@
-"""Numbers on other processors: the numeric tests again at each level of vector units and with other numbers of threads."""
+"""Numbers on other CPUs: the numeric tests again at each level of vector units and with other numbers of threads."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_the_lists_name_tests_that_are_there() -> None:
 
 
 def levels() -> list[str]:
-    """Return the levels that this processor has, the plainest first."""
+    """Return the levels that this CPU has, the plainest first."""
     most = torch.backends.cpu.get_cpu_capability().lower()
     return list(LEVELS[: LEVELS.index(most) + 1]) if most in LEVELS else ["default"]
 

@@ -66,9 +66,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors; `capacity`: see ranks.py.
+    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors.
 
-    `num_samples` is 0 of a site that is there to test only.
+    `capacity`: see strategies/unequal/ranks.py. `num_samples` is 0 of a site that is there to test only.
     """
 
     name: str
@@ -109,7 +109,7 @@ TRAIN_LOSS, TRAIN_STEPS, TRAIN_SECONDS = "train/loss", "train/steps", "train/sec
 TRAIN_PENALTY = "train/penalty"
 """Mean of what the strategy adds to the loss, such as SOR; not there where it adds nothing."""
 TRAIN_MEMORY = "train/peak_bytes"
-"""The most memory of its GPU that a training took; not there on a processor, which does not say."""
+"""The most memory of its GPU that a training took; not there on a CPU, which does not say."""
 SKIPPED = "data/skipped"
 """How many samples a site has left out because they cannot be read, where its site.yaml says so; not there for none."""
 BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"

@@ -68,7 +68,7 @@ def test_fit_counts_a_ranks_part() -> None:
     assert spared(model, 4) == 101_568  # three layers of 406,272 bytes: 9/4 of one are elsewhere, two are whole at times
 
 
-def test_gpus_exchange_parts_by_nccl_and_processors_by_gloo() -> None:
+def test_gpus_exchange_parts_by_nccl_and_cpus_by_gloo() -> None:
     assert (backend(torch.device("cuda:1")), backend(torch.device("cpu"))) == ("nccl", sharding.GLOO)
 
 

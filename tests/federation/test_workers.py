@@ -115,7 +115,7 @@ def test_flares_engine_has_processes_of_its_own(
 
 
 def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two GPUs, three workers, five sites, one of which wants its processor."""
+    """Two GPUs, three workers, five sites, one of which wants its CPU."""
     lots = list[crew.Lot]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(crew, "send", lambda pipe, lot: lots.append(lot))

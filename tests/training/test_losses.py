@@ -37,14 +37,14 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the processor as a device that is looked at once a second, in a round that takes none."""
+    """Treat the CPU as a device that is looked at once a second, in a round that takes none."""
     monkeypatch.setattr(losses, "AT_ONCE", frozenset())
     monkeypatch.setattr(losses, "EVERY", 3600.0)
 
 
 @pytest.mark.parametrize("make", [small_config, small_cells])
 def test_no_step_waits_for_the_device(make: Callable[..., JobConfig], seldom: None, tmp_path: Path) -> None:
-    """By SGD: Adam reads its own step counts, which PyTorch keeps on the processor wherever the parameters are."""
+    """By SGD: Adam reads its own step counts, which PyTorch keeps on the CPU wherever the parameters are."""
     job = make("fedit", local_steps=3, optimizer="sgd")
     model, task = build_model(job, SiteConfig()), build_task(job, site_data(job, "site-1", SiteConfig(), tmp_path))
     params, seen = layers.tensors(model), list[Progress]()

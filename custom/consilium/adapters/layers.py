@@ -135,7 +135,7 @@ def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the adapter's tensors on the processor, as sites keep and send them: of the base, its changes."""
+    """Return copies of the adapter's tensors on the CPU, as sites keep and send them: of the base, its changes."""
     held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted(model).base
     return {name: tensor - base[name].cpu() if name in base else tensor.clone() for name, tensor in held.items()}
 
@@ -196,7 +196,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:
-    """Let the modules named `blocks` hand on what they get, and all others run: the net without those blocks."""
+    """Make the modules `blocks` return their input, and all others run as usual."""
     if vars(model).get(_LEFT_OUT) == blocks:
         return  # as in nearly every round; a walk takes longer than a small model's step
     for name, module in model.named_modules():

@@ -12,7 +12,7 @@ def rank(
     address: Annotated[str, typer.Argument(help="HOST:PORT, as nodes.address in the site's site.yaml")],
     secret: Annotated[Path, typer.Option(help="the file of nodes.secret, or a copy of it")],
     device: Annotated[list[str] | None, typer.Option(help="where it computes; again for one more rank")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="of each rank on a processor")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="of each rank on a CPU")] = None,
 ) -> None:
     """Work for a site whose site.yaml has `nodes:`, on this other machine, until it is stopped (Ctrl-C).
 

@@ -14,7 +14,7 @@ BUNDLES_HELP = "whether jobs may bring code (BYOC)"
 
 
 class ServerEntry(Section):
-    """The server. `name` is the host name that sites reach; `hosts`: its other names and addresses, for its certificate.
+    """The server. `name` is the host name that sites reach; `hosts`: its further names and addresses, for its certificate.
 
     `state`: a private folder at the server for jobs and snapshots (FLARE's own default is under /tmp, readable by all).
     """

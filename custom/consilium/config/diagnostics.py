@@ -8,7 +8,7 @@ from consilium.schema import Section
 
 Every = Annotated[int, Field(ge=1, le=100_000, description="look in every so many rounds, counted from 1")]
 SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites, drawn by the seed")]
-OracleRank = Annotated[int, Field(ge=1, le=65536, description="of the oracle; by default whatever a layer has")]
+OracleRank = Annotated[int, Field(ge=1, le=65536, description="the oracle's rank; by default whatever a layer has")]
 
 
 class OracleConfig(Section):

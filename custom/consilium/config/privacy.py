@@ -27,7 +27,7 @@ class SiteLevelDpConfig(Section):
     `calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its tables. It counts batches of
     images where sites' updates are released, at delta 1 / sites, and clips every tensor on its own. What that really keeps is
     accounted and printed beside, and is what a site's budget must cover. `sites`: how many take part, calibration paper only.
-    `samples`: their training images together, calibration paper only.
+    `samples`: the training images of all sites together, calibration paper only.
     """
 
     unit: Literal["site"]

@@ -29,8 +29,8 @@ class ServerConfig(Section):
     lr: Annotated[Positive, Field(description="the server's learning rate; by default 1 for `momentum`, else 0.01")] | None = (
         None
     )
-    beta1: Annotated[Beta, Field(description="of the momentum")] = 0.9
-    beta2: Annotated[Beta, Field(description="of the squares (`adam`, `yogi`)")] = 0.99
+    beta1: Annotated[Beta, Field(description="decay of the momentum")] = 0.9
+    beta2: Annotated[Beta, Field(description="decay of the squares (`adam`, `yogi`)")] = 0.99
     tau: Annotated[Positive, Field(description="added to the root of the squares (`adam`, `yogi`)")] = 1e-3
     mean: Annotated[
         Literal["weighted", "median", "trimmed"],

@@ -117,7 +117,7 @@ class SiteConfig(Section):
 
     `devices`: several GPUs by number (or names, as of `device`) that share every batch of training, instead of `device`; the
     first also does all the rest. Not for privacy by records or patients. `base`: `sharded` gives each of them a part of every
-    frozen block, for a base over one device; `replicated` all of it. `nodes`: more of them in other machines.
+    frozen block, for a base that is too large for one; `replicated` all of it. `nodes`: more of them in other machines.
 
     `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
     trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
@@ -171,7 +171,7 @@ class SiteConfig(Section):
         if self.base == "sharded" and self.ranks < 2:
             raise ValueError("base: 'sharded' is for several devices; name them in `devices`, or leave it out")
         if self.base == "sharded" and len({one.partition(":")[0] for one in self.devices}) > 1:
-            raise ValueError("base: 'sharded' lies on GPUs or on processors, not on both; name either in `devices`")
+            raise ValueError("base: 'sharded' lies on GPUs or on CPUs, not on both; name either in `devices`")
         return self
 
     @property

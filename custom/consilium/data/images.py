@@ -1,7 +1,7 @@
 """From an item of a data list to pixels: pictures, planes of volumes, masks, and samples of a model's size.
 
 Own code where MONAI's dictionary transforms are slow: its anti-aliased resize took most of a sample's time. PIL's is done in
-whole numbers, so a sample is the same to the bit on every processor.
+whole numbers, so a sample is the same to the bit on every CPU.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """How fast a job trains on this machine: our step beside the same model in a bare loop, in one run, as ratios.
 
 The ways take short turns, each second time in reverse order, so that what else the machine does falls on all of them. A ratio
-is the median over turns, with the interval of 95 % that their order gives it. On a processor there are ratios of its own time
+is the median over turns, with the interval of 95 % that their order gives it. On a CPU there are ratios of its own time
 too, of which waiting for other programs is no part.
 
 `job`: the loop as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over
@@ -68,7 +68,7 @@ class Way:
     peak_bytes: float = 0.0
 
     def timed(self, steps: int, device: torch.device) -> None:
-        """Take steps and note the seconds of one, by the clock and of the processor."""
+        """Take steps and note the seconds of one, by the clock and of the CPU."""
         with peak_memory(device) as peak:
             began, busy = time.perf_counter(), time.process_time()
             self.run(steps)
@@ -79,7 +79,7 @@ class Way:
         self.peak_bytes = max(self.peak_bytes, peak.get("peak_bytes", 0.0))
 
     def weighed(self) -> None:
-        """Take a step on a processor and note the most bytes that the model and the step's tensors took."""
+        """Take a step on a CPU and note the most bytes that the model and the step's tensors took."""
         storages = [one.untyped_storage() for one in (*self.model.parameters(), *self.model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         with Live(held.keys()) as live:

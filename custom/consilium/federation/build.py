@@ -135,7 +135,7 @@ def _check_optimizers(job: Job, source: Path | str) -> None:
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError.
 
-    A base that is to be sharded is on the processor: it may be over one device.
+    A base that is to be sharded is on the CPU: it may be too large for one device.
     """
     from consilium.training.device import CPU, pick_device
 

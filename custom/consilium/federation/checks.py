@@ -154,7 +154,7 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
         or tensor.is_nested
         or tensor.device.type != "cpu"
     ):
-        raise RefusedError(f"tensor {name!r} is not a plain one on the processor")
+        raise RefusedError(f"tensor {name!r} is not a plain one on the CPU")
     if tensor.dtype is not dtype:
         raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
     if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():

@@ -142,7 +142,7 @@ class Coordinator:
         return dict(self.sent)
 
     def held_out(self) -> dict[str, Payload]:
-        """Return what sites that do not train in this round are to evaluate first (config's `held_out` of them), by site."""
+        """Return, by site, the payload of each that does not train in this round and is to evaluate (`fraction_evaluate`)."""
         if self.state.phase:
             return {}
         names = sorted(self.trainers.keys() - self.asked.keys())

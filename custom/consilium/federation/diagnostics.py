@@ -55,7 +55,7 @@ def _keeps_a_factor(strategy: Strategy, state: ServerState, layer: str) -> bool:
 
 
 def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:
-    """Return a site's B and A after its training, float64; a frozen one that it was sent long ago is the server's."""
+    """Return a site's B and A after its training, float64; for a frozen factor sent in an earlier round, the server's value."""
     known = state.initial | state.shared | result.sent.tensors
     moved = result.update.tensors
     names = (f"{layer}.lora_B", f"{layer}.lora_A")

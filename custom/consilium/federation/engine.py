@@ -125,7 +125,8 @@ def _welcome(coordinator: Coordinator, members: Members) -> None:
             coordinator.welcome(answer())
         except ConsiliumError as error:
             coordinator.refuse(name, str(error), joining=True)
-            coordinator.survey.decline(name, error.reason.text)  # as much as would leave a site
+            # in a federation a site's own text would not leave it
+            coordinator.survey.decline(name, error.reason.text)
 
 
 def _survey(coordinator: Coordinator, members: Members) -> None:
@@ -135,7 +136,7 @@ def _survey(coordinator: Coordinator, members: Members) -> None:
         try:
             told = answer()
         except ConsiliumError as error:
-            coordinator.refuse(name, error.reason.text, joining=True)  # as much as would leave a site
+            coordinator.refuse(name, error.reason.text, joining=True)
         else:
             coordinator.survey.accept(name, told)
     coordinator.survey.finish()
@@ -149,7 +150,7 @@ def _cross(crossing: CrossSites, members: Members) -> None:
         try:
             crossing.take(owner, members[owner].begin("model", coordinator.run)())
         except ConsiliumError as error:
-            coordinator.refuse(owner, error.reason.text)  # as much as would leave a site
+            coordinator.refuse(owner, error.reason.text)
         _score(crossing, members, crossing.lent())
     crossing.finish()
 
@@ -164,12 +165,14 @@ def run_phase(
 ) -> None:
     """Run one phase of one round: every site asked answers in turn, after those that are held out have evaluated."""
     if rounds:
-        rounds.phase(partial(_ask, coordinator, members), lambda: _take_aside(coordinator, _aside(coordinator, members)))
+        rounds.phase(
+            partial(_ask, coordinator, members), lambda: _take_held_out(coordinator, _ask_held_out(coordinator, members))
+        )
         return
     payloads = coordinator.start()
-    aside = _aside(coordinator, members)
+    held_out = _ask_held_out(coordinator, members)
     asked = _asked(members, "train", coordinator.run, payloads)
-    _take_aside(coordinator, aside)
+    _take_held_out(coordinator, held_out)
 
     def accept(name: str, result: Payload) -> str | None:
         refusal = coordinator.accept(name, result)
@@ -182,11 +185,11 @@ def run_phase(
     coordinator.conclude(inside.conclude(coordinator.state) if inside else None)
 
 
-def _aside(coordinator: Coordinator, members: Members) -> Answers:
+def _ask_held_out(coordinator: Coordinator, members: Members) -> Answers:
     return _asked(members, "evaluate", coordinator.run, coordinator.held_out())
 
 
-def _take_aside(coordinator: Coordinator, answers: Answers) -> None:
+def _take_held_out(coordinator: Coordinator, answers: Answers) -> None:
     for name, answer in answers.items():
         _exchange(coordinator, name, answer, coordinator.accept_held_out)
 

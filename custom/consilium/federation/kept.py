@@ -137,7 +137,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
 
 
 def run_as_kept(model: nn.Module, config: JobConfig, kept: Kept) -> None:
-    """Have the forward pass take the adapter as it did when the model was scored."""
+    """Set the adapter's scaling and the local adapter's share to what they were when the model was scored."""
     kind = config.adapter_kind
     if kind.scale:
         kind.scale(model, config.adapter, kept.scaling)

@@ -152,7 +152,7 @@ class LocalTraining:
         return drift
 
     def _seed(self, what: str, payload: Payload, number: int = 0) -> int:
-        """Return the seed of a part of a phase; of its first pass as if there were no other."""
+        """Return the seed of one pass of a phase. The first pass has the seed that a phase with a single pass has."""
         return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
 
     def _noise_seed(self, payload: Payload, number: int) -> int | None:

@@ -49,9 +49,10 @@ class MaskedAggregate(RoundAggregate):
 
 
 def opened_mean(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
-    """Return opened sums with what divides them, and the maps back from whitened coordinates, where these were summed.
+    """Return (sums, divisor, maps): the opened sums, what divides them, and the geometry behind whitened coordinates.
 
-    Steps of DP-SGD are divided by the job's constant, which tells nothing of what was drawn.
+    The maps turn whitened coordinates back into updates; {} where none were whitened. Steps of DP-SGD are divided by the job's
+    constant, which tells nothing of what was drawn.
     """
     privacy, public = job.config.privacy, state.shared | state.initial
     if privacy is None or privacy.trust != "distributed":
@@ -61,7 +62,7 @@ def opened_mean(job: Job, state: ServerState, sums: Tensors, weight: int) -> tup
 
 
 def aggregate_for(job: Job) -> RoundAggregate:
-    """Return what a job's results come together in."""
+    """Return the aggregate that collects a job's results."""
     kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
     return kind(job.strategy, job.config.server)
 

@@ -50,7 +50,7 @@ class StepMemory:
 
 
 def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = True) -> StepMemory:
-    """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a processor.
+    """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a CPU.
 
     It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
     task that cannot be rehearsed.
@@ -79,7 +79,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
 
 
 def _materialize(model: nn.Module) -> None:
-    """Put fake tensors on the processor in the place of those that are only laid out; what modules share stays shared."""
+    """Put fake tensors on the CPU in the place of those that are only laid out; what modules share stays shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

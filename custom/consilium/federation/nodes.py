@@ -198,7 +198,7 @@ def _join(place: tuple[str, int], secret: bytes, device: str, parent: connection
 
 
 def _watch(descriptor: int) -> None:
-    """End this process when rank 0 has hung up, whatever collective it waits in: NCCL's do not end by themselves."""
+    """End this process when rank 0 has hung up, even while it waits in a collective, because NCCL's never time out here."""
     with socket.socket(fileno=descriptor) as link:
         while True:
             try:

@@ -60,7 +60,10 @@ class Phase(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Leave for a rank to read the base: one after the other where it is sharded, so that a host has one whole at a time."""
+    """Permission to read the base.
+
+    With a sharded base the ranks read one after the other, so that a host holds one whole base at a time.
+    """
 
 
 class Wanted(NamedTuple):
@@ -78,7 +81,10 @@ class Share(NamedTuple):
 
 
 def found_by(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
-    """Return (1 + n,) float32 on the processor: the share's part of the loss, and of its gradient in n trained numbers."""
+    """Return (1 + n,) float32 on the CPU: the share's weighted loss, then its gradient.
+
+    The gradient is that with respect to the n trained numbers.
+    """
     if not share.batch:
         return torch.zeros(1 + sum(sizes(trained)))
     with torch.enable_grad():
@@ -94,7 +100,7 @@ def named(model: nn.Module, names: Set[str]) -> list[Tensor]:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all numbers in a row, (n,) float32 on the processor."""
+    """Return all numbers in a row, (n,) float32 on the CPU."""
     return torch.cat([one.detach().float().cpu().reshape(-1) for one in tensors] or [torch.zeros(0)])
 
 

@@ -133,8 +133,9 @@ class Ranks:
             _hear(some)
 
     def _want(self, block: int) -> None:
-        """Tell the other ranks that the model is at a block, unless all are there. Raises ConsiliumError in a forward pass
-        with gradients.
+        """Have the other ranks send their parts of a block, unless all are computing it.
+
+        Raises ConsiliumError in a forward pass with gradients.
         """
         if self.together:
             return
@@ -266,7 +267,7 @@ class JointTask:
         return found
 
     def reduced(self, numbers: Tensor, found: bool) -> Tensor:
-        """See rank.py. Raises OSError where a rank is gone."""
+        """See `reduced` in federation/rank.py. Raises OSError where a rank is gone."""
         try:
             return reduced(self.ranks.group, numbers, found)
         except RuntimeError as error:

@@ -64,12 +64,12 @@ def spared(model: nn.Module, ranks: int) -> int:
 
 
 def backend(device: torch.device) -> str:
-    """Return what blocks' parts travel by: NCCL between GPUs, gloo between processors."""
+    """Return what blocks' parts travel by: NCCL between GPUs, gloo between CPUs."""
     return "nccl" if device.type == "cuda" else GLOO
 
 
 def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Maker, patience: timedelta) -> "DeviceMesh":
-    """Return the mesh of a site's ranks, on each rank's `device`; `gloo` makes a group of processors.
+    """Return the mesh of a site's ranks, on each rank's `device`; `gloo` makes a group of CPUs.
 
     torch.distributed has one such world a process. Raises ConsiliumError where there is one already.
     """

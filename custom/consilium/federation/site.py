@@ -237,7 +237,7 @@ class Site(Scoring):
         return self._evaluate("validation", stage, payload, config.validation.full)
 
     def _validate_last(self, run: str, kept: Kept, payload: Payload) -> None:
-        """Let the last global model, which is in place, be the best one too; no round has scored it on validation data."""
+        """Score the last global model, which is loaded, on validation data, so that it may become the best one."""
         config = self.config.training
         if (
             self.task.num_samples

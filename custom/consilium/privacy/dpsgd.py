@@ -186,7 +186,7 @@ def _without_draws(trained: Mapping[str, nn.Parameter], unit: str) -> Iterator[N
 
 
 def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return the states of the generators that layers draw from: of the processor, and of the GPU that holds parameters."""
+    """Return the states of the generators that layers draw from: of the CPU, and of the GPU that holds parameters."""
     gpus = {parameter.device for parameter in trained.values() if parameter.is_cuda}
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 

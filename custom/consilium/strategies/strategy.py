@@ -103,13 +103,15 @@ class Strategy:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: ClassVar[str]
     upload_scalars: ClassVar[frozenset[str]] = frozenset()
+    """Names of the scalars that a site uploads beside its tensors."""
     pools_data: ClassVar[bool] = False
-    ranks_differ: ClassVar[bool] = False
-    """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
+    """Whether all data lie in one place (the centralized reference)."""
     parts: ClassVar[frozenset[str]] = frozenset()
     """What it asks of the model beside the job's adapter; see adapters/parts.py."""
+    ranks_differ: ClassVar[bool] = False
+    """Whether ranks differ by site and layer, which takes the dual-rank adapter."""
     one_rank: ClassVar[bool] = False
-    """Whether it may then also run at one rank everywhere, on plain LoRA."""
+    """Whether a strategy whose ranks differ may also run at one rank everywhere, on plain LoRA."""
     tails: ClassVar[bool] = False
     """Whether sites are sent frozen ranks beside those they train."""
     one_by_one: ClassVar[bool] = False
@@ -117,8 +119,7 @@ class Strategy:
     from_base: ClassVar[bool] = False
     """Whether the server reads the base's weights to make the start, see `start`."""
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
-    """What the server must see: weighted sums only (then noise, secure aggregation or encryption may hide the sites), or
-    every site's result."""
+    """What the server must see: weighted sums (noise, masks or encryption may then hide the sites), or every site's result."""
 
     @property
     def label(self) -> str:
@@ -137,7 +138,7 @@ class Strategy:
 
     @classmethod
     def variants(cls) -> "list[Strategy]":
-        """Return it with the settings that a comparison shows."""
+        """Return one instance for each setting that a comparison shows."""
         return [cls()]
 
     @property
@@ -176,21 +177,24 @@ class Strategy:
         return [name for name in tensors if self.role(name, round, phase) is role]
 
     def peer(self, name: str, round: int, phase: int) -> str | None:
-        """Return the tensor whose product with `name` is the effective update, or None. It is public: all were sent it.
+        """Return the other factor of the product that `name` is part of, or None. It is public: all were sent it.
 
-        With a peer, clipping and noise act in the space of that product, with the values that were sent, whatever becomes of
-        the peer in this phase; see privacy/mechanism.py.
+        Where there is one, clipping and noise act on the product, with the values that were sent, even if a site trains the
+        other factor too; see privacy/mechanism.py.
         """
         return None
 
     def at_rank(self, rank: int) -> "Strategy":
-        """Return it for an adapter of one rank at all sites. Raises ConfigError where it cannot be."""
+        """Return this strategy for an adapter that has one rank at all sites. Raises ConfigError where that is impossible."""
         return self
 
     # server half ------------------------------------------------------------------------------------------------------
 
     def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
-        """Return what all sites start from, of the usual start, the adapted layers' weights (out, in), and alpha / rank."""
+        """Return the tensors that all sites start from. `initial`: the usual start; `scaling`: alpha / rank.
+
+        `weights`: the adapted layers' base weights (out, in).
+        """
         return initial
 
     def init_state(self, initial: Tensors) -> ServerState:
@@ -216,7 +220,7 @@ class Strategy:
         return self.broadcast(state, site)
 
     def choices(self, payload: Payload) -> dict[str, Payload]:
-        """Return what a site may keep of `final`, by what it is called; it takes what its validation split scores best."""
+        """Return the candidates for the final model, by name. A site keeps the one that scores best on its validation split."""
         return {"": payload}
 
     def figures(self, state: ServerState) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
     """Yield what holds the most bytes of a GPU that tensors took meanwhile, as "peak_bytes", when the block has ended.
 
-    It stays empty on a processor, where nobody counts them.
+    It stays empty on a CPU, where nobody counts them.
     """
     found: dict[str, float] = {}
     if device.type == "cuda":

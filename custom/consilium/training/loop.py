@@ -133,12 +133,16 @@ def _steps(
     dp: DpSgd | None,
     losses: Losses,
 ) -> Iterator[Callable[[LocalStep, Regularizer, bool], bool]]:
-    """Yield what takes one optimizer step, of `total`, and tells whether all losses are known; after the last they are."""
+    """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
+
+    After the last step they have.
+    """
     if dp is None:
         with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
             yield lambda step, regularizer, last: _step(model, task, optimizer, made, config, regularizer, step, losses, last)
         return
-    config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch: 1.5e-3 of the clip
+    # in bf16 a record's gradient depends on the others in its batch, by up to 1.5e-3 of the clip
+    config = config.model_copy(update={"precision": "fp32"})
     with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
         private_step = partial(_private_step, model, task, private, config)
         yield lambda step, regularizer, last: private_step(regularizer, step, losses, last)
@@ -197,7 +201,7 @@ def _private_step(
 
 
 def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
-    """Yield batches of these samples with their sizes, without those of which none can be read."""
+    """Yield (size, batch) for each part; a part with no readable sample is left out."""
     calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
     with closing(ahead(calls, _ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)

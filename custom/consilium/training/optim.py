@@ -10,9 +10,9 @@ from consilium.config.job import TrainingConfig
 from consilium.messages import Tensors
 
 FUSED = frozenset({"cpu", "cuda"})
-"""Devices with a kernel for all of Adam's step: on a processor 3 to 7 times faster for adapters, equal to a few roundings.
+"""Devices with a kernel for all of Adam's step: on a CPU 3 to 7 times faster for adapters, equal to a few roundings.
 
-SGD has one too, which on a processor was slower than what PyTorch does by itself.
+SGD has one too, which on a CPU was slower than what PyTorch does by itself.
 """
 
 

@@ -72,7 +72,7 @@ class Asking:
 
     @torch.no_grad()
     def ask(self, parts: Sequence[Loaded]) -> list[Asked]:
-        """Return the model's raw answers, in float32 on the processor, of one call for all; the parts may be of several inputs.
+        """Return the model's raw answers, in float32 on the CPU, of one call for all; the parts may be of several inputs.
 
         Raises ConfigError where the device has no memory for as many.
         """

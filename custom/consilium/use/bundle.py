@@ -202,7 +202,7 @@ python -m monai.bundle run --config_file configs/inference.json --dataset_dir IM
 
 IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{prompts}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
-`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the processor.
+`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the CPU.
 models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
 those of people you trust.
 """

@@ -34,7 +34,7 @@ def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
 
 @torch.no_grad()
 def answer(model: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's logits, in 32 bits on the processor."""
+    """Return the model's logits, in 32 bits on the CPU."""
     found = model(**inputs)
     return getattr(found, "logits", found).detach().float().cpu()
 

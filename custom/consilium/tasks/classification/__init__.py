@@ -27,7 +27,7 @@ class ClassificationScoresConfig(Section):
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
-    """One class per image. `classes`: their names, in the order of the model's outputs; integer labels count from 0."""
+    """One class per image. `classes`: the classes' names, in the order of the model's outputs; integer labels count from 0."""
 
     name: Literal["classification"]
     classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]

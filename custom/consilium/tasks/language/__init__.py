@@ -43,7 +43,7 @@ class LanguageConfig(TaskConfig):
     labels: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MOST_CLASSES)] = ()
     packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False
     bucketed: Annotated[bool, Field(description="batches of records of like length: another order, less padding")] = False
-    max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="of a written answer")] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="the most tokens of a written answer")] = 128
 
     @field_validator("prompt")
     @classmethod

@@ -268,7 +268,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
 def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
     """Tell whether scores are the same to the bit without a mask: no token looks at the padding on its right.
 
-    A processor then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
+    A CPU then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return kind in CAUSAL and device.type == "cpu" and not torch.is_grad_enabled()

@@ -28,7 +28,7 @@ class SegmentationScoresConfig(Section):
     ] = "skip"
     iou: Annotated[
         Literal["foreground", "both"],
-        Field(description="of the class, or the mean of the class's and of the background's, as DEeR prints it"),
+        Field(description="IoU of the class, or the mean of the class's and of the background's, as DEeR prints it"),
     ] = "foreground"
 
 
