@@ -231,6 +231,15 @@ def all_fields(model: type[BaseModel]) -> list[str]:
     return names
 
 
+def dotted(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted field; an empty map is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        found |= dotted(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
+    return found
+
+
 def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | None = frozenset()) -> T:
     """Return `raw`, what the file `path` holds, as a section. Raises ConfigError with one line per problem."""
     if not isinstance(raw, Mapping):

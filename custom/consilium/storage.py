@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -150,6 +151,12 @@ def file_hash(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a readable checkpoint") from None
     return hashlib.sha256(parts.encode()).hexdigest()
+
+
+@cache
+def checkpoint_hash(path: Path) -> str:
+    """Return a checkpoint's `file_hash`, taken once per process: the sites of a simulation share it."""
+    return file_hash(path)
 
 
 def digest(tensors: Mapping[str, "Tensor"]) -> str:

@@ -22,24 +22,28 @@ from consilium.flare.executor import SiteExecutor
 from consilium.storage import save_state
 
 
-class Listener(Filter):
-    """Last filter of a site: keeps the bytes FLARE's serializer makes of what the site sends."""
+class _Recorder(Filter):
+    """Keeps the bytes FLARE's serializer makes of what passes, a file each in `folder`."""
+
+    folder: str
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        folder = Path(os.environ["CONSILIUM_OUTPUT"]) / "heard" / fl_ctx.get_identity_name()
+        folder = Path(os.environ["CONSILIUM_OUTPUT"]) / self.folder / fl_ctx.get_identity_name()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{len(list(folder.iterdir()))}.bin").write_bytes(fobs.dumps(shareable))
         return shareable
 
 
-class Ear(Filter):
-    """First task filter of a site: keeps the bytes of every task it receives."""
+class Listener(_Recorder):
+    """Last filter of a site: keeps what the site sends."""
 
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        folder = Path(os.environ["CONSILIUM_OUTPUT"]) / "received" / fl_ctx.get_identity_name()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{len(list(folder.iterdir()))}.bin").write_bytes(fobs.dumps(shareable))
-        return shareable
+    folder = "heard"
+
+
+class Ear(_Recorder):
+    """First task filter of a site: keeps every task it receives."""
+
+    folder = "received"
 
 
 class Corrupter(Filter):

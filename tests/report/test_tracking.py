@@ -18,7 +18,7 @@ from consilium.errors import ConfigError
 from consilium.messages import Payload
 from consilium.report import tracking
 from consilium.report.runlog import RunLog
-from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, flattened
+from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, settings_of
 from consilium.schema import validate
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
@@ -129,7 +129,7 @@ def test_another_mlflow_than_before_gets_a_run_of_its_own(tmp_path: Path) -> Non
 
 
 def test_settings_by_their_dotted_names() -> None:
-    assert dict(flattened({"a": {"b": {"c": 1}, "d": None}, "e": [1, 2]})) == {"a.b.c": 1, "e": [1, 2]}
+    assert settings_of({"a": {"b": {"c": 1}, "d": None}, "e": [1, 2], "f": {}}) == {"a.b.c": 1, "e": [1, 2]}
 
 
 @pytest.mark.parametrize("uri", ["", "here", "ftp://host/x", "http://", "file:", "\x1b[31m"])

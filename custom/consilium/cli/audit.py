@@ -19,7 +19,7 @@ def audit(
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
     found = [_report(path) for path in _records(where)]
-    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
+    print(json.dumps(found, indent=1) if format is PageFormat.JSON else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
 

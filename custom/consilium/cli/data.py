@@ -70,16 +70,16 @@ def _names(pairs: list[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def _print_layouts(layouts: dict[str, str], format: str) -> None:
-    if format == "json":
+def _print_layouts(layouts: dict[str, str], format: Format) -> None:
+    if format is Format.JSON:
         print(json.dumps(layouts, indent=1))
         return
     for name, layout in layouts.items():
         typer.echo(f"{name}: {layout}")
 
 
-def _print_sites(summary: dict[str, Any], dest: Path, format: str) -> None:
-    if format == "json":
+def _print_sites(summary: dict[str, Any], dest: Path, format: Format) -> None:
+    if format is Format.JSON:
         print(json.dumps(summary, indent=1))
         return
     table = Table(title=f"{summary['name']}: samples per site", title_justify="left", box=SIMPLE, pad_edge=False)

@@ -1,4 +1,4 @@
-"""The commands of a deployment: `consilium provision`, `export`, `doctor` and `approve`."""
+"""The commands of a deployment: `consilium provision`, `export`, `doctor`, `approve` and `rank`."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,17 @@ import typer
 from rich.console import Console
 
 from consilium.cli.approve import approve
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, Panel
+from consilium.cli.rank import rank
 from consilium.errors import ConfigError
 
 app = typer.Typer()
-app.command()(approve)
+app.command(rich_help_panel=Panel.SITE)(approve)
+app.command(rich_help_panel=Panel.SITE)(rank)
 SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def provision(
     sites: SitesArgument,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="make all startup kits in this folder")] = None,
@@ -38,7 +40,7 @@ def provision(
     found = (
         {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())} if output else {"local": str(written)}
     )
-    if format == "json":
+    if format is Format.JSON:
         print(json.dumps(found, indent=1))
     elif output:
         typer.echo(f"{written}: kits of {', '.join(found['participants'])}")
@@ -49,7 +51,7 @@ def provision(
         typer.echo(f"{written}: policies written; restart the site to use them")
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def export(
     job: Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")],
     output: Annotated[Path, typer.Option("--output", "-o", help="receives a folder of the job's name")],
@@ -63,14 +65,14 @@ def export(
 
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    if format == "json":
+    if format is Format.JSON:
         print(json.dumps({"job": str(folder), "bytes": size, "bundle": bundle}, indent=1))
     else:
         what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
         typer.echo(f"{folder}: {size / 1024:,.0f} KiB, {what}")
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.SITE)
 def doctor(
     kit: Annotated[Path, typer.Argument(help="the site's startup kit")] = Path(),
     job: Annotated[Path | None, typer.Option(help="a job.yaml: does a step of it fit into the site's memory?")] = None,
@@ -80,7 +82,7 @@ def doctor(
     from consilium.flare.doctor import examine
 
     findings = examine(kit, job)
-    if format == "json":
+    if format is Format.JSON:
         print(json.dumps([f.to_dict() for f in findings], indent=1))
     else:
         console = Console(soft_wrap=True, highlight=False)

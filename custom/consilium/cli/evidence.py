@@ -1,4 +1,4 @@
-"""The commands `consilium evidence` and `consilium forget`: what a site can prove of a run, and what one deletes of a run."""
+"""The commands `consilium audit`, `evidence` and `forget`: what left a site, what it can prove of a run, what one deletes."""
 
 import json
 import sys
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from consilium.cli.audit import markdown
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.audit import audit, markdown
+from consilium.cli.options import Format, FormatOption, Panel
 from consilium.errors import ConfigError
 from consilium.federation.runs import RUNS, STATE, check_name
 from consilium.report.clean import shown
 
 app = typer.Typer()
+app.command(rich_help_panel=Panel.SITE)(audit)
 POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
 CLAIMS = """# Evidence of {site} on run {experiment}
 
@@ -35,7 +36,7 @@ beginning: compare its seal with the results at the server.
 """
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.SITE)
 def evidence(
     experiment: Annotated[str, typer.Argument(help="the run's name, or the archive for --verify")],
     kit: Annotated[Path | None, typer.Option("--kit", help="the site's startup kit; for --verify any of the project")] = None,
@@ -165,7 +166,7 @@ def _packages() -> str:
     return "\n".join([f"python=={sys.version.split()[0]}", *lines, ""])
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.SITE)
 def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,

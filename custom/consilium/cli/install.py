@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, Panel
 from consilium.errors import ConfigError
 from consilium.storage import PUBLIC, write_atomic
 
 app = typer.Typer()
 service = typer.Typer(no_args_is_help=True, help="A startup kit as a systemd service.")
-app.add_typer(service, name="service")
+app.add_typer(service, name="service", rich_help_panel=Panel.SITE)
 KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def wheels(
     wheel: Annotated[Path, typer.Argument(metavar="WHEEL", help="the released wheel of this package")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the new folder to carry to the machine")],
@@ -72,7 +72,7 @@ def install(
     typer.echo(f"its log: journalctl -u {path.name}")
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def prepare(
     kit: KitArgument,
     runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, as provisioning/container/slurm.yaml")],

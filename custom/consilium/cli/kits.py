@@ -1,4 +1,4 @@
-"""The commands that keep startup kits in use: `consilium renew`, `update-kit`, `revoke` and `metrics`."""
+"""The commands that keep startup kits in use: `consilium allow`, `renew`, `update-kit`, `revoke` and `metrics`."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, Panel
 from consilium.errors import ConfigError
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
+def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare simulator`, or a startup kit")]) -> None:
+    """Let FLARE run our classes there, and no other name of ours: their list by the kit's role, in local/resources.json.
+
+    It is also how a kit made by an older version is brought up to date; restart the participant after it.
+    """
+    from consilium.flare.kits import update
+
+    typer.echo(f"{update(folder)}: lists the classes that jobs may name")
+
+
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def renew(
     sites: Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the folder that `consilium provision -o` made kits in")],
@@ -39,7 +50,7 @@ def renew(
     _print({"kits": str(kits), "renewed": renewed, "root": fingerprint(kits.parent / "state")}, told, format)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.SITE)
 def update_kit(
     kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
     new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
@@ -55,7 +66,7 @@ def update_kit(
     _print({"kit": str(kit), "changed": changed}, told, format)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def revoke(
     name: Annotated[str, typer.Argument(help="a site's name, or a person's address")],
     kit: Annotated[Path, typer.Option("--kit", help="the server's startup kit, at the server")],
@@ -73,7 +84,7 @@ def revoke(
     _print({"name": name, "until": until}, told, format)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.SITE)
 def metrics(
     kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")],
     output: Annotated[

@@ -27,6 +27,16 @@ TFLOPS = 94.0
 ASSUMED = "matrix products alone, without data loading, privacy noise, server and network"
 
 
+class Panel(StrEnum):
+    """What `consilium --help` lists commands under."""
+
+    RUN = "Run and compare"
+    USE = "Use a model"
+    DATA = "Data and privacy"
+    DEPLOYMENT = "Deployment"
+    SITE = "At a site"
+
+
 class Format(StrEnum):
     """How a command prints."""
 

@@ -282,14 +282,18 @@ def _print_results(
     if crossed:
         typer.echo(f"{crossed.title} ({WORDS})")
         console.print(table(crossed, console.width))
-        typer.echo(f"Everything of this run: {folder} (cross_sites.json, cross_sites.png, results.json)")
+        _tell_files(folder, ["cross_sites.json", "cross_sites.png", "results.json"])
         return
     if not config.trains:
-        typer.echo(f"Everything of this run: {folder} (statistics.json, statistics.txt, statistics.png)")
+        _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
         return
     scores = TASKS[config.task.name].scores(config.task)
     console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
-    typer.echo(f"Everything of this run: {folder} ({', '.join(files)})")
+    _tell_files(folder, files)
+
+
+def _tell_files(folder: Path, names: list[str]) -> None:
+    typer.echo(f"Everything of this run: {folder} ({', '.join(names)})")

@@ -1,4 +1,4 @@
-"""The commands of a running federation: `consilium submit`, `status`, `resume`, `abort`, `download`; and a site's `audit`."""
+"""The commands of a running federation: `consilium submit`, `status`, `resume`, `abort`, `download` and `sites`."""
 
 import json
 import time
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from consilium.cli.audit import audit
-from consilium.cli.options import Format, FormatOption, SetOption, page
+from consilium.cli.options import Format, FormatOption, Panel, SetOption, page
+from consilium.cli.sites import sites
 from consilium.cli.watch import exit_code, place, watch_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError, ConsiliumError
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from consilium.messages import Stage
 
 app = typer.Typer()
-app.command()(audit)
+app.command(rich_help_panel=Panel.DEPLOYMENT)(sites)
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
 """Seconds to wait for the sites of an experiment before it goes on."""
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def submit(
     job: Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")],
     kit: KitOption,
@@ -56,7 +56,7 @@ def submit(
         _submitted(admin, job_id, name, wait, format)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def resume(
     experiment: Annotated[str, typer.Argument(help="its name, as `consilium status` lists it")],
     job: Annotated[Path | None, typer.Argument(help="the job it was submitted with, if that was not from this kit")] = None,
@@ -80,7 +80,7 @@ def resume(
         _submitted(admin, job_id, experiment, wait, format)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def status(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
     *,
@@ -94,7 +94,7 @@ def status(
     The newest that failed have their reason.
     """
     from consilium.flare.certificates import warnings
-    from consilium.flare.session import connect, experiment_of
+    from consilium.flare.session import connect
 
     if (watch or check) and not job:
         raise ConfigError("--watch, --check: are of one job; give its experiment")
@@ -103,16 +103,9 @@ def status(
         for warning in warnings(kit):
             Console(stderr=True, soft_wrap=True).print(line(warning, "yellow", 1000))
         if watch:
-            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
-        if job:
-            found: Any = admin.status(job)
-        else:
-            keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
-            jobs = admin.jobs()
-            found = [{"experiment": experiment_of(one), **{k: one.get(k) for k in keys}} for one in jobs]
-            for one, reason in zip(found, admin.reasons(jobs), strict=True):
-                one |= {"reason": reason} if reason else {}
-    if format == "json":
+            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False))
+        found: Any = admin.status(job) if job else _listed(admin)
+    if format is Format.JSON:
         print(json.dumps(found, indent=1))
     elif job:
         show(found)
@@ -122,7 +115,17 @@ def status(
         raise typer.Exit(exit_code(found["status"]))
 
 
-@app.command()
+def _listed(admin: "Admin") -> list[dict[str, Any]]:
+    """Return all jobs, and why the newest failed."""
+    from consilium.flare.session import experiment_of
+
+    keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
+    jobs = admin.jobs()
+    found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in keys}} for one in jobs]
+    return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
+
+
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
@@ -134,10 +137,10 @@ def abort(
     with connect(kit) as admin:
         found = admin.find(job)
         admin.abort(found["job_id"])
-    print(json.dumps({"aborted": found["job_id"]}) if format == "json" else f"{shown(found['job_id'])}: aborted")
+    print(json.dumps({"aborted": found["job_id"]}) if format is Format.JSON else f"{shown(found['job_id'])}: aborted")
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
@@ -149,16 +152,16 @@ def download(
 
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
-    print(json.dumps({"folder": str(found)}) if format == "json" else found)
+    print(json.dumps({"folder": str(found)}) if format is Format.JSON else found)
 
 
-def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: str) -> None:
-    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
+def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: Format) -> None:
+    console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:
         found = watch_job(admin, job_id, console)
-    if format == "json":
+    if format is Format.JSON:
         print(json.dumps(found, indent=1))
     elif wait:
         show(found)

@@ -86,7 +86,7 @@ def _attempt(item: Item, known: tuple[volumes.Header, str] | None, settings: Pic
 
 def _see_picture(found: Look, item: Item, settings: PictureSettings, classes: Classes) -> None:
     image = read_image(item, settings)
-    _show(found, item, image, _place(item))
+    _show(found, item, image)
     if isinstance(item.label, Path) and pictures.turned(item.image) and not pictures.turned(item.label):
         found.warnings.append(("turned by its EXIF tag", "its mask is not; draw it on the turned picture"))
     check_class(item, classes)
@@ -136,7 +136,7 @@ def _see_volume(
     item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
     plane = replace(item, slice=found.planes // 2 if whole else item.slice, axis=axis)
     image = read_image(plane, settings)
-    _show(found, item, image, _place(item))
+    _show(found, item, image)
     if whole:
         found.marks = _marks(item, digest)
     else:
@@ -169,7 +169,7 @@ def check_class(item: Item, classes: Classes) -> None:
         raise DataError(f"label {str(label)[:80]!r} is no class of the job; it has {known}", "undeclared class")
 
 
-def _show(found: Look, item: Item, image: np.ndarray, place: str) -> None:
+def _show(found: Look, item: Item, image: np.ndarray) -> None:
     """Keep how an image looks."""
     found.size = "x".join(map(str, image.shape[:2]))
     if int(image.max()) - int(image.min()) < FLAT:

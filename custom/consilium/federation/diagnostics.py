@@ -113,4 +113,9 @@ def draw(run: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:
-    return {(int(r), int(p)): v for (r, p), v in ((k.split("-"), v) for k, v in json.loads(path.read_text()).items())}
+    """Return what was noted, by round and phase."""
+    found = {}
+    for place, values in json.loads(path.read_text()).items():
+        round, phase = place.split("-")
+        found[int(round), int(phase)] = values
+    return found

@@ -57,7 +57,7 @@ def write_kept(folder: Path, kept: Kept, others: Tensors, config: JobConfig, car
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
     private_folder(made)
-    card = replace(card, notes=(*card.notes, *_notes(kept, config)))
+    card = replace(card, notes=(*card.notes, *_notes(kept)))
     export_adapter(made, others, config, plan)
     save_state(made / TENSORS, kept.values, {"forward": kept.forward, "card": card.to_dict()})
     write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
@@ -170,7 +170,7 @@ def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan 
         write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
 
 
-def _notes(kept: Kept, config: JobConfig) -> list[str]:
+def _notes(kept: Kept) -> list[str]:
     """Return what other programs, or anyone, cannot tell from the files."""
     found = []
     if kept.share:

@@ -2,9 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,7 +38,8 @@ from consilium.messages import (
 from consilium.privacy.plan import Plan
 from consilium.report.cases import Closing
 from consilium.report.events import FOLDER, SiteEvents
-from consilium.storage import file_hash, load_state, note, save_state, write_atomic
+from consilium.storage import checkpoint_hash, load_state, note, save_state, write_atomic
+from consilium.strategies.local import Pass
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
@@ -171,14 +171,19 @@ class Site(Scoring):
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
         self.note_best(run, Stage.PERSONALIZED, self.own_model(end, payload, closing=False), metrics)
-        metrics |= {REPORTED[what]: value for what, value in trained.items()} | {TRAIN_SECONDS: seconds} | self._skipped()
-        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        metrics = self._report(payload, metrics | {TRAIN_SECONDS: seconds}, trained)
         reply = replace(self.strategy.upload(start, end, payload), metrics=metrics)
         reply = replace(reply, tensors=summed) if summed else reply
         self.events.round(payload.round, metrics | {"update/norm": norm(reply.tensors)})
         held = held._replace(params=end, kept=kept, reply=reply)
         self._save(run, payload, held)  # before sending: a lost answer must not cost a second training
         return reply
+
+    def _report(self, payload: Payload, metrics: dict[str, float], trained: Mapping[str, float]) -> dict[str, float]:
+        """Return a reply's metrics, with what the training loop told of itself, and show them."""
+        metrics = metrics | {REPORTED[what]: value for what, value in trained.items()} | self._skipped()
+        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
+        return metrics
 
     def _check_not_stale(self, last: tuple[int, int] | None, payload: Payload) -> None:
         if last is not None and last > (payload.round, payload.phase):
@@ -214,10 +219,9 @@ class Site(Scoring):
         metrics |= self._closing(split, Stage.GLOBAL, payload, examples)
         models[Stage.GLOBAL] = self.received(final, payload)
         self._validate_last(run, models[Stage.GLOBAL], payload)
-        if passes or (passes is not None and last is not None):
-            self.train_passes(passes, final, payload, {}, {})
-            final = final | self.values(frozenset[str]().union(*(one.trained for one in passes)))
-            models[Stage.PERSONALIZED] = self.own_model(final, payload, closing=True)
+        trains_or_has_trained = bool(passes) or last is not None
+        if passes is not None and trains_or_has_trained:
+            models[Stage.PERSONALIZED] = self._close_personalized(passes, final, payload)
             with self.personalized(True, payload):
                 metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         with layers.disabled(self.model):
@@ -227,6 +231,12 @@ class Site(Scoring):
         self._draw(examples, self.folder / run, metrics)
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
+
+    def _close_personalized(self, passes: list[Pass], final: Tensors, payload: Payload) -> Kept:
+        """Train what the strategy trains after the last round, from what was received then; return the personalized model."""
+        self.train_passes(passes, final, payload, {}, {})
+        trained = frozenset[str]().union(*(one.trained for one in passes))
+        return self.own_model(final | self.values(trained), payload, closing=True)
 
     def _validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
         """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
@@ -286,9 +296,3 @@ class Site(Scoring):
 
 def _nothing(run: str, payload: Payload) -> None:
     """Do nothing: only `Inside`, in the same process, looks at a site before it trains."""
-
-
-@cache
-def checkpoint_hash(path: Path) -> str:
-    """Hash a checkpoint once per process: the sites of a simulation share it."""
-    return file_hash(path)

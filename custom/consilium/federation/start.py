@@ -12,9 +12,8 @@ from consilium.errors import ConfigError
 from consilium.federation.build import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.card import Card
 from consilium.federation.kept import TENSORS, Kept, read_kept
-from consilium.federation.site import checkpoint_hash
 from consilium.messages import Tensors
-from consilium.storage import file_hash
+from consilium.storage import checkpoint_hash, file_hash
 
 
 class Start(NamedTuple):

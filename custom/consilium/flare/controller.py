@@ -4,6 +4,7 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -155,25 +156,22 @@ class RoundController(Controller):
         def record(name: str, result: Shareable) -> None:
             survey.accept(name, result.get(wire.STATISTICS))
 
-        def enough() -> bool:
-            return len(survey.found) >= coordinator.quorum
-
-        self.exchange(coordinator, wire.STATISTICS, asks, record, enough, abort_signal, fl_ctx)
+        self.exchange(
+            coordinator, wire.STATISTICS, asks, record, lambda: len(survey.found) >= coordinator.quorum, abort_signal, fl_ctx
+        )
         if not abort_signal.triggered:
             survey.finish()
 
     def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = wire.encode_each(coordinator.start(), coordinator.run)
-        asides = self.evaluate_held_out(coordinator, fl_ctx)
+        held_out = self.evaluate_held_out(coordinator, fl_ctx)
 
         def accept(name: str, result: Shareable) -> None:
             if reason := coordinator.accept(name, wire.decode(result)[0]):
                 self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
         self.exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
-        self.wait_for(coordinator, asides, lambda: True, abort_signal)
-        for task in asides.values():
-            self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
+        self.end_held_out(coordinator, held_out, abort_signal, fl_ctx)
         if not abort_signal.triggered:
             coordinator.conclude()
             self.invitations.send(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
@@ -186,6 +184,12 @@ class RoundController(Controller):
             coordinator.accept_held_out(name, wire.decode(result)[0])
 
         return self.send_tasks(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
+
+    def end_held_out(self, coordinator: Coordinator, tasks: dict[str, Task], abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Wait for what `evaluate_held_out` has sent, at most for the job's grace, and cancel what is left."""
+        self.wait_for(coordinator, tasks, lambda: True, abort_signal)
+        for task in tasks.values():
+            self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
 
     def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
         payloads = wire.encode_each(coordinator.final() if coordinator.job.config.trains else {}, coordinator.run)
@@ -242,32 +246,40 @@ class RoundController(Controller):
         fl_ctx: FLContext,
     ) -> dict[str, Task]:
         """Send a task of its own to every site; results and failures are noted in `answered` as they arrive."""
-
-        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            name, result = client_task.client.name, client_task.result
-            client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
-            answered.add(name)
-            self._heard.add(name)
-            try:
-                reason = REFUSED if name in self._revoked() else answers.why_none(result, fl_ctx)
-                if reason is None:
-                    on_result(name, result)
-            except RefusedError as error:
-                reason = str(error)
-            except Exception as error:  # whatever a site sends costs its own result, never the round
-                self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
-                reason = f"its answer cannot be used ({type(error).__name__})"
-            if reason is not None:
-                self.log_warning(
-                    fl_ctx, f"{name}: {coordinator.refuse(name, reason, task_name in (wire.HELLO, wire.STATISTICS))}"
-                )
-
+        received = partial(self._received, coordinator, task_name, on_result, answered)
         timeout = int(coordinator.job.config.federation.round_timeout)
         wanted = {n: m for n, m in messages.items() if n not in self._revoked()}
         tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in wanted.items()}
         for name, task in tasks.items():
             self.send(task, fl_ctx, targets=[name])
         return tasks
+
+    def _received(
+        self,
+        coordinator: Coordinator,
+        task_name: str,
+        on_result: OnResult,
+        answered: set[str],
+        client_task: ClientTask,
+        fl_ctx: FLContext,
+    ) -> None:
+        """Take a site's answer, or refuse the site."""
+        name, result = client_task.client.name, client_task.result
+        client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
+        answered.add(name)
+        self._heard.add(name)
+        try:
+            reason = REFUSED if name in self._revoked() else answers.why_none(result, fl_ctx)
+            if reason is None:
+                on_result(name, result)
+        except RefusedError as error:
+            reason = str(error)
+        except Exception as error:  # whatever a site sends costs its own result, never the round
+            self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
+            reason = f"its answer cannot be used ({type(error).__name__})"
+        if reason is not None:
+            joining = task_name in (wire.HELLO, wire.STATISTICS)
+            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, reason, joining)}")
 
     def wait_for(
         self,

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nvflare.apis.controller_spec import TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
@@ -64,6 +63,4 @@ class MaskedTasks:
 
     def _evaluate_held_out(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         tasks = self.controller.evaluate_held_out(self.coordinator, fl_ctx)
-        self.controller.wait_for(self.coordinator, tasks, lambda: True, abort_signal)
-        for task in tasks.values():
-            self.controller.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
+        self.controller.end_held_out(self.coordinator, tasks, abort_signal, fl_ctx)

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.messages import MetricKey, Observer
 from consilium.report.clean import shown, tag
+from consilium.schema import dotted
 from consilium.storage import private_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Tracker:
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
         run = client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id
-        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in flattened(self._config.model_dump())]
+        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()]
         for start in range(0, len(settings), MOST):
             client.log_batch(run, params=settings[start : start + MOST])
         return run
@@ -151,10 +152,6 @@ def flat_name(name: str) -> str:
     return name if key is None else str(MetricKey(key.split, key.stage, key.metric.replace("/", ".")))
 
 
-def flattened(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings with their dotted names, without those that are not set."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{before}{name}.")
-        elif value is not None:
-            yield f"{before}{name}", value
+def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name, without those that are not set."""
+    return {name: value for name, value in dotted(values).items() if value is not None and value != {}}

@@ -58,24 +58,24 @@ def train(
     scalars: Mapping[str, float],
     watch: Watch,
     dp: DpSgd | None = None,
-    kept: Tensors | None = None,
+    optimizer_state: Tensors | None = None,
     drift: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if the regularizer gives any.
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
-    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with what
-    is `kept`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step by its
-    share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its own.
-    Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is not
-    finite, but under DP-SGD, see losses.py.
+    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with
+    `optimizer_state`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step
+    by its share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its
+    own. Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is
+    not finite, but under DP-SGD, see losses.py.
     """
     active = switched(params, trained)
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
-    if kept:
-        optim.restore(optimizer, list(active), kept)
+    if optimizer_state:
+        optim.restore(optimizer, list(active), optimizer_state)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
@@ -92,17 +92,17 @@ def train(
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
         compiled(model, config.compile),
-        _steps(model, task, optimizer, config, seed, active, total, dp, losses) as take_step,
+        _steps(model, task, optimizer, config, seed, active, total, dp) as take_step,
     ):
         torch.manual_seed(seed)
         for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            known = take_step(LocalStep(params, anchors, scalars, memory), regularize, step == total)
+            known = take_step(LocalStep(params, anchors, scalars, memory), regularize, losses, step == total)
             _move(active, drift, rate / sum(rates))
             watch(Progress(step, total, losses.total / step if known else None, rate))
-    if kept is not None:
-        kept.update(optim.memory(optimizer, list(active)))
+    if optimizer_state is not None:
+        optimizer_state.update(optim.memory(optimizer, list(active)))
     model.eval()
     added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
     return {"loss": losses.total / total, "steps": float(total)} | added
@@ -131,21 +131,19 @@ def _steps(
     trained: Mapping[str, nn.Parameter],
     total: int,
     dp: DpSgd | None,
-    losses: Losses,
-) -> Iterator[Callable[[LocalStep, Regularizer, bool], bool]]:
+) -> Iterator[Callable[[LocalStep, Regularizer, Losses, bool], bool]]:
     """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
 
     After the last step they have.
     """
     if dp is None:
         with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
-            yield lambda step, regularizer, last: _step(model, task, optimizer, made, config, regularizer, step, losses, last)
+            yield partial(_step, model, task, optimizer, made, config)
         return
     # in bf16 a record's gradient depends on the others in its batch, by up to 1.5e-3 of the clip
     config = config.model_copy(update={"precision": "fp32"})
     with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
-        private_step = partial(_private_step, model, task, private, config)
-        yield lambda step, regularizer, last: private_step(regularizer, step, losses, last)
+        yield partial(_private_step, model, task, private, config)
 
 
 def _step(
@@ -154,8 +152,8 @@ def _step(
     optimizer: torch.optim.Optimizer,
     stream: Iterator[Batch],
     config: TrainingConfig,
-    regularizer: Regularizer,
     step: LocalStep,
+    regularizer: Regularizer,
     losses: Losses,
     last: bool,
 ) -> bool:
@@ -176,8 +174,8 @@ def _private_step(
     task: Task,
     private: PrivateSteps,
     config: TrainingConfig,
-    regularizer: Regularizer,
     step: LocalStep,
+    regularizer: Regularizer,
     losses: Losses,
     last: bool,
 ) -> bool:

@@ -11,10 +11,10 @@ from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import build_model, checkpoint_of
 from consilium.federation.card import BEST, Card
 from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read_kept, run_as_kept
-from consilium.federation.site import checkpoint_hash
 from consilium.messages import Stage
 from consilium.report.clean import shown
 from consilium.report.page.record import values_of_cell
+from consilium.storage import checkpoint_hash
 
 CELLS = "cells"
 """The folder of a study's runs."""

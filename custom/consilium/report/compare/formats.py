@@ -16,6 +16,7 @@ from rich.text import Text
 from consilium.messages import Stage
 from consilium.report.clean import cell, harmless, line, shown
 from consilium.report.compare.groups import Group, known
+from consilium.report.compare.runs import Run
 from consilium.report.compare.sheets import Sheet
 from consilium.report.tables import needed, shortened
 from consilium.tasks.registry import COUNT, HIGH, LOW
@@ -107,11 +108,11 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
             whole = {"bytes": run.bytes, "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
             names = {"group": group.name, "method": method, "seed": seed}
             for site in sorted(run.sites):
-                found += [names | one | whole for one in _scores(group, run, site)]
+                found += [names | one | whole for one in _scores(run, site)]
     return found
 
 
-def _scores(group: Group, run: Any, site: str) -> list[dict[str, Any]]:
+def _scores(run: Run, site: str) -> list[dict[str, Any]]:
     metrics = [m for m in dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])]
     found = []
     for stage in Stage:
@@ -119,7 +120,7 @@ def _scores(group: Group, run: Any, site: str) -> list[dict[str, Any]]:
             value = run.score(site, stage, metric)
             if value is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
-                place = {"site": site, "model": str(stage), "split": run.split, "metric": metric}
+                place: dict[str, Any] = {"site": site, "model": str(stage), "split": run.split, "metric": metric}
                 found.append(place | {"value": known(value), "n": run.score(site, stage, COUNT)} | ends)
     return found
 

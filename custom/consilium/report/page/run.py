@@ -29,7 +29,7 @@ def run_page(record: Record) -> str:
     """Return the page of a run."""
     own = site_parts(record) if record.simulated else []
     closing, label = _trained(record), record.scores.heading(record.metric)
-    refusals = absences(record)
+    absent, refused, more_refused = absences(record)
     facts, training = times(record)
     private, private_facts = statement(record)
     results = headline(closing, record.scores, shown(record.config.title))
@@ -37,18 +37,6 @@ def run_page(record: Record) -> str:
         results = replace(results, notes=[*results.notes, *_apart(record, label)])
     confused = confusion_tables(closing, classes_of(record.config.task))
     crossed = cross_site_table(record.folder)
-    sections = [
-        "result",
-        *["crossed"] * bool(crossed),
-        *["confusion"] * bool(confused),
-        "curves",
-        *["sites"] * bool(own),
-        "travelled",
-        "time",
-        "absences",
-        "privacy",
-        "versions",
-    ]
     values = {
         "warnings": warnings(record, bool(own)),
         "facts": about(record),
@@ -69,16 +57,23 @@ def run_page(record: Record) -> str:
         "tensors": tensors(record),
         "times": facts,
         "training": training,
-        "absences": refusals[0],
-        "refusals": refusals[1],
-        "more_refusals": refusals[2],
+        "absences": absent,
+        "refusals": refused,
+        "more_refusals": more_refused,
         "privacy": private,
         "privacy_facts": private_facts,
         "versions": list(record.versions.items()) or [("versions.json", "is not here or is damaged")],
         "hashes": [("the job's digest", record.config.digest), *hashes(record.folder, HASHED)],
         "job": (read(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
+    sections = _sections(bool(crossed), bool(confused), bool(own))
     return render("run.html", title_of(record), lead(record), str(record.folder), sections, values)
+
+
+def _sections(crossed: bool, confused: bool, sites: bool) -> list[str]:
+    """Return the page's sections in order, of some only where there is something to show."""
+    scores = ["result", *["crossed"] * crossed, *["confusion"] * confused, "curves", *["sites"] * sites]
+    return [*scores, "travelled", "time", "absences", "privacy", "versions"]
 
 
 def _trained(record: Record) -> Results:

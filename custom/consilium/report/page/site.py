@@ -45,7 +45,7 @@ def site_page(folder: Path, site: str) -> str:
     if cases is not None and place == folder and cases.site not in ("", site):
         raise ConfigError(f"--site: {shown(site, 80)!r}: {folder} is {cases.site}'s; name that")
     record = read_record(folder) if (folder / "metrics.jsonl").is_file() and (folder / "job.yaml").is_file() else None
-    values = _scores(record, cases, site) | _left(place) | _private(place, cases, record)
+    values = _scores(record, cases, site) | _left(place) | _private(cases, record)
     values |= {
         "site": site_part("own", site, cases) if cases else {"cases": None},
         "cases_heading": f"Best, median and worst {cases.units}s" if cases else "Best, median and worst",
@@ -96,7 +96,7 @@ def _audit(path: Path) -> dict[str, Any]:
     return {"record": found, "messages": kept.messages(found, run), "tensors": kept.tensors(found, run)}
 
 
-def _private(place: Path, cases: Cases | None, record: Record | None) -> dict[str, Any]:
+def _private(cases: Cases | None, record: Record | None) -> dict[str, Any]:
     """Return what this site's own plan promises; it is in cases.json, because at record level only the site knows it."""
     private: Mapping[str, Any] | None = cases.privacy if cases else None
     if private is not None:

@@ -1,0 +1,99 @@
+"""The command `consilium cost`: what a job trains, what its sites send and receive, and what it computes."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from consilium.cli.options import (
+    ASSUMED,
+    TFLOPS,
+    Format,
+    FormatOption,
+    JobArgument,
+    SetOption,
+    TflopsOption,
+    gpu_hours,
+    load,
+)
+from consilium.report.clean import line
+
+if TYPE_CHECKING:
+    from consilium.federation.build import Job
+
+
+def cost(
+    job: JobArgument,
+    override: SetOption = None,
+    sites: Annotated[int, typer.Option(min=1, max=10_000, help="how many take part, for the whole run's bytes")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, max=10**9, help="training samples of a site, for GPU hours")] = None,
+    tested: Annotated[int, typer.Option(min=0, max=10**9, help="test samples of a site, for GPU hours")] = 0,
+    tflops: TflopsOption = TFLOPS,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
+    from consilium.federation.build import assemble_job
+    from consilium.federation.cost import adapters, whole_run
+    from consilium.federation.cost import compare as costs_of
+    from consilium.federation.trained import trained_set
+
+    config, source = load(job, override or [])
+    ready = assemble_job(config, source)
+    costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
+    whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
+    if format is Format.JSON:
+        hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
+        own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole, "flops": computes, **hours}
+        print(json.dumps([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
+        return
+    typer.echo(f"trains: {trained}")
+    if bottlenecks:
+        k, each, low, saved = bottlenecks.values()
+        typer.echo(f"{k} adapters of {each:,} parameters; {low} travel: {saved:g} times fewer bytes than all of them")
+    title = f"{config.name}: parameters per site and round; * this job"
+    table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
+    for heading in ("strategy", "trainable", "up", "down", "up + down", "KiB up", "KiB down"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
+    for index, one in enumerate(costs):
+        numbers = (one.trainable, one.up, one.down, one.total, one.bytes_up // 1024, one.bytes_down // 1024)
+        table.add_row(one.strategy + (" *" if index == 0 else ""), *(f"{n:,}" for n in numbers))
+    Console(width=max(Console().width, 100)).print(table)
+    mib = {name: f"{size / 2**20:,.1f} MiB" for name, size in whole.items()}
+    typer.echo(
+        f"* trains {mib['trained']}; {config.training.rounds} rounds move {mib['run_site']} up and down at a site, "
+        f"{mib['run']} at {sites}"
+    )
+    _tell_hours(computes, sites, tflops)
+    if bottlenecks:
+        typer.echo(
+            f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "
+            f"{mib['one_way_each']} for each that travels"
+        )
+
+
+def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
+    """Return FLOPs of a step, of a scored sample, and of the run as far as it is known how many samples there are."""
+    from consilium.federation.flops import Samples, own_samples, run_flops, step_flops, work_of
+
+    work = work_of(job)
+    given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
+    if given is None and job.config.training.local_steps:
+        given = Samples(sites, sites, 0, tested * sites)
+    found = {"step": float(step_flops(job, work)), "scored": float(work.scoring)}
+    return found | ({} if given is None else {"run": run_flops(job, work, given)})
+
+
+def _tell_hours(computes: dict[str, float], sites: int, tflops: float) -> None:
+    step, scored = (f"{computes[name] / 1e9:,.4g}" for name in ("step", "scored"))
+    typer.echo(f"* a step computes {step} GFLOP, a scored sample {scored}")
+    if "run" not in computes:
+        typer.echo("  GPU hours of the run need --samples, the training samples of a site")
+        return
+    hours = gpu_hours(computes["run"], tflops)
+    typer.echo(
+        f"  the run at {sites}: {computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours:,.2g} GPU hours at {tflops:g} TFLOP/s"
+    )
+    typer.echo(f"  ({ASSUMED})")
