@@ -53,11 +53,11 @@ def test_the_bare_loop_is_the_same_training(tmp_path: Path) -> None:
     config, site = small_cells("fedit", optimizer="adamw", weight_decay=0.1, accumulate=2), SiteConfig(device="cpu")
     task, job = build_task(config, site_data(config, "site-1", site, tmp_path)), assemble_job(config)
     batches = benches._batches(task, config, 2)
-    (model, ours), ready = benches._loaded(job, site), benches.Ready(task, batches, task.num_samples)
+    (model, ours), ready = benches._loaded(job, site), benches.PreloadedTask(task, batches, task.num_samples)
     start = {name: tensor.detach().clone() for name, tensor in ours.items()}
     benches._ours(model, ready, ours, config, 2)
     other, bare = benches._loaded(job, site)
-    way = benches._bare(config, (other, bare), benches.Ready(task, batches, task.num_samples))
+    way = benches._bare(config, (other, bare), benches.PreloadedTask(task, batches, task.num_samples))
     way.run(2)
     assert all(torch.allclose(tensor, bare[name], atol=1e-5) for name, tensor in ours.items())
     assert max(float((tensor.detach() - start[name]).abs().max()) for name, tensor in ours.items()) > 1e-3
@@ -96,7 +96,7 @@ def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr("consilium.federation.bench.bench", measured)
     assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
-    assert [(site.ranks, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
+    assert [(site.device_count, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
 
 
 @pytest.mark.parametrize("unit", ["record", "patient"])

@@ -17,7 +17,7 @@ from consilium.federation import fitting, memory
 from consilium.federation.build import assemble_job, build_model, kinds_of
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import StepMemory, memory_of, remedies
-from consilium.federation.packed import pack
+from consilium.federation.quantized_sizes import pack
 from consilium.models.stored import frozen_linear
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text

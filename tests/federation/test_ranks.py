@@ -15,8 +15,8 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, assemble_job, build_site
+from consilium.federation.multi_device import ranks_of
 from consilium.federation.ranks import Share, found_by
-from consilium.federation.several import ranks_of
 from consilium.federation.sharding import kept_whole
 from consilium.federation.site import Site
 from consilium.messages import Payload, SiteInfo

@@ -15,7 +15,7 @@ from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation import sharding
 from consilium.federation.build import build_site, laid_out
 from consilium.federation.memory import memory_of
-from consilium.federation.several import ranks_of
+from consilium.federation.multi_device import ranks_of
 from consilium.federation.sharding import backend, kept_whole, spared, stacks
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 

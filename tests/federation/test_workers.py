@@ -116,11 +116,11 @@ def test_flares_engine_has_processes_of_its_own(
 
 def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two GPUs, three workers, five sites, one of which wants its CPU."""
-    lots = list[crew.Lot]()
+    setups = list[crew.WorkerSetup]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(crew, "send", lambda pipe, lot: lots.append(lot))
+    monkeypatch.setattr(crew, "send", lambda pipe, setup: setups.append(setup))
     monkeypatch.setattr(Child, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
     wanted = {name: SiteConfig(device="cpu" if name == "e" else "auto") for name in "abcde"}
     crew.Crew(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)
-    dealt = [{name: site.device for name, site in lot.sites.items()} for lot in lots]
+    dealt = [{name: site.device for name, site in setup.sites.items()} for setup in setups]
     assert dealt == [{"a": "cuda:0", "d": "cuda:0"}, {"b": "cuda:1", "e": "cpu"}, {"c": "cuda:0"}]

@@ -19,7 +19,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task
-from consilium.federation.packed import pack
+from consilium.federation.quantized_sizes import pack
 from consilium.federation.samples import site_data
 from consilium.models.stored import store
 from consilium.training.loop import train

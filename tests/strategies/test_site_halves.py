@@ -15,7 +15,7 @@ from consilium.adapters.lora import LORA, LoraConfig, PerSample
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
-from consilium.federation.kept import export_adapter
+from consilium.federation.saved_model import export_adapter
 from consilium.messages import Tensors
 from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA

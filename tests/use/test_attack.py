@@ -23,7 +23,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import DataError
 from consilium.federation.build import assemble_job, build_task
 from consilium.federation.engine import simulate
-from consilium.federation.keeping import UNCOVERED
+from consilium.federation.site_models import UNCOVERED
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.shares import add_share, on_grid, share_deviation

@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import build_model
 from consilium.federation.card import Card
-from consilium.federation.kept import Kept, with_parameters, write_kept
+from consilium.federation.saved_model import SavedModel, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
 from consilium.use import probe
 from consilium.use.destination import check_destination, new_folder, write_record
@@ -33,7 +33,7 @@ def kept(folder: Path, config: JobConfig, **forward: Any) -> Path:
     model = trained(config)
     values = layers.values(model)
     card = Card.of(config, "global", 1, "")
-    write_kept(folder, Kept(values, 1, **forward), with_parameters(model, values), config, card)
+    write_kept(folder, SavedModel(values, 1, **forward), with_parameters(model, values), config, card)
     return folder
 
 

@@ -18,8 +18,8 @@ from consilium.federation.build import assemble_job, build_task
 from consilium.federation.card import Card, page
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import simulate
-from consilium.federation.kept import Kept, note_best, read_best, read_kept, write_kept
 from consilium.federation.samples import site_data
+from consilium.federation.saved_model import SavedModel, note_best, read_best, read_kept, write_kept
 from consilium.federation.start import keep_inside, server_start
 from consilium.messages import Stage
 from consilium.storage import save_state
@@ -80,7 +80,7 @@ def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp
     for metric, scores, best in (("dice", [0.5, 0.7, 0.7, 0.6], 1), ("loss", [0.5, 0.2, 0.2, 0.6], 1)):
         path = tmp_path / metric
         for number, score in enumerate([*scores, float("nan"), None]):
-            note_best(path, Kept({"a": torch.ones(1)}, number), small_config(), metric, score)
+            note_best(path, SavedModel({"a": torch.ones(1)}, number), small_config(), metric, score)
         found = read_best(path)
         assert found is not None
         assert (found[0].rounds, found[1]) == (best, scores[best])
@@ -89,7 +89,7 @@ def test_the_best_model_is_the_one_with_the_highest_score_or_the_lowest_loss(tmp
 def test_a_private_job_keeps_no_best_model(tmp_path: Path) -> None:
     privacy = {"unit": "site", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
     config = type(small_config()).model_validate(small_config("ffa_lora").model_dump() | {"privacy": privacy})
-    note_best(tmp_path / "best", Kept({"a": torch.ones(1)}, 1), config, "dice", 0.9)
+    note_best(tmp_path / "best", SavedModel({"a": torch.ones(1)}, 1), config, "dice", 0.9)
     assert read_best(tmp_path / "best") is None
 
 
@@ -119,7 +119,7 @@ def _flip(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def _changed(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Path], None]:
+def _changed(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         kept, card = change(*read_kept(folder))
         config = open_model(folder).config
@@ -128,7 +128,7 @@ def _changed(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Pat
     return write
 
 
-def _header(change: Callable[[Kept, Card], tuple[Kept, Card]]) -> Callable[[Path], None]:
+def _header(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Callable[[Path], None]:
     """Return what writes only the file that is opened again."""
 
     def write(folder: Path) -> None:
@@ -143,20 +143,20 @@ def _deep(folder: Path) -> None:
     save_file({"a": torch.ones(1)}, folder / "consilium.safetensors", {"meta": deep, "sha256": ""})
 
 
-def _nan(kept: Kept, card: Card) -> tuple[Kept, Card]:
+def _nan(kept: SavedModel, card: Card) -> tuple[SavedModel, Card]:
     name = next(iter(kept.values))
     return replace(kept, values={**kept.values, name: kept.values[name] * float("nan")}), card
 
 
-def _whole(kept: Kept, card: Card) -> tuple[Kept, Card]:
+def _whole(kept: SavedModel, card: Card) -> tuple[SavedModel, Card]:
     return replace(kept, values={name: tensor.int() for name, tensor in kept.values.items()}), card
 
 
-def _fewer(kept: Kept, card: Card) -> tuple[Kept, Card]:
+def _fewer(kept: SavedModel, card: Card) -> tuple[SavedModel, Card]:
     return replace(kept, values=dict(list(kept.values.items())[1:])), card
 
 
-def _other_base(kept: Kept, card: Card) -> tuple[Kept, Card]:
+def _other_base(kept: SavedModel, card: Card) -> tuple[SavedModel, Card]:
     return kept, replace(card, base_sha256="ab" * 32)
 
 

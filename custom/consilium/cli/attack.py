@@ -132,7 +132,7 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
 
 
 def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
-    from consilium.federation.keeping import UNCOVERED
+    from consilium.federation.site_models import UNCOVERED
     from consilium.use.attack import of_one_record
 
     private = opened.config.privacy

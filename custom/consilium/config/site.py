@@ -168,14 +168,14 @@ class SiteConfig(Section):
             raise ValueError("device is for one; give it or devices")
         if len(gpus := [one for one in self.devices if one != "cpu"]) > len(set(gpus)):
             raise ValueError("devices: a GPU is there twice; name each once")
-        if self.base == "sharded" and self.ranks < 2:
+        if self.base == "sharded" and self.device_count < 2:
             raise ValueError("base: 'sharded' is for several devices; name them in `devices`, or leave it out")
         if self.base == "sharded" and len({one.partition(":")[0] for one in self.devices}) > 1:
             raise ValueError("base: 'sharded' lies on GPUs or on CPUs, not on both; name either in `devices`")
         return self
 
     @property
-    def ranks(self) -> int:
+    def device_count(self) -> int:
         """How many devices share a batch, those of other machines counted in."""
         return max(len(self.devices), 1) + (self.nodes.ranks if self.nodes else 0)
 

@@ -26,7 +26,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, assemble_job, build_model, build_task
 from consilium.federation.flops import step_flops, work_of
-from consilium.federation.live import Live
+from consilium.federation.live_memory import Live
 from consilium.federation.quicken import quicken
 from consilium.federation.samples import site_data
 from consilium.tasks.base import Batch, Task
@@ -38,7 +38,7 @@ PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 1
 
 
 @dataclass
-class Ready:
+class PreloadedTask:
     """A task whose batches lie ready: every call is handed the next of them."""
 
     task: Task
@@ -169,12 +169,12 @@ def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: i
 def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> list[Way]:
     config, (model, params) = job.config, _loaded(job, site)
     batches = _batches(task, config, steps)
-    ready: Any = Ready(task, batches, task.num_samples)
+    ready: Any = PreloadedTask(task, batches, task.num_samples)
     quicken(config, model, task)
     ways = [
         Way("job", lambda count: _ours(model, task, params, config, count), model),
         Way("ready", lambda count: _ours(model, ready, params, config, count), model),
-        _bare(config, _loaded(job, site), Ready(plain, batches, task.num_samples)),
+        _bare(config, _loaded(job, site), PreloadedTask(plain, batches, task.num_samples)),
     ]
     if getattr(config.model, "attention", "") == "fused":
         other = replace(

@@ -16,10 +16,10 @@ from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
+from consilium.federation.multi_device import ranks_of
 from consilium.federation.privacy_checks import check_privacy
 from consilium.federation.quicken import quicken
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of
-from consilium.federation.several import ranks_of
 from consilium.federation.site import Site
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.linalg.together import norm

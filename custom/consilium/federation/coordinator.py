@@ -19,9 +19,9 @@ from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
 from consilium.federation.diagnostics import deviation
-from consilium.federation.keeping import keep_shared
-from consilium.federation.kept import Kept, keeps_local
+from consilium.federation.saved_model import SavedModel, keeps_local
 from consilium.federation.server_step import advance
+from consilium.federation.site_models import keep_shared
 from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
@@ -268,7 +268,7 @@ class Coordinator:
         strategy = self.job.strategy
         if self.job.config.trains and strategy.needs == "sums" and not keeps_local(strategy, self.job.initial):
             last = strategy.final(self.state, SiteInfo("", 1, joined=True))
-            kept = Kept(self.state.initial | last.tensors, self.state.round, strategy.scaling(last))
+            kept = SavedModel(self.state.initial | last.tensors, self.state.round, strategy.scaling(last))
             keep_shared(self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from consilium.privacy.secagg.terms import Message
 from consilium.schema import validate
 
 
-class Lot(NamedTuple):
+class WorkerSetup(NamedTuple):
     """What a worker needs to make its sites, see members_of: settings, first tensors, and the sites dealt to it."""
 
     number: int
@@ -94,9 +94,9 @@ class Crew:
         self.of = {name: self.workers[place % len(self.workers)] for place, name in enumerate(names)}
         for number, worker in enumerate(self.workers):
             dealt = {name: _placed(sites[name], number) for name in names if self.of[name] is worker}
-            lot = Lot(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
+            setup = WorkerSetup(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
             with suppress(OSError):
-                send(worker.pipe, lot)
+                send(worker.pipe, setup)
             worker.busy = True
 
     def __enter__(self) -> Self:
@@ -177,14 +177,14 @@ def _placed(site: SiteConfig, number: int) -> SiteConfig:
 def work(pipe: connection.Connection) -> None:
     """Make the sites that come first, then answer questions until there are no more."""
     follow()
-    lot: Lot = receive(pipe)
+    setup: WorkerSetup = receive(pipe)
 
     def tell(event: Mapping[str, Any]) -> None:
         send(pipe, (None, dict(event)))
 
     members: dict[str, Member] = {}
     with suppress(EOFError, OSError):
-        send(pipe, (lot.number, _tried(lambda: members.update(_made(lot, tell)))))
+        send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
         while (question := receive(pipe)) is not None:
             site, what, words = question
             send(pipe, (site, _tried(lambda: members[site].begin(what, *words)())))  # noqa: B023 - called at once
@@ -192,9 +192,9 @@ def work(pipe: connection.Connection) -> None:
         member.close()
 
 
-def _made(lot: Lot, tell: Observer) -> dict[str, Member]:
-    config = validate(JobConfig, lot.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
-    return members_of(Job(config, lot.initial), lot.sites, lot.folder, tell, lot.former)
+def _made(setup: WorkerSetup, tell: Observer) -> dict[str, Member]:
+    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
+    return members_of(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _tried(do: Callable[[], Any]) -> Any:

@@ -12,10 +12,10 @@ from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.build import Job, build_pooled_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.crew import Crew, Remote
-from consilium.federation.crossing import CrossSites, former_run, former_state
-from consilium.federation.inside import Inside
+from consilium.federation.cross_site import CrossSites, former_run, former_state
 from consilium.federation.masked import Asked, MaskedRounds, aggregate_for
 from consilium.federation.member import Member, members_of
+from consilium.federation.site_diagnostics import Inside
 from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
@@ -54,7 +54,7 @@ def simulate(
 
 def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError for a job whose sites cannot be in other processes, or sites that need more of their own."""
-    if wide := next((name for name, site in sites.items() if site.ranks > 1), None):
+    if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.pools_data:
         raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")

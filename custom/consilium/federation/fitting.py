@@ -24,7 +24,7 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
     """Return whether a step of this job fits into what is free of the site's device. Raises ConfigError, see memory_of."""
     config = load_job(job, plugins=frozenset(site.plugins or ()))
     device = pick_device(site.main_device)
-    free, spread = _free(device), (site.ranks, site.base == "sharded", device.type == "cuda")
+    free, spread = _free(device), (site.device_count, site.base == "sharded", device.type == "cuda")
     peak = memory_of(assemble_job(config, job), *spread).peak
     said = f"{config.name}: a step takes {peak / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
     if peak <= free:

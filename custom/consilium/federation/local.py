@@ -127,7 +127,7 @@ class LocalTraining:
         if peak and not before + number:  # a run's first
             from consilium.federation.fitting import compare_peak
 
-            spread = (self.ranks.site.ranks, self.ranks.sharded) if self.ranks else ()
+            spread = (self.ranks.site.device_count, self.ranks.sharded) if self.ranks else ()
             compare_peak(self.config, self.name, peak["peak_bytes"], *spread)
         return found | peak
 

@@ -18,8 +18,8 @@ from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, laid_out
-from consilium.federation.live import Live
-from consilium.federation.packed import pack
+from consilium.federation.live_memory import Live
+from consilium.federation.quantized_sizes import pack
 from consilium.federation.sharding import spared
 from consilium.models.stored import QUANTIZED, store
 from consilium.tasks.registry import TASKS

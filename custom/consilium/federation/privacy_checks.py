@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from consilium.adapters.parts import FEATURE_SHIFT
 from consilium.errors import ConfigError
-from consilium.federation.kept import keeps_local
+from consilium.federation.saved_model import keeps_local
 from consilium.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from consilium.adapters import layers
 from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
 from consilium.errors import ConfigError
-from consilium.federation.live import Live
+from consilium.federation.live_memory import Live
 from consilium.strategies.unequal.layers import shapes
 from consilium.training.device import cuda_devices
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.kept import load_values
 from consilium.federation.processes import follow, receive, send
 from consilium.federation.samples import site_data
+from consilium.federation.saved_model import load_values
 from consilium.federation.sharding import hand_over, shard, world
 from consilium.messages import Tensors
 from consilium.schema import validate
@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine listen."""
 
 
-class Begin(NamedTuple):
+class RankSetup(NamedTuple):
     """What another rank makes its model and its task of; `place`: the folder, or the host and port, where ranks meet."""
 
     settings: dict[str, Any]
@@ -59,14 +59,14 @@ class Phase(NamedTuple):
     scaling: float
 
 
-class Turn(NamedTuple):
+class ReadBase(NamedTuple):
     """Permission to read the base.
 
     With a sharded base the ranks read one after the other, so that a host holds one whole base at a time.
     """
 
 
-class Wanted(NamedTuple):
+class BlockRequest(NamedTuple):
     """The number of a block of a sharded base of which rank 0 needs all parts."""
 
     block: int
@@ -155,14 +155,14 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
     """
     follow()
     with suppress(EOFError, OSError):
-        begin: Begin = receive(pipe)
+        setup: RankSetup = receive(pipe)
         try:
-            mate = _joined(pipe, begin, address, device or begin.site.main_device)
+            worker = _joined(pipe, setup, address, device or setup.site.main_device)
             send(pipe, "")
         except Exception as error:
             send(pipe, _line(error))
             return
-        mate.answer(pipe)
+        worker.answer(pipe)
 
 
 def _line(error: Exception) -> str:
@@ -170,24 +170,24 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _joined(pipe: connection.Connection, begin: Begin, address: str, device: str) -> "Mate":
+def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device: str) -> "RankWorker":
     """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
     from consilium.federation.build import build_model, build_task  # which has the site's side of ranks
 
-    site = begin.site.model_copy(update={"devices": (device,)})
-    config = validate(JobConfig, begin.settings, Path("job.yaml"), begin.packages)
-    task = build_task(config, site_data(config, begin.name, site, begin.folder, begin.root), site)
+    site = setup.site.model_copy(update={"devices": (device,)})
+    config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
+    task = build_task(config, site_data(config, setup.name, site, setup.folder, setup.root), site)
     send(pipe, "")
-    store = store_of(begin.place, begin.size)
-    group, mesh = meet(store, begin.rank, begin.size, address), None
+    store = store_of(setup.place, setup.size)
+    group, mesh = meet(store, setup.rank, setup.size, address), None
     if site.base == "sharded":
-        mesh = mesh_of(store, begin.rank, begin.size, site, address)
-    receive(pipe)  # a Turn
+        mesh = mesh_of(store, setup.rank, setup.size, site, address)
+    receive(pipe)  # ReadBase
     model = build_model(config, site)
-    return Mate(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
+    return RankWorker(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
 
 
-class Mate:
+class RankWorker:
     """What another rank has, and does."""
 
     def __init__(
@@ -199,11 +199,11 @@ class Mate:
     def answer(self, pipe: connection.Connection) -> None:
         """Do what rank 0 says, until there is none or this rank has failed."""
         while True:
-            what: Phase | Share | Wanted = receive(pipe)
+            what: Phase | Share | BlockRequest = receive(pipe)
             try:
                 if isinstance(what, Phase):
                     self.trained = _set(self.model, what, self.config)
-                elif isinstance(what, Wanted):
+                elif isinstance(what, BlockRequest):
                     hand_over(self.blocks[what.block])
                 else:
                     _take(self.model, self.task, what, self.trained, self.config.training.precision, self.group)

@@ -26,11 +26,11 @@ from consilium.federation.processes import Child, receive, send
 from consilium.federation.rank import (
     LOOPBACK,
     PATIENCE,
-    Begin,
+    BlockRequest,
     Phase,
+    RankSetup,
+    ReadBase,
     Share,
-    Turn,
-    Wanted,
     flat,
     found_by,
     meet,
@@ -113,7 +113,7 @@ class Ranks:
 
     def _start(self, model: nn.Module | None) -> None:
         """Start all other ranks; of `model`, where there is one, this one keeps its part."""
-        size, nodes = self.site.ranks, self.site.nodes
+        size, nodes = self.site.device_count, self.site.nodes
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
         place, store, address = _meeting(self.place, nodes, size)
         self.children.extend(Child(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
@@ -121,7 +121,7 @@ class Ranks:
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
         for rank, child in enumerate(self.children, start=1):
             own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1], "nodes": None})
-            send(child.pipe, Begin(settings, packages, self.name, own, self.folder, self.root, place, rank, size))
+            send(child.pipe, RankSetup(settings, packages, self.name, own, self.folder, self.root, place, rank, size))
         _hear(self.children)
         self._group = meet(store, 0, size, address)
         if model is not None:
@@ -129,7 +129,7 @@ class Ranks:
             ask_for(shard(model, mesh_of(store, 0, size, self.site, address), self.device), self._want)
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
-                send(child.pipe, Turn())
+                send(child.pipe, ReadBase())
             _hear(some)
 
     def _want(self, block: int) -> None:
@@ -143,7 +143,7 @@ class Ranks:
             what = "this job wants gradients outside of its steps, which one device alone computes"
             raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
         for child in self.children:
-            send(child.pipe, Wanted(block))
+            send(child.pipe, BlockRequest(block))
 
     def share(self, batch: Batch) -> Share:
         """Hand the other ranks their shares of a batch, and return one's own."""

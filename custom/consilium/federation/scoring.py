@@ -7,8 +7,8 @@ from torch import nn
 
 from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConsiliumError, Reason, RefusedError
-from consilium.federation.keeping import Keeping
-from consilium.federation.kept import ADAPTERS, Kept, check_forward, read_kept, run_as_kept
+from consilium.federation.saved_model import ADAPTERS, SavedModel, check_forward, read_kept, run_as_kept
+from consilium.federation.site_models import Keeping
 from consilium.messages import SKIPPED, MetricKey, Observer, Payload, Stage, Tensors
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
@@ -72,7 +72,7 @@ class Scoring(Keeping):
         """Put another site's whole model into the model."""
         if payload.scalars.keys() != {"scaling", "share"}:
             raise RefusedError(f"{self.name}: what came is no site's model; nothing was scored", Reason.TASK)
-        kept = Kept(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
+        kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
         check_forward(kept, "the model that the server sent")
         self.load(kept.values)
         run_as_kept(self.model, self.config, kept)

@@ -17,9 +17,9 @@ from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.errors import Reason, RefusedError
 from consilium.federation import diagnostics, probe
-from consilium.federation.kept import Kept
+from consilium.federation.multi_device import jointly
+from consilium.federation.saved_model import SavedModel
 from consilium.federation.scoring import Scoring
-from consilium.federation.several import jointly
 from consilium.federation.versions import libraries
 from consilium.linalg.together import norm
 from consilium.messages import (
@@ -207,12 +207,12 @@ class Site(Scoring):
             return replace(payload, tensors={}, metrics=self._evaluate("validation", Stage.GLOBAL, payload, full))
         split = "test" if self.task.has("test") else "validation"
         metrics: dict[str, float] = {}
-        examples, models = Closing(), dict[Stage, Kept]()
+        examples, models = Closing(), dict[Stage, SavedModel]()
         passes = self.strategy.closing_passes(layers.tensors(self.model)) if self.task.num_samples else None
         if last is not None and passes is None:
             self.load(own)
             self._scale(1.0)
-            models[Stage.PERSONALIZED] = Kept(own, last[0] + 1)
+            models[Stage.PERSONALIZED] = SavedModel(own, last[0] + 1)
             metrics |= self._closing(split, Stage.PERSONALIZED, payload, examples)
         payload = self.chosen(payload, lambda one: self._receive(own, one))
         final = self._receive(own, payload)
@@ -232,7 +232,7 @@ class Site(Scoring):
         self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
-    def _close_personalized(self, passes: list[Pass], final: Tensors, payload: Payload) -> Kept:
+    def _close_personalized(self, passes: list[Pass], final: Tensors, payload: Payload) -> SavedModel:
         """Train what the strategy trains after the last round, from what was received then; return the personalized model."""
         self.train_passes(passes, final, payload, {}, {})
         trained = frozenset[str]().union(*(one.trained for one in passes))
@@ -246,7 +246,7 @@ class Site(Scoring):
         self.events.pictures(payload.round, stage, lambda: self._examples("validation"))
         return self._evaluate("validation", stage, payload, config.validation.full)
 
-    def _validate_last(self, run: str, kept: Kept, payload: Payload) -> None:
+    def _validate_last(self, run: str, kept: SavedModel, payload: Payload) -> None:
         """Score the last global model, which is loaded, on validation data, so that it may become the best one."""
         config = self.config.training
         if (

@@ -11,7 +11,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.card import Card
-from consilium.federation.kept import TENSORS, Kept, read_kept
+from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
 from consilium.messages import Tensors
 from consilium.storage import checkpoint_hash, file_hash
 
@@ -73,7 +73,7 @@ def _from_adapter(job: Job, folder: Path) -> Start:
     return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 
 
-def _taken(name: str, fresh: Tensor, kept: Kept, folder: Path) -> Tensor:
+def _taken(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
     """Return a tensor's first value. Raises ConfigError for one that is not there, or of another shape."""
     if name not in kept.values:
         if is_part(name):
@@ -85,7 +85,7 @@ def _taken(name: str, fresh: Tensor, kept: Kept, folder: Path) -> Tensor:
     return kept.values[name].to(fresh.dtype)
 
 
-def _check_alike(config: JobConfig, kept: Kept, card: Card, folder: Path) -> None:
+def _check_alike(config: JobConfig, kept: SavedModel, card: Card, folder: Path) -> None:
     """Raise ConfigError where the numbers would mean something else in this job."""
     base = f"{config.model.name}-{config.model.variant}"
     for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):

@@ -23,7 +23,7 @@ from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site,
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
-from consilium.federation.crossing import former_run
+from consilium.federation.cross_site import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.late_sites import Arrivals
 from consilium.flare.revocation import since

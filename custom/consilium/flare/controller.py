@@ -19,7 +19,7 @@ from pydantic import Field, StrictBool, StrictFloat
 
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.crossing import CrossSites, former_state
+from consilium.federation.cross_site import CrossSites, former_state
 from consilium.federation.masked import MaskedRounds
 from consilium.federation.start import keep_inside
 from consilium.flare import answers, context, wire

@@ -1,4 +1,4 @@
-"""A cross-site job over FLARE: the controller's tasks as the way to ask sites, see federation/crossing.py."""
+"""A cross-site job over FLARE: the controller's tasks as the way to ask sites, see federation/cross_site.py."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.federation.crossing import CrossSites
+from consilium.federation.cross_site import CrossSites
 from consilium.flare import wire
 from consilium.messages import Payload
 

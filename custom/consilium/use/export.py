@@ -12,7 +12,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
-from consilium.federation.kept import CARD, TENSORS, Kept, export_adapter, read_kept, with_parameters
+from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
 from consilium.models.stored import QUANTIZED
 from consilium.report.clean import cell
 from consilium.storage import PUBLIC, write_atomic
@@ -68,7 +68,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
     return Exported(folder, difference)
 
 
-def _check_blend(kept: Kept, format: Format) -> None:
+def _check_blend(kept: SavedModel, format: Format) -> None:
     """Raise ConfigError for a model that no file of weights can be."""
     if kept.similar:
         what = "is weighed anew for every sample, by the site's own records, which stay there"
@@ -115,7 +115,7 @@ head.safetensors has weight and bias of the linear layer that is put on the enco
 _BESIDE = {"decoder.safetensors": _DECODER, "head.safetensors": _HEAD}
 
 
-def _check_peft(folder: Path, kept: Kept, config: JobConfig) -> None:
+def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
     """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
     if not (folder / "adapter_config.json").is_file():
         what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"

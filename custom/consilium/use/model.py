@@ -10,7 +10,7 @@ from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import build_model, checkpoint_of
 from consilium.federation.card import BEST, Card
-from consilium.federation.kept import ADAPTERS, TENSORS, Kept, load_values, read_kept, run_as_kept
+from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.messages import Stage
 from consilium.report.clean import shown
 from consilium.report.page.record import values_of_cell
@@ -32,7 +32,7 @@ class TrainedModel:
     model: nn.Module
     folder: Path
     card: Card
-    kept: Kept
+    kept: SavedModel
     own: SiteConfig
 
 

@@ -8,9 +8,10 @@ from consilium.adapters import layers
 from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.federation.card import BEST, Card, Score, scores_of
-from consilium.federation.kept import (
+from consilium.federation.local import LocalTraining
+from consilium.federation.saved_model import (
     ADAPTERS,
-    Kept,
+    SavedModel,
     keeps_local,
     leading,
     load_values,
@@ -19,7 +20,6 @@ from consilium.federation.kept import (
     with_parameters,
     write_kept,
 )
-from consilium.federation.local import LocalTraining
 from consilium.federation.trained import as_changes
 from consilium.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.privacy.plan import Plan
@@ -41,24 +41,24 @@ class Keeping(LocalTraining):
         """Put `values` into the model; return the blocks that it runs without, those whose tensors are not among them."""
         return load_values(self.model, self.strategy, values, self.name)
 
-    def received(self, values: Tensors, payload: Payload) -> Kept:
+    def received(self, values: Tensors, payload: Payload) -> SavedModel:
         """Return the global model as it was received."""
-        return Kept(values, payload.round, self.strategy.scaling(payload))
+        return SavedModel(values, payload.round, self.strategy.scaling(payload))
 
-    def own_model(self, values: Tensors, payload: Payload, closing: bool) -> Kept:
+    def own_model(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training, or after that at the end of the run."""
         blend, scaling = self.strategy.blend(closing), self.strategy.scaling(payload)
         rounds = payload.round + (not closing)
-        return Kept(values, rounds, scaling, blend.most, blend.examples) if blend else Kept(values, rounds, scaling)
+        return SavedModel(values, rounds, scaling, blend.most, blend.examples) if blend else SavedModel(values, rounds, scaling)
 
-    def note_best(self, run: str, stage: Stage, kept: Kept, metrics: Mapping[str, float]) -> None:
+    def note_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
         """Keep a model if its score on validation data is the best of its stage so far."""
         told = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
         metric = leading(self.config, told)
         score = metrics.get(str(MetricKey("validation", stage, metric)))
         note_best(self._best(run, stage), kept, self.config, metric, score)
 
-    def keep(self, run: str, models: Mapping[Stage, Kept], metrics: Mapping[str, float], base_sha256: str) -> None:
+    def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float], base_sha256: str) -> None:
         """Write the folder of every model, and of the best of each stage."""
         for stage, kept in models.items():
             split, scores = scores_of(self.config, metrics, stage) if self.shares_scores else ("", {})
@@ -66,7 +66,7 @@ class Keeping(LocalTraining):
             if best := read_best(self._best(run, stage)):
                 self._write(f"{stage}{BEST}", best[0], base_sha256, best=best[1] if self.shares_scores else None)
 
-    def _write(self, name: str, kept: Kept, base_sha256: str, **more: object) -> None:
+    def _write(self, name: str, kept: SavedModel, base_sha256: str, **more: object) -> None:
         blocks = self.load(kept.values)
         others = with_parameters(self.model, kept.values)
         if not kept.share:
@@ -99,7 +99,7 @@ class Keeping(LocalTraining):
 def keep_shared(
     folder: Path,
     config: JobConfig,
-    kept: Kept,
+    kept: SavedModel,
     sites: Mapping[str, SiteInfo],
     results: Results,
     base_sha256: str | None,

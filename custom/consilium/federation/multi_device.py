@@ -20,7 +20,7 @@ def ranks_of(config: JobConfig, name: str, site: SiteConfig, folder: Path, root:
 
     Raises ConsiliumError for a job whose training is more than a batch's mean loss, ConfigError for a secret that is none.
     """
-    if site.ranks < 2:
+    if site.device_count < 2:
         return None
     what = ""
     if config.dpsgd is not None:

@@ -30,7 +30,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedModel:
     """A model's tensors as sites keep them (of the base, changes), and what else its forward pass takes.
 
     `scaling` of the adapter, `share` of a local adapter; `similar`: with how many training records a sample would be compared
@@ -49,7 +49,9 @@ class Kept:
         return {"rounds": self.rounds, "scaling": self.scaling, "share": self.share, "similar": self.similar}
 
 
-def write_kept(folder: Path, kept: Kept, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None) -> None:
+def write_kept(
+    folder: Path, kept: SavedModel, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None
+) -> None:
     """Write an adapter folder anew, for this user alone. `others`: its tensors as other programs want them.
 
     It takes the name last, so that a crash leaves no half folder under it.
@@ -68,7 +70,7 @@ def write_kept(folder: Path, kept: Kept, others: Tensors, config: JobConfig, car
     made.rename(folder)
 
 
-def read_kept(folder: Path) -> tuple[Kept, Card]:
+def read_kept(folder: Path) -> tuple[SavedModel, Card]:
     """Return what `write_kept` wrote. Raises CheckpointError for a folder without it, or a damaged one."""
     path = folder / TENSORS
     if not path.is_file():
@@ -79,7 +81,7 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
     if bad := sorted(name for name, tensor in values.items() if not torch.isfinite(tensor).all()):
         raise CheckpointError(f"{path}: tensor {bad[0]!r} has NaN or Inf; take the adapter of another round or run")
     try:
-        kept, card = Kept(values, **meta["forward"]), Card.from_dict(meta["card"])
+        kept, card = SavedModel(values, **meta["forward"]), Card.from_dict(meta["card"])
         check_forward(kept, path)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
@@ -88,7 +90,7 @@ def read_kept(folder: Path) -> tuple[Kept, Card]:
     return kept, card
 
 
-def check_forward(kept: Kept, path: Path | str) -> None:
+def check_forward(kept: SavedModel, path: Path | str) -> None:
     """Raise CheckpointError, or TypeError, for numbers that no forward pass takes."""
     if not math.isfinite(kept.scaling):
         raise CheckpointError(f"{path}: scaling {kept.scaling}: is no finite number; take what the run wrote")
@@ -96,7 +98,7 @@ def check_forward(kept: Kept, path: Path | str) -> None:
         raise CheckpointError(f"{path}: share {kept.share}: is not within 0 and 1; take what the run wrote")
 
 
-def note_best(path: Path, kept: Kept, config: JobConfig, metric: str, score: float | None) -> None:
+def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:
     """Keep a model where its validation score is the best so far; under privacy none, because no noise covers the choice."""
     if score is None or math.isnan(score) or config.privacy is not None:
         return
@@ -107,12 +109,12 @@ def note_best(path: Path, kept: Kept, config: JobConfig, metric: str, score: flo
     save_state(path, kept.values, {"forward": kept.forward, "score": score})
 
 
-def read_best(path: Path) -> tuple[Kept, float] | None:
+def read_best(path: Path) -> tuple[SavedModel, float] | None:
     """Return what `note_best` has kept, None for nothing."""
     if not path.exists():
         return None
     values, meta = load_state(path)
-    return Kept(values, **meta["forward"]), float(meta["score"])
+    return SavedModel(values, **meta["forward"]), float(meta["score"])
 
 
 def leading(config: JobConfig, reported: Iterable[str]) -> str:
@@ -136,7 +138,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     return blocks
 
 
-def run_as_kept(model: nn.Module, config: JobConfig, kept: Kept) -> None:
+def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
     """Set the adapter's scaling and the local adapter's share to what they were when the model was scored."""
     kind = config.adapter_kind
     if kind.scale:
@@ -170,7 +172,7 @@ def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan 
         write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
 
 
-def _notes(kept: Kept) -> list[str]:
+def _notes(kept: SavedModel) -> list[str]:
     """Return what other programs, or anyone, cannot tell from the files."""
     found = []
     if kept.share:
