@@ -20,8 +20,8 @@ from consilium.adapters import layers
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.federation.build import build_model, build_task
-from consilium.federation.quicken import remember
 from consilium.federation.samples import site_data
+from consilium.federation.speedups import remember
 from consilium.tasks.language.task import mean_loss
 from consilium.training.optim import make_optimizer
 from tests.conftest import small_config, small_text

@@ -27,8 +27,8 @@ from consilium.errors import ConfigError
 from consilium.federation.build import Job, assemble_job, build_model, build_task
 from consilium.federation.flops import step_flops, work_of
 from consilium.federation.live_memory import Live
-from consilium.federation.quicken import quicken
 from consilium.federation.samples import site_data
+from consilium.federation.speedups import speed_up
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, peak_memory, pick_device
 from consilium.training.loop import stream, train
@@ -170,7 +170,7 @@ def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> li
     config, (model, params) = job.config, _loaded(job, site)
     batches = _batches(task, config, steps)
     ready: Any = PreloadedTask(task, batches, task.num_samples)
-    quicken(config, model, task)
+    speed_up(config, model, task)
     ways = [
         Way("job", lambda count: _ours(model, task, params, config, count), model),
         Way("ready", lambda count: _ours(model, ready, params, config, count), model),

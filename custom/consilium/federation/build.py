@@ -18,9 +18,9 @@ from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.quicken import quicken
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of
 from consilium.federation.site import Site
+from consilium.federation.speedups import speed_up
 from consilium.federation.trained import base_shapes, check_base, check_start
 from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
@@ -254,7 +254,7 @@ def _site(
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
     found.ranks = ranks_of(job.config, name, site, folder, root)
     if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
-        quicken(job.config, model, task)
+        speed_up(job.config, model, task)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
     return found
 

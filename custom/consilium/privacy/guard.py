@@ -28,7 +28,7 @@ from consilium.storage import digest, locked, note
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
-"""What a site may say of its machine, see ranks.py."""
+"""What a site may say of its machine, see strategies/unequal/ranks.py."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Guard(Masking):
 
     @property
     def shown_samples(self) -> int:
-        """What the server may know: samples or patients; 1 where the claim hides how many, or nothing trains; 0 by its word."""
+        """How many samples or patients the server is told: 1 where the claim hides it or nothing trains, 0 for `test_only`."""
         hidden = (self.plan is not None and (self.masks or not self._in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 

@@ -137,7 +137,7 @@ class Ledger:
 def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:
     """Return time, row and seal of all rows. Raises RefusedError unless the chain is `whole`, where that is wanted."""
     found, before = [], ""
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'releases'").fetchone():
+    if not path.stat().st_size:
         return []  # the file is made before its table: seals in the records tell where there were rows
     for number, (when, *values, seal) in enumerate(db.execute(_SELECT), start=1):
         row = dict(zip(COLUMNS, values, strict=True))

@@ -10,9 +10,9 @@ from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, rea
 from consilium.errors import ConfigError, DataError
 from consilium.federation.build import build_task
 from consilium.federation.participants import site_names
-from consilium.federation.quicken import remember
 from consilium.federation.samples import site_data
 from consilium.federation.scoring import scores as all_scores
+from consilium.federation.speedups import remember
 from consilium.messages import Stage
 from consilium.report.clean import shown
 from consilium.report.cross_sites import Matrix, matrix

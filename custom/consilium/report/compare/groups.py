@@ -23,7 +23,7 @@ UNNAMED = ("name", "experiment", "training.seed", "training.validate", "model.ch
 READ = ("task.", "data.", "model.checkpoint", "privacy.unit", "privacy.per_patient")
 """Fields by which a site reads other files, or others of its samples."""
 SAME = 0.01
-"""The frozen model's scores of the same images differ by less, on whatever processor."""
+"""The frozen model's scores of the same images differ by less, on whatever machine."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SEC
 from consilium.report.means import Results
 from consilium.report.progress import read_lines
 from consilium.report.runlog import roles_of, test_only
+from consilium.schema import dotted
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS, Scores
 
@@ -118,14 +119,9 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
     )
 
 
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted field. A section that is absent has no kind: `privacy: null` is `privacy.unit: none`."""
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
+    found = dotted(section)
     if "privacy" in found:
         found["privacy.unit"] = "none"
         del found["privacy"]

@@ -113,10 +113,10 @@ class UnequalRanks(Strategy):
         return {
             "drift/cross": cross_drift([moves(upload) for upload in gathered.values()]),
             "ranks/information_gain": _mean([gain for upload in gathered.values() if (gain := information_gain(upload.sent))]),
-            "memory/saturation": _mean([self._saturation(name, upload) for name, upload in gathered.items()]),
+            "memory/saturation": _mean([self._saturation(upload) for upload in gathered.values()]),
         }
 
-    def _saturation(self, name: str, upload: SiteResult) -> float:
+    def _saturation(self, upload: SiteResult) -> float:
         """Return trained numbers over what the site's memory budget allows."""
         dims = shapes(upload.sent.tensors)
         budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))

@@ -13,8 +13,8 @@ from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data.store import folder
 from consilium.federation.build import build_model, build_task
-from consilium.federation.quicken import remember
 from consilium.federation.samples import site_data
+from consilium.federation.speedups import remember
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import train
 from tests.conftest import small_config

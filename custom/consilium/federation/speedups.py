@@ -24,7 +24,7 @@ class Remembers(Protocol):
         ...
 
 
-def quicken(config: JobConfig, model: nn.Module, task: Task) -> None:
+def speed_up(config: JobConfig, model: nn.Module, task: Task) -> None:
     """See `remember`. Raises ConfigError where the job wants the model compiled and this machine cannot."""
     if config.training.compile:
         require_compiler(next(model.parameters()).device)
