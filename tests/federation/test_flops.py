@@ -48,6 +48,27 @@ def test_a_language_model_s_sample_is_what_its_layers_sizes_say() -> None:
     assert work.training == forward + backward
 
 
+def test_experts_count_as_often_as_a_token_asks_one() -> None:
+    """An expert of Qwen3's has three products of width and inner size; the router one of width and the experts' number."""
+    experts, width, inner, layers = 4, 32, 16, 2
+    sizes = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    shape = {"model_type": "qwen3_moe", "vocab_size": 64, "moe_intermediate_size": inner, **sizes}
+    given = {"name": "causal_lm", "variant": "folder", "checkpoint": "x", "max_length": TOKENS}
+
+    def scoring(experts: int, asked: int) -> int:
+        config = shape | {"num_experts": experts, "num_experts_per_tok": asked}
+        return work_of(job_of(small_text("fedit"), model=given | {"config": config})).scoring
+
+    assert scoring(experts, 3) - scoring(experts, 1) == layers * 2 * 3 * 2 * TOKENS * width * inner
+    assert scoring(2 * experts, 1) - scoring(experts, 1) == layers * 2 * TOKENS * width * experts
+
+
 WORK = Work(training=30, scoring=10)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft.utils.integrations import dequantize_module_weight
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.errors import ConfigError
 from consilium.federation import fitting, memory
 from consilium.federation.build import assemble_job, build_model, kinds_of
 from consilium.federation.doctor import Finding
@@ -52,6 +54,48 @@ def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     found = memory_of(assemble_job(config))
     gradients = 4 * sum(t.numel() for t in layers.tensors(build_model(config, SiteConfig())).values())
     assert found.activations + gradients == pytest.approx(_profiled(config), rel=0.1)
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(("kind", "checkpointed"), [("lora", False), ("lora", True), ("full", False)])
+def test_the_prediction_of_a_mixture_of_experts_is_within_a_tenth_of_a_real_step(
+    kind: str, checkpointed: bool, tmp_path: Path
+) -> None:
+    """Its product of experts has no layout on fake tensors but in bfloat16."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    shape = AutoConfig.for_model("qwen3_moe", vocab_size=512, **sizes, **EXPERTS)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    raw = _job("causal_lm", 4, variant="folder", checkpoint=str(tmp_path), config=found).model_dump()
+    raw |= {"adapter": {"kind": kind}, "training": raw["training"] | {"gradient_checkpointing": checkpointed}}
+    config = JobConfig.model_validate(raw)
+    gradients = 4 * sum(t.numel() for t in layers.tensors(build_model(config, SiteConfig())).values())
+    assert memory_of(assemble_job(config)).activations + gradients == pytest.approx(_profiled(config), rel=0.1)
+
+
+def _without_numbers(config: dict[str, Any]) -> JobConfig:
+    return _job("causal_lm", 1, variant="folder", checkpoint="x", config=config)
+
+
+def test_a_model_that_looks_at_its_numbers_is_one_line() -> None:
+    config = {"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 1, "kv_channels": 8, "vocab_size": 64}
+    with pytest.raises(ConfigError, match=r"^model: its steps cannot be counted without weights \(.*\); measure one instead$"):
+        memory_of(assemble_job(_without_numbers(config)))
+
+
+def test_a_base_of_experts_is_not_advised_to_be_kept_in_less() -> None:
+    """They are no linear layers, so half of the base and more would stay as it is, and the job would be refused."""
+    config = {"model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, **EXPERTS}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    assert [one for one, _ in remedies(_without_numbers(config | heads))] == ["training.gradient_checkpointing=true"]
+
+
+def test_checkpointing_is_named_only_where_the_model_can() -> None:
+    config = {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 128}
+    said = [one for one, _ in remedies(_without_numbers(config))]
+    assert said == ["model.dtype=bf16 training.precision=bf16", "model.dtype=nf4 training.precision=bf16"]
 
 
 @pytest.mark.parametrize(
@@ -170,3 +214,15 @@ def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None,
     with caplog.at_level("INFO"):
         fitting.compare_peak(_job("clip", 1), "site-1", 80.0)
     assert "(+25 %)" in caplog.text
+
+
+def test_no_prediction_costs_a_site_its_round(
+    counted: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise NotImplementedError("first line\nsecond line")
+
+    monkeypatch.setattr(fitting, "memory_of", fail)
+    with caplog.at_level("INFO"):
+        fitting.compare_peak(_job("clip", 1), "site-1", 2.0**30)
+    assert caplog.messages == ["site-1: training took 1.00 GiB at its peak; no prediction: first line"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
@@ -103,6 +104,66 @@ def test_what_is_wrong_with_a_config_is_one_line(config: dict[str, Any], message
     with pytest.raises(ConfigError, match=message) as error:
         build_causal_lm("folder", None, config, weights=False)
     assert "\n" not in str(error.value)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
+WAYS: list[tuple[str, dict[str, Any], str]] = [
+    ("bert", SMALL, "is_decoder"),
+    ("bert", SMALL | {"is_decoder": True}, ""),
+    ("roformer", SMALL | {"embedding_size": 32}, "is_decoder"),
+    ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64}, "causal"),
+    ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "causal": True}, ""),
+    ("xlnet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "vocab_size": 64}, "attn_type"),
+    ("cpmant", SMALL | {"dim_head": 16, "dim_ff": 48}, "model.config:"),
+    ("llama", SMALL | {"is_causal": False}, "is_causal"),
+    (
+        "gemma3_text",
+        SMALL | {"head_dim": 16, "num_key_value_heads": 1, "use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+    ("gpt_neox", SMALL, ""),
+    ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "vocab_size": 64, "is_encoder_decoder": False}, ""),
+    ("rwkv", SMALL | {"attention_hidden_size": 32}, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "why"), WAYS)
+def test_a_model_whose_words_see_those_behind_them_is_refused(kind: str, sizes: dict[str, Any], why: str) -> None:
+    """What it sees is asked of `transformers` itself: another last word changes what is said of those before, or not."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    ids = torch.arange(3, 11).repeat(2, 1)
+    ids[1, -1] = 20
+    with torch.no_grad():
+        first, second = plain(ids, use_cache=False).logits[:, :-1]
+    assert ((first - second).abs().max() > 1e-4) == bool(why)
+    config = {"model_type": kind, **sizes}
+    if not why:
+        build_causal_lm("folder", None, config, weights=False)
+        return
+    with pytest.raises(ConfigError, match=rf"{why}.* '{kind}' sees the words behind .*use a causal model"):
+        build_causal_lm("folder", None, config, weights=False)
+
+
+def test_an_encoder_decoder_is_called_one() -> None:
+    """As `transformers` writes the folder of a whole BART; its decoder alone says false."""
+    with pytest.raises(ConfigError, match=r"is_encoder_decoder: true: 'bart' is an encoder-decoder; use a causal model"):
+        build_causal_lm("folder", None, BartConfig().to_diff_dict(), weights=False)
+
+
+@pytest.mark.parametrize("kind", ["openai-gpt", "ctrl"])
+def test_blocks_that_cannot_be_checkpointed_are_one_line(kind: str) -> None:
+    config = {"model_type": kind, "n_embd": 32, "n_layer": 1, "n_head": 2, "dff": 8, "vocab_size": 64}
+    with pytest.raises(ConfigError, match=rf"training\.gradient_checkpointing: true: the blocks of '{kind}' .*; use false"):
+        build_causal_lm("folder", None, config, weights=False, gradient_checkpointing=True)
+
+
+def test_experts_choices_that_a_folder_keeps_do_not_end_an_answer() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = {"model_type": "qwen2_moe", **SMALL, **experts, "num_key_value_heads": 2, "output_router_logits": True}
+    model: Any = build_causal_lm("folder", None, config, weights=False)
+    written = model.generate(torch.ones(2, 3, dtype=torch.long), max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+    assert written.shape == (2, 6)
 
 
 @pytest.mark.skipif(not PRETRAINED, reason="CONSILIUM_TEST_LM names no pretrained model")

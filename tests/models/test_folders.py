@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig, LlamaForSequenceClassification
+from transformers import AutoConfig, LlamaForSequenceClassification, Mamba2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models import architecture
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+from consilium.models.folder import positions
 from consilium.models.layout import layout
 from consilium.models.sam import SamConfig
 from consilium.models.vision import VISION, VisionConfig
@@ -104,6 +105,32 @@ def test_a_text_longer_than_the_models_positions_is_refused(kind: str) -> None:
     _laid_out(_text(config, max_length=32))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 32 positions; use 32 at most"):
         _laid_out(_text(config))
+
+
+def test_a_model_that_says_minus_one_has_as_many_positions_as_a_text_needs() -> None:
+    config = {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 48, "attn_type": "uni"}
+    assert positions(_laid_out(_text(config, max_length=1024))) == 2**30
+
+
+MAMBA2 = {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 8, "num_heads": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize("infinite", [{"__float__": "Infinity"}, float("inf")])
+def test_an_infinite_limit_is_read_as_transformers_writes_it(infinite: Any) -> None:
+    """As 5.23 writes it below a key of its own, and as earlier versions did."""
+    written = json.loads(Mamba2Config(time_step_limit=(0.0, float("inf"))).to_json_string())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    config = _text(MAMBA2 | {"n_groups": 1, "time_step_limit": [0.0, infinite]})
+    assert list(_laid_out(config).config.time_step_limit) == [0.0, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", "Infinity"), ("num_experts", "-Infinity"), ("rope_theta", "NaN"), ("x", "other")]
+)
+def test_an_infinite_count_and_what_is_no_number_are_refused(key: str, value: str) -> None:
+    for one in ({"__float__": value}, float(value) if value != "other" else float("nan")):
+        with pytest.raises(ValidationError, match=f"{key} of at most"):
+            _text(MAMBA2 | {key: one})
 
 
 def _pictures(kind: str, **changes: Any) -> VisionConfig | SamConfig:

@@ -37,6 +37,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
+BART = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "vocab_size": 64, "is_encoder_decoder": False}
+"""The decoder alone: its attention to an encoder, `encoder_attn`, never runs."""
+
+
 def _laid_out(kind: str, sizes: dict[str, Any]) -> torch.nn.Module:
     with torch.device("meta"):
         return build_causal_lm("folder", None, {"model_type": kind, **sizes}, weights=False)
@@ -69,8 +73,7 @@ def test_a_named_set_is_whole_in_every_architecture(kind: str) -> None:
         ("modernbert-decoder", SMALL | {"pad_token_id": 0}, "attn.q_proj attn.k_proj attn.v_proj", "attn.Wo"),
         ("moshi", SMALL, " ".join(f"{name}.linear" for name in SPLIT.split()), "self_attn.o_proj.linear"),
         ("rwkv", SMALL, "attention.key attention.value attention.receptance", "attention.output"),
-        ("cpmant", SMALL | {"dim_head": 16, "dim_ff": 48},
-         " ".join(f"self_att.self_attention.project_{one}" for one in "qkv"), "self_att.self_attention.attention_out"),
+        ("bart", BART, SPLIT, "self_attn.out_proj"),
     ],
 )  # fmt: skip
 def test_what_writes_an_attentions_result_is_no_input_of_it(kind: str, sizes: dict[str, Any], inputs: str, output: str) -> None:
@@ -102,6 +105,35 @@ def test_a_model_without_attention_says_so() -> None:
     model = _laid_out("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4})
     with pytest.raises(ConfigError, match="'attention': the model's blocks have no attention layers"):
         linear_layers(model, CAUSAL_LM.target("attention"))
+
+
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
+UNREAD = [
+    ("mamba", MAMBA, "all-linear", "dt_proj, out_proj", "in_proj|x_proj"),
+    ("mamba", MAMBA, r".*\.dt_proj", "dt_proj", ""),
+    ("mamba2", MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 1}, "all-linear", "out_proj", "in_proj"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "targets", "layer", "rest"), UNREAD)
+def test_layers_whose_weight_is_read_past_them_are_refused(
+    kind: str, sizes: dict[str, Any], targets: str, layer: str, rest: str
+) -> None:
+    """PEFT refuses out_proj by its own list; of dt_proj the model's code multiplies by the weight, so nothing is learned."""
+    model = _laid_out(kind, sizes)
+    with pytest.raises(ConfigError) as error:
+        linear_layers(model, CAUSAL_LM.target(targets))
+    remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
+    assert str(error.value) == f"adapter.targets: {layer}: {kind}'s code reads such weights past an adapter; {remedy}"
+    if rest:
+        lora.inject(_laid_out(kind, sizes), 2, 4.0, CAUSAL_LM.target(rf".*\.({rest})"))
+
+
+def test_every_layer_of_a_decoder_that_stands_alone_gets_a_gradient() -> None:
+    model = build_causal_lm("folder", None, {"model_type": "bart", **BART}, weights=False)
+    lora.inject(model, 2, 4.0, CAUSAL_LM.target("all-linear"))
+    model(torch.arange(5, 9)[None]).logits.sum().backward()
+    assert all(tensor.grad is not None for tensor in layers.tensors(model).values())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "opt"])

@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,37 @@ def test_written_answers_do_not_depend_on_their_batch() -> None:
     texts = [text("What does the heart do?", "x"), text("Write the word before the colon.", "x"), text("Say it again.", "x")]
     task = make_task(*texts, max_new_tokens=6)
     assert task.write(model, "test", 1) == task.write(model, "test", 3)
+    assert task._minds is False
+
+
+ALONE: dict[str, dict[str, object]] = {
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
+    "bart": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_ffn_dim": 48,
+        "decoder_attention_heads": 2,
+        "is_encoder_decoder": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ALONE))
+def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
+    """RWKV reads the padding and mixes rows up, and BART's decoder counts the padding."""
+    torch.manual_seed(0)
+    config = {"model_type": kind, "vocab_size": len(TOKENIZER), **ALONE[kind]}
+    model: Any = build_causal_lm("folder", None, config, weights=False)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    texts = [text(" ".join(["word"] * n), "x") for n in (30, 2, 9, 2, 30)]
+    task = make_task(*texts, max_new_tokens=6)
+    sizes, generate = list[int](), model.generate
+    model.generate = lambda **given: sizes.append(len(given["input_ids"])) or generate(**given)
+    together = task.write(model, "test", 4)
+    assert sizes == [1, 2] + [1] * 5
+    assert len(set(together)) == 3
+    assert together == task.write(model, "test", 1)
 
 
 def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:

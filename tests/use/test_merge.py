@@ -11,7 +11,7 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import build_model, tokenizer_of
+from consilium.federation.build import assemble_job, build_model, tokenizer_of
 from consilium.models.clip import network as clip
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import build_sam
@@ -122,6 +122,18 @@ def test_a_model_without_some_of_its_blocks_is_refused() -> None:
     layers.leave_out(model, {"image_encoder.blocks.2"})
     with pytest.raises(ConfigError, match=r"runs without 'image_encoder.blocks.2', .*; use bundle or onnx$"):
         merge.merge(model, FUNDUS)
+
+
+def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made() -> None:
+    """The tiny model's output layer is its embedding: merged, both would change, and other answers be written."""
+    config = changed(small_text(), adapter={"rank": 4, "targets": "lm_head"})
+    shared = "'lm_head' shares its weight with 'model.embed_tokens'"
+    model = trained(config)
+    with pytest.raises(ConfigError, match=rf"^--format merged: {shared}, which a merge would change too; use peft$"):
+        merge.merge(model, config)
+    wanted = f"adapter.targets: {shared}; it trains, but cannot be merged into the base"
+    assert assemble_job(config).warnings == (wanted,)
+    assert assemble_job(small_text()).warnings == ()
 
 
 def test_a_vector_that_no_bias_can_hold_is_refused_before_anything_is_changed() -> None:

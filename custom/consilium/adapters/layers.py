@@ -195,6 +195,20 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     vars(model).pop(_LEFT_OUT, None)
 
 
+def shared_weight(model: nn.Module, adapted: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of the `adapted` layers whose weight another module has too, and that module; None for none."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+    for layer in dict.fromkeys(adapted):
+        for names in holders.values():
+            others = [name for name in names if name != layer and not name.startswith(f"{layer}.")]
+            if others and len(others) < len(names):
+                return layer, others[0]
+    return None
+
+
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:
     """Make the modules `blocks` return their input, and all others run as usual."""
     if vars(model).get(_LEFT_OUT) == blocks:

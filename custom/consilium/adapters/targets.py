@@ -1,5 +1,6 @@
 """Which linear layers of a model an adapter is put into."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import re2
@@ -9,11 +10,17 @@ from consilium.adapters.names import HEAD
 from consilium.errors import ConfigError
 from consilium.models.registry import TargetSet
 
+_READ_PAST = {
+    "out_proj": ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"),
+    "dt_proj": ("mamba", "falcon_mamba", "jamba"),
+}
+"""Layers whose weight goes into a kernel by itself, by architecture; PEFT refuses the first."""
+
 
 def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     """Return the linear layers, by name, that `target` matches, in the model's order, after its `prepare`.
 
-    Raises ConfigError if nothing matches, or for what is no pattern.
+    Raises ConfigError if nothing matches, for what is no pattern, or for a layer that an adapter cannot reach.
     """
     if target.prepare:
         target.prepare(model)
@@ -30,7 +37,19 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"
         raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
+    _require_read(model, linear)
     return linear
+
+
+def _require_read(model: nn.Module, linear: Mapping[str, nn.Linear]) -> None:
+    """Raise ConfigError for a layer whose weight the model's code reads past the layer, so that an adapter does nothing."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    past = [name for name in own if kind in _READ_PAST.get(name, ())]
+    if past:
+        rest = "|".join(name for name in own if name not in past)
+        remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
+        raise ConfigError(f"adapter.targets: {', '.join(past)}: {kind}'s code reads such weights past an adapter; {remedy}")
 
 
 def _compiled(pattern: str) -> Any:

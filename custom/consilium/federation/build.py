@@ -21,7 +21,7 @@ from consilium.federation.privacy_checks import check_privacy
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of
 from consilium.federation.site import Site
 from consilium.federation.speedups import speed_up
-from consilium.federation.trained import base_shapes, check_base, check_start
+from consilium.federation.trained import base_shapes, check_base, check_start, warnings_of
 from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
@@ -38,10 +38,11 @@ from consilium.tasks.registry import TASKS, TaskKind
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job: its configuration, its strategy, and the adapter tensors every site starts from."""
+    """A validated job: its configuration, its strategy, the adapter tensors every site starts from, what to warn of."""
 
     config: JobConfig
     initial: Tensors
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -74,9 +75,10 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.parts, own, model, base)
         shapes |= base_shapes(model, names) | layers.head_shapes(model)
+        warnings = warnings_of(model, own)
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or layers.start, config.training.seed
-    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()})
+    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
     _check_adapter(config, adapter, source)
     check_base(config, names, source)
     for name in job.initial:

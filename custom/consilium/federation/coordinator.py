@@ -162,7 +162,7 @@ class Coordinator:
 
     def _announce(self) -> None:
         """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
-        for warning in self.job.strategy.warnings:
+        for warning in (*self.job.warnings, *self.job.strategy.warnings):
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
             shapes = upload_shapes(self.job.strategy, self._payload())

@@ -8,7 +8,6 @@ import torch
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import memory_of, remedies
@@ -46,8 +45,9 @@ def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sh
     """Log the peak that a GPU has measured beside the predicted one, so that the next prediction is known for what it is."""
     try:
         predicted = memory_of(assemble_job(config), devices, sharded).peak
-    except ConfigError as error:
-        _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {error}")
+    except Exception as error:  # a round is worth more than a line about it
+        why = str(error).partition("\n")[0]
+        _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {why}")
         return
     share = 100 * (predicted / peak - 1)
     _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak, {predicted / GIB:.2f} predicted ({share:+.0f} %)")

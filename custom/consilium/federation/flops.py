@@ -16,6 +16,7 @@ from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.federation.build import Job, laid_out
 from consilium.messages import Stage
+from consilium.models.layout import numberless
 from consilium.strategies.strategy import Role
 from consilium.tasks.segmentation import prompts_of
 
@@ -135,6 +136,6 @@ def _choose(model: nn.Module, job: Job) -> None:
 
 
 def _count(run: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, numberless():
         run()
     return counter.get_total_flops()

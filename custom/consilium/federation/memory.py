@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
-from consilium.federation.build import Job, laid_out
+from consilium.federation.build import Job, assemble_job, laid_out
 from consilium.federation.live_memory import Live
 from consilium.federation.quantized_sizes import pack
 from consilium.federation.sharding import spared
+from consilium.models.layout import numberless
 from consilium.models.stored import QUANTIZED, store
 from consilium.tasks.registry import TASKS
 
@@ -53,7 +54,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
     """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a CPU.
 
     It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
-    task that cannot be rehearsed.
+    task that cannot be rehearsed, or a model that cannot be without numbers.
     """
     config = job.config
     task = TASKS[config.task.name]
@@ -70,7 +71,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = {storage._cdata: storage.nbytes() for storage in storages}
         model.train()
-        with Live(held.keys()) as live, torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
+        with Live(held.keys()) as live, numberless(), torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
             task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
         own = sum(p.numel() for p in trained)
         gradients = 4 * own
@@ -119,11 +120,19 @@ def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, Jo
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
         if changed == raw or (_width(changed) > _width(raw)):
             continue
-        with suppress(ValidationError):  # what this job cannot have, such as bf16 under record-level privacy
-            found = JobConfig.model_validate(changed)
+        with suppress(ValidationError, ConfigError):  # what this job cannot have, such as bf16 under record-level privacy
+            found = _possible(JobConfig.model_validate(changed), raw)
             said |= {f"{s}.{f}": str(v).lower() for s, fields in change.items() for f, v in fields.items() if raw[s][f] != v}
             raw = changed
             yield " ".join(f"{field}={value}" for field, value in said.items()), found
+
+
+def _possible(config: JobConfig, before: dict[str, Any]) -> JobConfig:
+    """Return a job changed from `before`. Raises ConfigError where its model cannot be kept or checkpointed so."""
+    kept, checkpointed = before["model"]["dtype"], before["training"]["gradient_checkpointing"]
+    if (config.model.dtype, config.training.gradient_checkpointing) != (kept, checkpointed):
+        assemble_job(config)
+    return config
 
 
 def _width(raw: dict[str, Any]) -> int:

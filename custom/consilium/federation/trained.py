@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from consilium.adapters import layers
 from consilium.adapters.names import (
     CHANGE,
     WHOLE_BASE,
@@ -96,3 +97,10 @@ def _is_whole(name: str) -> bool:
 def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` as a server exports them, which has no base: what is a change is called one, "<parameter>.change"."""
     return {f"{n.partition('.')[2]}{CHANGE}" if is_base(n) else n: tensor for n, tensor in values.items()}
+
+
+def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
+    """Return what to warn of, before any training, of an adapter's tensors by name and the model they are for."""
+    found = layers.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
+    end = "it trains, but cannot be merged into the base"
+    return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()

@@ -7,6 +7,7 @@ architecture is told so.
 
 import re
 from collections.abc import Iterator
+from math import inf, isinf, nan
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -148,6 +149,8 @@ _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|l
 """Keys of what is a module each, or an entry of a list."""
 _EXPERTS = re.compile(r"experts$")
 """Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
+_SPECIAL = "__float__"
+"""Below this key `transformers` writes the numbers that JSON does not have: Infinity, -Infinity, NaN."""
 _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies are the same for every text; dynamic and longrope follow the longest of a batch."""
@@ -190,6 +193,8 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
 
     The server lays the model out from it: sizes cost nothing there (meta device), but every layer or expert is a module.
     """
+    if isinstance(value, dict) and value.keys() == {_SPECIAL}:
+        value = {"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan)
     if isinstance(value, dict | list):
         if len(value) > 1024 or depth > 8:
             raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
@@ -197,6 +202,8 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
         for name, item in pairs:
             _check(item, str(name)[:64], depth + 1)
     elif isinstance(value, int | float):
+        if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
+            return  # no limit
         most = 2**14 if _EXPERTS.search(key) else 1024 if _COUNTS.search(key) else 2**25
         most = 2**40 if isinstance(value, float) or "theta" in key else most
         if not abs(value) <= most:  # so that NaN does not pass

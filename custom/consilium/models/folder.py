@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from consilium.errors import CheckpointError, ConfigError
@@ -111,7 +111,7 @@ def positions(model: nn.Module) -> int:
     shape = getattr(model, "config", None)
     text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
     found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) else 2**30
+    return found if isinstance(found, int) and found > 0 else 2**30  # XLNet's -1 is no limit
 
 
 def require_positions(model: PreTrainedModel, longest: int) -> None:
@@ -146,6 +146,26 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
                 raise CheckpointError(f"{what}; write that into the job")
 
 
+def use_checkpointing(model: PreTrainedModel) -> None:
+    """Keep the blocks' inputs alone for the backward pass. Raises ConfigError where the model's code cannot."""
+    try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        what = f"the blocks of {model.config.model_type!r} cannot be computed again in the backward pass"
+        raise ConfigError(f"training.gradient_checkpointing: true: {what}; use false") from None
+
+
+def answer_plainly(model: PreTrainedModel) -> None:
+    """Let the weights alone say what is answered: a folder's generation_config would change greedy answers in silence.
+
+    Nor are experts' choices kept for a loss of theirs, which counts only whole texts and no steps of an answer.
+    """
+    model.generation_config = GenerationConfig()
+    for shape in (model.config, model.config.get_text_config()):
+        if getattr(shape, "output_router_logits", False):
+            shape.output_router_logits = False
+
+
 def require_no_running_means(model: nn.Module, what: str) -> None:
     """Raise ConfigError for a model whose frozen layers would change while it trains."""
     if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
@@ -176,7 +196,7 @@ def _require(folder: Path | None) -> Path:
 
 def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedConfig:
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
-    sizes = dict(config)
+    sizes = PreTrainedConfig._decode_special_floats(dict(config))  # as it does itself with a config.json
     kind = sizes.pop("model_type", None)
     if sizes.get("quantization_config"):
         what = "weights that are quantized already are not read"

@@ -19,6 +19,8 @@ _OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "
 """What architectures call the projection of an attention's result."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts: no projections of what flows on."""
+_CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
+"""Attention to what an encoder says. A decoder that stands alone has these layers, and never runs them."""
 _NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
 
 
@@ -39,9 +41,10 @@ class Layers(NamedTuple):
 def layers_of(model: nn.Module, tower: str = "") -> Layers:
     """Return the layers of the repeated blocks of a model, or of its `tower`, without embeddings and output layer."""
     found, (prefix, blocks) = Layers([], [], [], []), _blocks(model, tower)
+    alone = getattr(getattr(model, "config", None), "is_decoder", False)
     for name, module in blocks.named_modules(prefix=prefix):
         own = name.removesuffix(".linear").rpartition(".")[2]
-        if isinstance(module, nn.Linear) and own not in _ROUTERS:
+        if isinstance(module, nn.Linear) and own not in _ROUTERS and not (alone and _CROSS.search(name)):
             within = _ATTENTION.search(name.removeprefix(prefix))
             (found.mlp if not within else found.outputs if own in _OUT else found.inputs).append(name)
     linear = {f"{n}.weight" for n, m in blocks.named_modules(prefix=prefix) if isinstance(m, nn.Linear)}

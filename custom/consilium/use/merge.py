@@ -28,6 +28,9 @@ def merge(model: nn.Module, config: JobConfig) -> None:
     if blocks := layers.left_out(model):
         what = f"the model runs without {blocks[0]!r}, which the base's own code would run"
         raise ConfigError(f"--format merged: {what}; use bundle or onnx")
+    if found := layers.shared_weight(model, (name.rpartition(".")[0] for name in layers.tensors(model))):
+        what = f"{found[0]!r} shares its weight with {found[1]!r}, which a merge would change too"
+        raise ConfigError(f"--format merged: {what}; use peft")
     merge_shift(model, MODELS[config.model.name])  # it may refuse, so it comes first
     assert config.adapter_kind.merge is not None  # as `check` has found
     config.adapter_kind.merge(model)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from consilium.errors import ConfigError
 from consilium.models import folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
@@ -21,6 +22,15 @@ TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 TURNED = "turned"
 """Marks a linear layer whose weight the model's own architecture has the other way round."""
 Variant = Literal["tiny", "folder"]
+_BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_decoder": ((False,), "true"),
+    "is_causal": ((False,), "true"),
+    "causal": ((False,), "true"),
+    "attn_type": (("bi",), "uni"),
+    "use_bidirectional_attention": ((True, "all"), "false"),
+}
+"""By what keys, of what values, a model of `transformers` sees words behind, and which value it takes to see none."""
+_ALWAYS_BOTH_WAYS = ("cpmant",)
 KNOWN = folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
 
 
@@ -36,15 +46,39 @@ def build_causal_lm(
     `checkpoint` is a `transformers` folder on this machine, for `folder` only; `config` the contents of its config.json,
     read from the folder where it is None. `weights=False` lays the model out only (also under torch.device("meta")) and
     reads no checkpoint if `config` is given. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError
-    for an architecture that `transformers` does not know.
+    for an architecture that `transformers` does not know, or one that sees words behind.
     """
     where = TINY_FOLDER if variant == "tiny" else checkpoint
+    if config and config.get("is_encoder_decoder"):
+        what = f"{config.get('model_type')!r} is an encoder-decoder"
+        raise ConfigError(
+            f"model.config.is_encoder_decoder: true: {what}; use a causal model, or the folder of its decoder alone"
+        )
     model = folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
+    require_causal(model)
     if gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        folder.use_checkpointing(model)
     use_linear_layers(model)
-    model.generation_config = GenerationConfig()  # what a folder's own says would change greedy answers in silence
+    folder.answer_plainly(model)
     return model.eval()
+
+
+def require_causal(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model in which a token sees those behind it: its loss would be read off the answer.
+
+    `transformers` makes a language model of encoders too, and some architectures can be told to see both ways.
+    """
+    shape = model.config.get_text_config()
+    key = next((key for key, (both, _) in _BOTH_WAYS.items() if getattr(shape, key, None) in both), None)
+    if key == "is_decoder" and not any(vars(module).get(key) is False for module in model.modules()):
+        key = None  # it stands in the config.json of GPT-NeoX too, whose code never asks
+    if key is None and shape.model_type not in _ALWAYS_BOTH_WAYS:
+        return
+    what = f"{shape.model_type!r} sees the words behind the one that it learns to say"
+    if key is None:
+        raise ConfigError(f"model.config: {what}; use a causal model")
+    remedy = f"set {key}: {_BOTH_WAYS[key][1]} for a folder that was trained so, or use a causal model"
+    raise ConfigError(f"model.config.{key}: {what}; {remedy}")
 
 
 def use_linear_layers(model: nn.Module) -> None:

@@ -104,7 +104,7 @@ def build_promptable(
     model.count, model.prompt = classes, prompt
     model.__class__ = type(f"Promptable{type(model).__name__}", (Promptable, type(model)), {})
     if use_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        folder.use_checkpointing(model)
     return model.eval()
 
 

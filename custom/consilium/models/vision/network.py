@@ -114,7 +114,7 @@ def build_vision(
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
     if use_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        folder.use_checkpointing(model)
     return model.eval()
 
 

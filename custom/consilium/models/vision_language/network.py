@@ -71,9 +71,9 @@ def build_vision_language(
         folder.require_pixels(checkpoint, *config.pixels)
     for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
         model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
-    model.generation_config = GenerationConfig()  # what a folder's own says would change greedy answers in silence
+    folder.answer_plainly(model)
     if use_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        folder.use_checkpointing(model)
     model.__class__ = type(f"Seeing{type(model).__name__}", (Seeing, type(model)), {})
     return model.eval()
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import CUT, LanguageConfig, text_scores
 from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language.neighbours import minds_others
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
 from consilium.tasks.registry import COUNT
@@ -45,6 +46,7 @@ class LanguageTask:
         self.data, self.config, self.kind = data, config, config.evaluate
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
+        self._minds: bool | None = None
         self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
         self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
@@ -134,14 +136,27 @@ class LanguageTask:
         """
         answers, texts = list[str](), self._texts(split, indices)
         rows = self._prompts(texts, min(self._encoder.max_length, self._left(model)))
-        generate = cast(Any, model).generate
-        how = self._greedy()
-        numbers = range(len(texts)) if indices is None else indices
-        for part in _parts(range(len(rows)), batch_size):
-            batch = self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part])
-            written = generate(**inputs_of(model, batch), generation_config=how)[:, batch["input_ids"].shape[1] :]
+        how, numbers = self._greedy(), range(len(texts)) if indices is None else indices
+
+        def given(part: Sequence[int]) -> Batch:
+            return inputs_of(model, self._collate_prompts(split, [numbers[i] for i in part], [rows[i] for i in part]))
+
+        size = 1 if batch_size > 1 and self._apart(model, rows, given) else batch_size
+        for part in _parts(range(len(rows)), size):
+            inputs = given(part)
+            written = cast(Any, model).generate(**inputs, generation_config=how)[:, inputs["input_ids"].shape[1] :]
             answers += [self._encoder.decode(row) for row in written.tolist()]
         return answers
+
+    def _apart(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
+        """Tell, after one look, whether prompts have to be answered one by one, because answers depend on who is beside.
+
+        A recurrence may read the padding or mix rows up, and a decoder taken from an encoder-decoder may count the padding.
+        """
+        if self._minds is None and len(rows) > 1:
+            order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+            self._minds = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
+        return bool(self._minds)
 
     def _left(self, model: nn.Module) -> int:
         """Return how many positions a model has for a prompt."""
