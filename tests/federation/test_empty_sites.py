@@ -36,6 +36,8 @@ def sites(folder: Path, count: int) -> dict[str, SiteConfig]:
         ("fedit", "steps", "local"),
         ("fediat", "epochs", "local"),
         ("deer", "epochs", "local"),
+        ("fedala", "steps", "local"),
+        ("feddbe", "steps", "local"),
         ("fedit", "steps", "distributed"),
     ],
 )

@@ -186,6 +186,18 @@ def test_a_model_that_minds_who_is_beside_answers_one_by_one(kind: str) -> None:
     assert together == task.write(model, "test", 1)
 
 
+def test_prompts_of_one_length_tell_nothing_of_who_minds_the_padding() -> None:
+    torch.manual_seed(0)
+    config = {"model_type": "bart", "vocab_size": len(TOKENIZER), **ALONE["bart"]}
+    model: Any = build_causal_lm("folder", None, config, weights=False)
+    task = make_task(*[text("word", "x")] * 3, max_new_tokens=2)
+    task.write(model, "test", 3)
+    assert task._minds is None
+    task = make_task(text("word", "x"), text("word word word", "x"), max_new_tokens=2)
+    task.write(model, "test", 2)
+    assert task._minds is True
+
+
 def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text("q", "soon: a"), text("q", "urgent: b"), text("q", "c it is", labels=("c", "d")), text("q", "soon")]
     task = make_task(*texts, evaluate="label", labels=["urgent", "soon"])

@@ -11,7 +11,7 @@ from consilium.errors import ConfigError
 from consilium.models.registry import TargetSet
 
 _READ_PAST = {
-    "out_proj": ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"),
+    "out_proj": ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2"),
     "dt_proj": ("mamba", "falcon_mamba", "jamba"),
 }
 """Layers whose weight goes into a kernel by itself, by architecture; PEFT refuses the first."""

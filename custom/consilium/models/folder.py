@@ -101,7 +101,7 @@ def _beyond(tokenizer: Any, rows: int) -> str:
     """
     named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
     if len(tokenizer) > rows:
-        special = set(tokenizer.all_special_ids)
+        special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
         named |= {f"token {token!r}": at for token, at in tokenizer.get_vocab().items() if at not in special}
     return next((f"{name} is number {at}" for name, at in named.items() if at is not None and at >= rows), "")
 

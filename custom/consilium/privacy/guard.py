@@ -67,6 +67,7 @@ class Guard(Masking):
         self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
+        self._paid: Task | None = None
         self._attempt = ""  # the run's name in the ledger, for the task that is asked
         self._records: dict[Path, audit.Record] = {}
         self._terms: Terms | None = None
@@ -162,6 +163,7 @@ class Guard(Masking):
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
             released, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
+            self._paid = task
             if self.masks:
                 released = self._masked(task, released, self.config.weight(self.shown_samples))
             released = replace(released, ledger=self.ledger.seal())
@@ -205,6 +207,8 @@ class Guard(Masking):
         """
         task, self._task, self._asked = self._asked, None, None
         telling = self.plan is not None and reason in words.TELLING
+        if telling and task is not None and task is self._paid:  # its release is kept, and leaves when it is asked for again
+            reason, telling = Reason.LEDGER, False
         if task is not None and telling and task.kind is Kind.TRAIN:
             (said, paid), (round, phase) = self._keep_word(task, reason), task.place
             self._note("refusal", spends=paid, again=True, reason=said.value, round=round, phase=phase)
@@ -220,13 +224,14 @@ class Guard(Masking):
         with locked(folder):
             if (said := words.said(folder, place)) is not None:
                 return said, False
-            entry = self._entry(words.attempt(self.ledger.entries(self.dataset), task.run, place), *place)
+            rows = self.ledger.entries(self.dataset)
+            entry = self._entry(words.attempt(rows, task.run, place), *place)
             if self.ledger.released(entry):
-                entry = replace(entry, run=f"{entry.run}{words.BESIDE}")
+                entry = replace(entry, run=words.beside(rows, task.run, place))
             elif self._in_steps:
                 entry = replace(entry, count=0)  # paid when the task came
-            self.ledger.spend(replace(entry, digest=words.ROW), self.policy.budgets)
-            words.keep(folder, place, reason)
+            with words.keeping(folder, place, reason):
+                self.ledger.spend(replace(entry, digest=words.ROW), self.policy.budgets)
         return reason, True
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:

@@ -5,25 +5,26 @@ Otherwise a server could ask the same round again and again, each time with othe
 
 import json
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from consilium.errors import Reason, RefusedError
 from consilium.privacy.composition import Entry
-from consilium.storage import write_atomic
+from consilium.storage import written
 
 ROWS = ".after-word-"
 """Stands in the ledger between a run's name and how many words its round and phase had before."""
-BESIDE = ".beside"
-"""Stands behind that name where a release has been made by another process of the run, so that a word tells more."""
+BESIDE = ".beside-release-"
+"""Stands so for a word beside a release that another process of the run has made of its round and phase."""
 ROW = "word"
 """Digest of a row of the ledger for a word; of a former version it has none, at site level."""
 TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
 """Words that a site's data may decide together with what the server sent."""
 
 
-def keep(run: Path, place: tuple[int, int], reason: Reason) -> None:
-    """Note in the run's folder that this round and phase have ended in a word."""
-    write_atomic(_file(run, place), json.dumps({"word": reason.value}).encode())
+def keeping(run: Path, place: tuple[int, int], reason: Reason) -> AbstractContextManager[None]:
+    """Note in the run's folder that this round and phase have ended in a word, if the block, which pays for it, ends well."""
+    return written(_file(run, place), json.dumps({"word": reason.value}).encode())
 
 
 def said(run: Path, place: tuple[int, int]) -> Reason | None:
@@ -44,6 +45,12 @@ def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
     here = [row for row in rows if (row.round, row.phase) == place and row.run.partition(ROWS)[0] == run]
     said = sum(row.digest == ROW or (row.unit == "site" and row.count > 0 and not row.digest) for row in here)
     return f"{run}{ROWS}{said}" if said else run
+
+
+def beside(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
+    """Return the run's name in the ledger for a word that leaves beside a release of another process of the run."""
+    here = [row for row in rows if (row.round, row.phase) == place and row.run.startswith(f"{run}{BESIDE}")]
+    return f"{run}{BESIDE}{len(here) + 1}"
 
 
 def ended(run: Path, place: tuple[int, int]) -> bool:

@@ -63,7 +63,7 @@ class FedALA(FedIT):
     def before_training(self, own: Tensors, start: Tensors, kept: Tensors, look: Look) -> tuple[Tensors, Tensors]:
         """Return the mixture that training starts from, and the weights by tensor."""
         upper = self.upper(start)
-        if not upper or not set(upper) <= own.keys():
+        if not upper or not look.batches or not set(upper) <= own.keys():
             return start, kept
         gap = {name: start[name] - own[name] for name in upper}
         weights = {name: kept[name] if name in kept else torch.ones_like(gap[name]) for name in upper}

@@ -86,4 +86,4 @@ class FedDBE(Strategy):
 
     def after_training(self, end: Tensors, memory: Tensors, round: int) -> Tensors:
         """Return the tensors, with the site's mean in round 0."""
-        return end if round else {**end, MEAN: memory[RUNNING].cpu()}
+        return end if round else {**end, MEAN: memory[RUNNING].cpu() if RUNNING in memory else torch.zeros_like(end[MEAN])}

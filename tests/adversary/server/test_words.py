@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -109,6 +110,43 @@ def test_a_word_beside_a_release_of_the_same_round_costs_as_one(privacy: dict, c
     rows = [row for row in first.guard.ledger.entries() if row.count > 0]
     assert len({row.key for row in rows}) == 2
     assert wire.reason_of(client(privacy).ask("train", first.task())) is Reason.TRAINING  # and is final
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_every_word_beside_a_release_costs(privacy: dict, client: MakeClient, tmp_path: Path) -> None:
+    """As where an administrator lets the round be tried again, and two processes are at it each time."""
+    first, second = client(privacy), failing(client(privacy))
+    task = admitted(second)
+    assert wire.reason_of(answered(first, admitted(first))) is None
+    assert wire.reason_of(answered(second, task)) is Reason.TRAINING
+    for tries in (2, 3):
+        (word,) = tmp_path.rglob("refused/*.json")
+        word.unlink()
+        again = failing(client(privacy), ValueError("x"))
+        assert wire.reason_of(answered(again, admitted(again))) is Reason.ERROR
+        assert len({row.key for row in first.guard.ledger.entries() if row.count > 0}) == 1 + tries
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_what_fails_behind_a_paid_release_costs_nothing_more_and_loses_no_round(privacy: dict, client: MakeClient) -> None:
+    site = client(privacy)
+    with patch.object(site.guard, "_note", side_effect=[OSError(errno.ENOSPC, "full"), None]):
+        assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
+    rows = site.guard.ledger.entries()
+    assert wire.reason_of(answered(site, admitted(site))) is None  # the bytes that were kept
+    assert site.guard.ledger.entries() == rows
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_a_word_that_cannot_be_kept_is_not_paid(privacy: dict, client: MakeClient) -> None:
+    """A run's folder on a full disk, the ledger on another: every ask cost a release, and no word left."""
+    site = failing(client(privacy))
+    task = admitted(site)
+    rows = site.guard.ledger.entries()
+    with patch("consilium.privacy.words.written", side_effect=OSError(errno.ENOSPC, "full")):
+        assert wire.reason_of(answered(site, task)) is Reason.LEDGER
+    assert site.guard.ledger.entries() == rows
+    assert wire.reason_of(answered(site, admitted(site))) is Reason.TRAINING
 
 
 def test_a_release_behind_a_word_of_another_process_does_not_leave(client: MakeClient) -> None:

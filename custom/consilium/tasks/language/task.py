@@ -155,7 +155,9 @@ class LanguageTask:
         """
         if self._minds is None and len(rows) > 1:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-            self._minds = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
+            found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
+            padded = len(rows[order[0]]) < len(rows[order[-1]])
+            self._minds = found or (False if padded else None)  # without padding only who is found out is known
         return bool(self._minds)
 
     def _left(self, model: nn.Module) -> int:
