@@ -201,8 +201,9 @@ def shared_weight(model: nn.Module, adapted: Iterable[str]) -> tuple[str, str] |
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(name)
+    shared = [names for names in holders.values() if len(names) > 1]
     for layer in dict.fromkeys(adapted):
-        for names in holders.values():
+        for names in shared:
             others = [name for name in names if name != layer and not name.startswith(f"{layer}.")]
             if others and len(others) < len(names):
                 return layer, others[0]

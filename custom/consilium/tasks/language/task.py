@@ -24,7 +24,7 @@ from consilium.tasks.language.tokens import IGNORED, Encoder
 from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
-"""Language models (`model_type`) in which a token is known to look at none behind it."""
+"""Language models (`model_type`) in which a token is known to look at none behind it, and at no padding."""
 
 
 LEAST = 8
@@ -153,6 +153,8 @@ class LanguageTask:
 
         A recurrence may read the padding or mix rows up, and a decoder taken from an encoder-decoder may count the padding.
         """
+        if self._minds is None and _is_known(model):
+            self._minds = False
         if self._minds is None and len(rows) > 1:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
@@ -287,8 +289,11 @@ def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
 
     A CPU then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return kind in CAUSAL and device.type == "cpu" and not torch.is_grad_enabled()
+    return _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def _is_known(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "model_type", None) in CAUSAL
 
 
 def _parts(rows: range, size: int) -> Iterator[range]:
