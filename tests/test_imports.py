@@ -41,10 +41,10 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.flare import simulator
 called = []
-def started(command, **named):
-    called.append(command)
+def started(self, job, *rest):
+    called.append(job)
     raise KeyboardInterrupt
-simulator.subprocess.Popen = started
+simulator.Simulator.run = started
 CliRunner().invoke(app, ["simulate", {job!r}, "--engine", "flare", "--workspace", {folder!r}])
 assert called
 """

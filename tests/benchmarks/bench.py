@@ -22,7 +22,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.flare import wire
-from consilium.flare.simulator import export_job, run_simulator
+from consilium.flare.simulator import Simulator, export_job
 from consilium.linalg.simplex import mixture_weights
 from consilium.messages import SiteInfo
 from consilium.models.sam import SAM
@@ -132,7 +132,8 @@ def _run(engine: str, rounds: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         if engine == "flare":
-            run_simulator(export_job(config, Path(folder)), sites, Path(folder), lambda event: None)
+            with Simulator(sites) as simulator:
+                simulator.run(export_job(config, Path(folder)), Path(folder), lambda event: None)
         else:
             simulate(assemble_job(config), {n: SiteConfig() for n in sites}, Path(folder), lambda event: None)
         return time.perf_counter() - began

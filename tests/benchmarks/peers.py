@@ -5,7 +5,8 @@
 WEIGHTS: a transformers folder of a Llama; TEXTS: a folder with train.jsonl ("input", "output"). LoRA of rank 8 on q, k, v; four
 sites, five rounds of ten steps of eight samples, one thread each, the same validations. Each way begins with a new process.
 `total` is from its start to its end, `start-up` to the first round, `a round` the mean of the five; `processor` the seconds of
-all its processes; memory the most that they had together. Flower gets an environment of its own, made by pip; a line says so
+all its processes; memory the most that they had together, resident set sizes summed, and with what they share counted once
+(proportional set size). Flower gets an environment of its own, made by pip; a line says so
 where it cannot be had.
 """
 
@@ -127,26 +128,29 @@ def measure(way: str, laid_out: Path, python: Path) -> dict[str, Any]:
 @contextmanager
 def watched(mark: str) -> Iterator[dict[str, float]]:
     """Yield what holds memory, number and processor time of the processes that inherit `mark`, when the block has ended."""
-    found: dict[str, float] = {"processor": 0.0, "MB": 0.0, "processes": 0.0}
+    found: dict[str, float] = {"processor": 0.0, "MB": 0.0, "shared once": 0.0, "processes": 0.0}
     ours: dict[int, psutil.Process | None] = {}
     used: dict[int, float] = {}
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.3):
-            sizes = []
+            sizes, shared_once = [], 0
             for pid in psutil.pids():
                 try:
                     if pid not in ours:
                         one = psutil.Process(pid)
                         ours[pid] = one if one.environ().get(MARK) == mark else None
                     if (known := ours[pid]) is not None:
-                        sizes.append(known.memory_info().rss)
+                        size = known.memory_full_info()
+                        sizes.append(size.rss)
+                        shared_once += size.pss
                         used[pid] = sum(known.cpu_times()[:2])
                 except psutil.Error:
                     continue
             if sum(sizes) > found["MB"] * 1e6:
                 found["MB"], found["processes"] = sum(sizes) / 1e6, len(sizes)
+            found["shared once"] = max(found["shared once"], shared_once / 1e6)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -237,6 +241,7 @@ def table(found: Mapping[str, list[dict[str, Any]]], sizes: Mapping[str, int]) -
         "s a round",
         "processor s",
         "MB together (processes)",
+        "MB, shared once",
         "bytes up a site",
         "load before",
     ]
@@ -244,8 +249,9 @@ def table(found: Mapping[str, list[dict[str, Any]]], sizes: Mapping[str, int]) -
     for way, runs in found.items():
         numbers = [" / ".join(f"{one[key]:.1f}" for one in runs) for key in ("total", "start-up", "a round", "processor")]
         memory = f"{statistics.median(one['MB'] for one in runs):,.0f} ({runs[0]['processes']:.0f})"
+        once = f"{statistics.median(one['shared once'] for one in runs):,.0f}"
         size, load = f"{sizes[way]:,}" if way in sizes else "-", " / ".join(f"{one['load']:.1f}" for one in runs)
-        lines.append("| " + " | ".join([WAYS[way], *numbers, memory, size, load]) + " |")
+        lines.append("| " + " | ".join([WAYS[way], *numbers, memory, once, size, load]) + " |")
     return [*lines, "", f"Raw bytes of an update: {sizes['raw']:,}.", "", *_apart(found)]
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import typer
@@ -93,8 +93,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("consilium.federation.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
     monkeypatch.setattr("consilium.federation.bench.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
-    monkeypatch.setattr("consilium.flare.simulator.run_simulator", lambda job, names, folder, *rest: no_results(folder))
+    monkeypatch.setattr("consilium.flare.simulator.Simulator", NoSimulator)
     return tmp_path
+
+
+class NoSimulator:
+    """A simulator whose sites have no results."""
+
+    def __init__(self, sites: list[str]) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, job: Path, workspace: Path, *_: object) -> None:
+        no_results(workspace)
 
 
 def no_results(folder: Path) -> None:

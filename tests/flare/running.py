@@ -17,7 +17,7 @@ from nvflare.fuel.utils import fobs
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.flare import context, filters, wire
-from consilium.flare.simulator import OUTPUT, export_job, run_simulator, tell
+from consilium.flare.simulator import OUTPUT, Simulator, export_job, tell
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.storage import load_state
@@ -107,7 +107,8 @@ def in_simulator(
         resources = workspace / "flare/workspace/local/resources.json"
         resources.parent.mkdir(parents=True)
         resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
-        run_simulator(job, sites or SITES, workspace, lambda event: None, threads, Given(data))
+        with Simulator(sites or SITES, threads) as simulator:
+            simulator.run(job, workspace, lambda event: None, Given(data))
     return workspace
 
 

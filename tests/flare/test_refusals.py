@@ -1,12 +1,9 @@
 """Refusals and odd ends of FLARE's side that no run of a whole federation brings up."""
 
-import json
 import logging
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +19,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.config.server import ServerConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError, Reason, RefusedError
+from consilium.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job
-from consilium.flare import certificates, context, packing, revocation, simulator, wire
+from consilium.flare import certificates, context, packing, revocation, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.controller import RoundController
 from consilium.flare.evidence import chains, copy_ledger
@@ -246,42 +243,3 @@ def test_sites_are_waited_for_and_those_that_do_not_come_are_named(monkeypatch: 
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert Admin(Session([], ["a", "b"])).await_sites({"a", "b"}, 30) == set()
     assert Admin(Session([], ["a"])).await_sites({"a", "b"}, 0.01) == {"b"}
-
-
-# The simulator's process, seen from outside
-
-
-def test_events_are_read_line_by_line_and_a_half_written_one_waits(tmp_path: Path) -> None:
-    (tmp_path / "server.jsonl").write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert [one["event"] for one in simulator._events(tmp_path, ended)] == ["a", "b"]
-
-
-def test_why_a_simulation_failed_is_its_first_error(tmp_path: Path) -> None:
-    log = tmp_path / "simulator.log"
-    log.write_text("1 - x - INFO - fine\n2 - x - ERROR - disk full\n3 - x - ERROR - and more\n")
-    assert simulator._reason(log) == f"disk full (see {log})"
-    log.write_text("killed\n")
-    assert simulator._reason(log) == f"see {log}"
-
-
-def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [simulator._cores(n) for n in (3, 20)] == [{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"}]
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert simulator._cores(3) == {}
-
-
-def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = "1 - x - ERROR - Communication error with client a: [Errno 104] Connection reset by peer"
-    said, told = f"print('1 - x - ERROR - no memory'); print('{port}'); raise SystemExit(3)", list[Any]()
-    monkeypatch.setattr(simulator, "_command", lambda *given: [sys.executable, "-c", said])
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "job.yaml").write_text("name: x")
-    (tmp_path / "flare").mkdir()
-    with pytest.raises(ConsiliumError, match="did not complete: no memory"):
-        simulator.run_simulator(tmp_path / "job", ["a"], tmp_path, told.append)
-    assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
-    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == {"tracking": None, "data": None, "checkpoints": None}

@@ -19,7 +19,7 @@ from consilium.errors import ConfigError, RefusedError
 from consilium.federation.build import assemble_job
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import simulate
-from consilium.flare.simulator import export_job, run_simulator
+from consilium.flare.simulator import Simulator, export_job
 from consilium.messages import Hello, Tensors
 from consilium.registry import Registry
 from consilium.schema import validate
@@ -126,7 +126,8 @@ def test_flares_processes_use_it_too(packages: Path, tmp_path: Path, monkeypatch
     config = job_of(tmp_path)
     simulate(assemble_job(config), SITES, tmp_path / "inprocess", lambda event: None)
     events: list[str] = []
-    run_simulator(export_job(config, tmp_path / "flare"), list(SITES), tmp_path / "flare", lambda e: events.append(e["event"]))
+    with Simulator(list(SITES)) as simulator:
+        simulator.run(export_job(config, tmp_path / "flare"), tmp_path / "flare", lambda e: events.append(e["event"]))
     assert "refused" not in events
     for group in ("shared", "optimizer"):
         ours, theirs = server(tmp_path / "inprocess", group), server(tmp_path / "flare", group)

@@ -131,12 +131,13 @@ def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
     The job is checked and exported by a process of its own: this one, which only waits, never loads PyTorch.
     """
     from consilium.federation.processes import elsewhere
-    from consilium.flare.simulator import run_simulator
+    from consilium.flare.simulator import Simulator
 
-    with _waiting():
-        exported, ready = elsewhere(_exported, wanted)
-    with _view(wanted, ready) as view:
-        run_simulator(exported, wanted.sites, ready.folder, view, given=wanted.given)
+    with Simulator(wanted.sites) as simulator:  # loads while the job is checked
+        with _waiting():
+            exported, ready = elsewhere(_exported, wanted)
+        with _view(wanted, ready) as view:
+            simulator.run(exported, ready.folder, view, wanted.given)
     return ready.folder, view.losses
 
 

@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,7 +31,6 @@ Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
 """Takes split and place of an entry that cannot be used, and why."""
-_KEY = secrets.token_bytes(32)
 
 
 def pseudonym(identifier: str) -> str:
@@ -38,7 +38,13 @@ def pseudonym(identifier: str) -> str:
 
     The key is drawn anew by each process and never written.
     """
-    return hashlib.blake2b(identifier.encode(), key=_KEY, digest_size=12).hexdigest() if identifier else ""
+    return hashlib.blake2b(identifier.encode(), key=_key(), digest_size=12).hexdigest() if identifier else ""
+
+
+@cache
+def _key() -> bytes:
+    """Return this process's key, drawn when it is first asked for: a fork has its own."""
+    return secrets.token_bytes(32)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Child:
     def __init__(self, work: Callable[[connection.Connection], None], threads: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would take CUDA and threads along
         self.pipe, theirs = context.Pipe()
-        with _deaf(), _threads(threads):
+        with deaf(), _threads(threads):
             self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
             self.process.start()
         theirs.close()
@@ -71,7 +71,7 @@ def _answer(pipe: connection.Connection) -> None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Let a process that is started in the block hear no Ctrl-C: who started it ends it."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 import yaml
@@ -18,12 +21,17 @@ from consilium.config.job import JobConfig, job_file
 from consilium.config.site import SIMULATION, Given, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
+from consilium.federation.processes import deaf
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.messages import Observer, loading
 from consilium.storage import private_folder, write_atomic
 
 OUTPUT = "CONSILIUM_OUTPUT"
 """Environment variable of a simulation's processes: the folder that receives the files of server and sites."""
+MARK = "CONSILIUM_SIMULATION"
+"""Environment variable by which the processes of a simulation are found."""
+LOG = Path("flare", "simulator.log")
+"""Where in the workspace of a simulation its processes say what goes on."""
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
 
@@ -38,44 +46,71 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     return export(source, workspace / "flare" / "job")
 
 
-def run_simulator(
-    job: Path,
-    sites: list[str],
-    workspace: Path,
-    observer: Observer,
-    threads: int | None = None,
-    given: Given = Given(),  # noqa: B008 - frozen
-) -> None:
-    """Run a job folder with one FLARE client process per site; files land in `workspace` as from the in-process engine.
+class Simulator:
+    """FLARE's simulator in a process of its own, which loads what it needs from the start and waits for `run`.
 
-    `threads`: how many sites run at a time, all by default; `given`: the sites' data and checkpoints. FLARE's own files are
-    under `workspace`/flare. No process is left however this ends. Raises ConsiliumError with the reason if the job does not
-    complete.
+    `threads`: how many sites run at a time, all by default. No process is left however the block ends that this is used in.
     """
-    observer(loading(f"FLARE and {len(sites)} sites, a process each"))
-    tell(given, workspace)
-    allow_classes(workspace / "flare" / "workspace", *CLASSES)
-    log, count, mark = workspace / "flare" / "simulator.log", threads or len(sites), str(workspace.resolve())
-    with _identities(job, workspace, sites), open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            _command(job, workspace / "flare" / "workspace", sites, count),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | _cores(count) | {OUTPUT: mark},
-        )
-        began = psutil.Process(process.pid).create_time()
-        try:
-            for event in _events(workspace / "events", process):
+
+    def __init__(self, sites: list[str], threads: int | None = None) -> None:
+        self._sites, self._threads, self._mark = sites, threads or len(sites), uuid.uuid4().hex
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        environment = os.environ | _cores(self._threads) | {MARK: self._mark}
+        with deaf():
+            self._process = subprocess.Popen(
+                _command(), stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT, env=environment
+            )
+        self._began = psutil.Process(self._process.pid).create_time()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._mark, self._began)
+        self._process.wait()
+        self._said.close()
+
+    def run(self, job: Path, workspace: Path, observer: Observer, given: Given = Given()) -> None:  # noqa: B008 - frozen
+        """Run a job folder with one FLARE client process a site; files land in `workspace` as from the in-process engine.
+
+        `given`: the sites' data and checkpoints. FLARE's own files are under `workspace`/flare. Raises ConsiliumError with the
+        reason if the job does not complete.
+        """
+        observer(loading(f"FLARE and {len(self._sites)} sites, a process each"))
+        tell(given, workspace)
+        allow_classes(workspace / "flare" / "workspace", *CLASSES)
+        with _identities(job, workspace, self._sites):
+            self._start(job, workspace)
+            for event in _events(workspace / "events", self._process):
                 observer(event)
-        finally:
-            _end(mark, began)
-            process.wait()
-    for site in _not_started(log):
-        observer({"event": "warning", "text": f"{site}: lost by FLARE's simulator at the start; the run went on without it"})
-    if process.returncode > 0 or not (workspace / "results.json").is_file():
-        raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
-    for name in sites:
-        discard(workspace / "sites" / name)
+            _end(self._mark, self._began)
+        self._check(workspace, observer)
+        for name in self._sites:
+            discard(workspace / "sites" / name)
+
+    def _start(self, job: Path, workspace: Path) -> None:
+        """Tell the process what to run. Raises ConsiliumError where it is gone."""
+        run = {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
+        counts = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
+        told = {"environment": {OUTPUT: str(workspace.resolve())}, "run": run | counts}
+        (workspace / LOG).touch()
+        assert self._process.stdin is not None  # of a pipe
+        try:
+            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").splitlines()
+            raise ConsiliumError(f"FLARE's simulator did not start: {lines[-1] if lines else 'it said nothing'}") from None
+
+    def _check(self, workspace: Path, observer: Observer) -> None:
+        """Say which sites were lost. Raises ConsiliumError where the job did not complete."""
+        log = workspace / LOG
+        for site in _not_started(log):
+            text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
+            observer({"event": "warning", "text": text})
+        if self._process.wait() > 0 or not (workspace / "results.json").is_file():
+            raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
 
 
 def tell(given: Given, workspace: Path) -> None:
@@ -108,11 +143,8 @@ def _identities(job: Path, workspace: Path, sites: list[str]) -> Iterator[None]:
         shutil.rmtree(workspace / FOLDER, ignore_errors=True)
 
 
-def _command(job: Path, folder: Path, sites: list[str], threads: int) -> list[str]:
-    """Return the command of FLARE's simulator. `nvflare simulator` runs the same module."""
-    module = "nvflare.private.fed.app.simulator.simulator"
-    counts = ["-n", str(len(sites)), "-t", str(threads), "-c", ",".join(sites)]
-    return [sys.executable, "-m", module, str(job), "-w", str(folder), *counts]
+def _command() -> list[str]:
+    return [sys.executable, "-m", "consilium.flare.simulator_process"]
 
 
 def _cores(processes: int) -> dict[str, str]:
@@ -120,23 +152,23 @@ def _cores(processes: int) -> dict[str, str]:
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
-def _end(output: str, began: float) -> None:
-    """End what is left of this run. FLARE gives sites' processes sessions of their own, in which they outlive the simulator."""
+def _end(mark: str, began: float) -> None:
+    """End what is left of a simulation. FLARE gives sites' processes sessions of their own, in which they outlive it."""
     try:
-        for process in _processes(output, began):
+        for process in _processes(mark, began):
             process.terminate()
-        psutil.wait_procs(_processes(output, began), timeout=PATIENCE)
+        psutil.wait_procs(_processes(mark, began), timeout=PATIENCE)
     finally:  # also when Ctrl-C is pressed again
-        for process in _processes(output, began):
+        for process in _processes(mark, began):
             process.kill()
 
 
-def _processes(output: str, began: float) -> list[psutil.Process]:
-    """Return the living processes of the run in this folder, whose name they inherit; none that was there before it."""
+def _processes(mark: str, began: float) -> list[psutil.Process]:
+    """Return the living processes that have inherited this mark; `began`: when the first of them did."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.create_time() >= began and process.environ().get(OUTPUT) == output:
+            if process.create_time() >= began and process.environ().get(MARK) == mark:
                 found.append(process)
     return found
 
