@@ -3,7 +3,8 @@
     python -m tests.benchmarks.peers --weights stories260K --texts e2e -o peers.md
 
 WEIGHTS: a transformers folder of a Llama; TEXTS: a folder with train.jsonl ("input", "output"). LoRA of rank 8 on q, k, v; four
-sites, five rounds of ten steps of eight samples, one thread each, the same validations. Each way begins with a new process.
+sites, five rounds of ten steps of eight samples, one thread each, the same validations, and at the end scores on test texts and
+answers to three prompts a site by three models. Each way begins with a new process.
 `total` is from its start to its end, `start-up` to the first round, `a round` the mean of the five; `processor` the seconds of
 all its processes; memory the most that they had together, resident set sizes summed, and with what they share counted once
 (proportional set size). Flower gets an environment of its own, made by pip; a line says so
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.benchmarks.peer.work import ANSWERS
 
 SITES, ROUNDS, STEPS, BATCH, SAMPLES, SCORED = 4, 5, 10, 8, 400, 32
 PROMPT = "{instruction} = "
@@ -121,8 +124,9 @@ def measure(way: str, laid_out: Path, python: Path) -> dict[str, Any]:
         if run.returncode or not any((folder / name).is_file() for name in ("marks.jsonl", "run/results.json")):
             raise ConnectionAbortedError(f"{way}: exit code {run.returncode}\n{log.read_text()[-3000:]}")
         first, last, losses = outcome(way, folder)
+        answers = written(way, folder)
     times = {"total": ended - began, "start-up": first - began, "a round": (last - first) / ROUNDS}
-    return {**times, **seen, "load": load, "losses": losses}
+    return {**times, **seen, "load": load, "losses": losses, "answers": answers}
 
 
 @contextmanager
@@ -195,6 +199,19 @@ def _ours(run: Path) -> tuple[float, float, dict[str, float]]:
     return min(times["started"]), max(times["concluded"]), losses
 
 
+def written(way: str, folder: Path) -> dict[str, list[str]]:
+    """Return what each site's models wrote at the end to three test prompts, by site and model."""
+    if way not in ("inprocess", "flare"):
+        files = {path.stem.removeprefix(ANSWERS): path for path in folder.glob(f"{ANSWERS}*.json")}
+        return {f"{s} {name}": said for s, path in files.items() for name, said in json.loads(path.read_text()).items()}
+    found: dict[str, list[str]] = {}
+    for path in (folder / "run" / "sites").glob("*/cases.json"):
+        for case in json.loads(path.read_text())["cases"]:
+            for name, said in case["said"].items():
+                found.setdefault(f"{path.parent.name} {name.split('/')[-1]}", []).append(said)
+    return found
+
+
 def flower(place: Path) -> Path | None:
     """Return the Python of an environment with Flower, beside this one's torch and PEFT; None where it cannot be made."""
     python = place / "bin" / "python"
@@ -264,6 +281,8 @@ def _apart(found: Mapping[str, list[dict[str, Any]]]) -> list[str]:
         missing = true.keys() ^ runs[0]["losses"].keys()
         most = max((abs(value - runs[0]["losses"].get(name, 1e9)) for name, value in true.items()), default=0.0)
         verdict = f"{len(missing)} are not in both" if missing else f"at most {most:.1e} apart"
+        same = sum(runs[0]["answers"].get(name) == said for name, said in found["bare"][0]["answers"].items())
+        verdict += f"; answers equal of {same} of {len(found['bare'][0]['answers'])} models"
         said.append(
             f"- {WAYS[way]}: {len(true)} losses of rounds and ends, {verdict}" + ("" if most <= CLOSE else ": **not equal**")
         )
@@ -289,7 +308,7 @@ def main() -> None:
         for _ in range(wanted.runs):
             for way in ways:
                 found.setdefault(way, []).append(measure(way, Path(place), python or Path()))
-                print(way, {k: round(v, 2) for k, v in found[way][-1].items() if k != "losses"}, flush=True)
+                print(way, {k: round(v, 2) for k, v in found[way][-1].items() if k not in ("losses", "answers")}, flush=True)
                 wanted.output.write_text("\n".join([*table(found, sizes), ""]))
 
 

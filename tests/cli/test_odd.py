@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -106,6 +106,9 @@ class NoSimulator:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def ask(self, work: Callable[..., Any], *given: Any) -> Any:
+        return work(*given)
 
     def run(self, job: Path, workspace: Path, *_: object) -> None:
         no_results(workspace)

@@ -68,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 def test_a_wrong_option_is_one_line_and_nothing_starts(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.federation.processes.elsewhere", lambda work, *given: work(*given))  # seconds less
+    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", lambda _, work, *given: work(*given))  # seconds less
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for name in ("site-1", "site-2"):
@@ -138,7 +138,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted before the first round; start it anew" in capsys.readouterr().err
-    monkeypatch.setattr("consilium.federation.processes.elsewhere", stop)
+    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
     assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
 

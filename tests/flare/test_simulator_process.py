@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.
 
 
 FAILS = """
-import json
+import sys
+from multiprocessing import connection
+from functools import partial
 from pathlib import Path
-workspace = Path(json.loads(input())["environment"]["CONSILIUM_OUTPUT"])
+from consilium.federation.processes import receive
+told = receive(connection.Connection(int(sys.argv[1])))
+workspace = Path(told["environment"]["CONSILIUM_OUTPUT"])
 lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
 (workspace / "flare/simulator.log").write_text("".join(f"1 - x - ERROR - {line}\\n" for line in lines))
 raise SystemExit(3)
@@ -67,12 +72,13 @@ def test_a_simulator_that_does_not_start_says_why(tmp_path: Path, monkeypatch: p
     (tmp_path / "job" / "job.yaml").write_text("name: x")
     with simulator.Simulator(["a"]) as one:
         one._process.wait()
-        with pytest.raises(ConsiliumError, match=r"simulator did not start: ImportError: no FLARE$"):
-            one.run(tmp_path / "job", tmp_path, lambda event: None)
+        for ask in (partial(one.ask, print), partial(one.run, tmp_path / "job", tmp_path, lambda event: None)):
+            with pytest.raises(ConsiliumError, match=r"simulator did not start: ImportError: no FLARE$"):
+                ask()
 
 
 def test_a_job_that_is_refused_leaves_no_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "input()"])
+    monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
     left = []
 
     def check() -> None:

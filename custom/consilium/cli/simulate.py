@@ -128,14 +128,13 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
     """Run a process for every site by FLARE's simulator; return as `_in_process` does.
 
-    The job is checked and exported by a process of its own: this one, which only waits, never loads PyTorch.
+    The job is checked and exported by another process: this one, which only waits, never loads PyTorch.
     """
-    from consilium.federation.processes import elsewhere
     from consilium.flare.simulator import Simulator
 
-    with Simulator(wanted.sites) as simulator:  # loads while the job is checked
+    with Simulator(wanted.sites) as simulator:
         with _waiting():
-            exported, ready = elsewhere(_exported, wanted)
+            exported, ready = simulator.ask(_exported, wanted)
         with _view(wanted, ready) as view:
             simulator.run(exported, ready.folder, view, wanted.given)
     return ready.folder, view.losses

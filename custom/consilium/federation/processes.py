@@ -8,20 +8,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from consilium.errors import ConsiliumError
 
+Context = SpawnContext | ForkServerContext
+SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 10.0
 """Seconds that a process has to end by itself."""
 
 
 class Child:
-    """A process of its own that runs `work(pipe)`, started at once with so many `threads`."""
+    """A process of its own that runs `work(pipe)`, started at once with so many `threads`.
 
-    def __init__(self, work: Callable[[connection.Connection], None], threads: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take CUDA and threads along
+    `context`: how; by default anew, where a fork would take CUDA and threads along.
+    """
+
+    def __init__(self, work: Callable[[connection.Connection], None], threads: int, context: Context = SPAWN) -> None:
         self.pipe, theirs = context.Pipe()
         with deaf(), _threads(threads):
             self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
@@ -40,12 +45,12 @@ class Child:
         return f"its process ended (exit code {self.process.exitcode}); was there memory enough?"
 
 
-def elsewhere(work: Callable[..., Any], *given: Any) -> Any:
+def elsewhere(context: Context, work: Callable[..., Any], *given: Any) -> Any:
     """Return `work(*given)` of a process of its own, with all that it loads: memory that this one then need not have.
 
     Raises the ConsiliumError or OSError that it raises, and ConsiliumError where the process ends without an answer.
     """
-    child = Child(_answer, os.cpu_count() or 1)
+    child = Child(_answer, os.cpu_count() or 1, context)
     try:
         send(child.pipe, (work, given))
         found = receive(child.pipe)

@@ -1,6 +1,7 @@
 """Run a job in the FLARE simulator from a finished workspace layout, and hand its events to an observer."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -9,10 +10,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import yaml
@@ -21,7 +22,7 @@ from consilium.config.job import JobConfig, job_file
 from consilium.config.site import SIMULATION, Given, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
-from consilium.federation.processes import deaf
+from consilium.federation.processes import deaf, receive, send
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.messages import Observer, loading
 from consilium.storage import private_folder, write_atomic
@@ -47,7 +48,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
 
 
 class Simulator:
-    """FLARE's simulator in a process of its own, which loads what it needs from the start and waits for `run`.
+    """FLARE's simulator in a process of its own, which loads PyTorch and FLARE from the start and waits for `ask` and `run`.
 
     `threads`: how many sites run at a time, all by default. No process is left however the block ends that this is used in.
     """
@@ -56,9 +57,11 @@ class Simulator:
         self._sites, self._threads, self._mark = sites, threads or len(sites), uuid.uuid4().hex
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         environment = os.environ | _cores(self._threads) | {MARK: self._mark}
-        with deaf():
+        self._pipe, theirs = multiprocessing.Pipe()
+        with deaf(), theirs:
+            command, passed = [*_command(), str(theirs.fileno())], [theirs.fileno()]
             self._process = subprocess.Popen(
-                _command(), stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT, env=environment
+                command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT
             )
         self._began = psutil.Process(self._process.pid).create_time()
 
@@ -68,7 +71,17 @@ class Simulator:
     def __exit__(self, *_: object) -> None:
         _end(self._mark, self._began)
         self._process.wait()
+        self._pipe.close()
         self._said.close()
+
+    def ask(self, work: Callable[..., Any], *given: Any) -> Any:
+        """Return `work(*given)` of a process that has loaded PyTorch, which this one need not. Raises as `elsewhere` does."""
+        with self._alive():
+            send(self._pipe, (work, given))
+            found = receive(self._pipe)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def run(self, job: Path, workspace: Path, observer: Observer, given: Given = Given()) -> None:  # noqa: B008 - frozen
         """Run a job folder with one FLARE client process a site; files land in `workspace` as from the in-process engine.
@@ -89,16 +102,20 @@ class Simulator:
             discard(workspace / "sites" / name)
 
     def _start(self, job: Path, workspace: Path) -> None:
-        """Tell the process what to run. Raises ConsiliumError where it is gone."""
+        """Tell the process what to run."""
         run = {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
         counts = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
         told = {"environment": {OUTPUT: str(workspace.resolve())}, "run": run | counts}
         (workspace / LOG).touch()
-        assert self._process.stdin is not None  # of a pipe
+        with self._alive():
+            send(self._pipe, told)
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raise ConsiliumError where the process is gone before it was told what to run."""
         try:
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            yield
+        except (EOFError, OSError):
             self._said.seek(0)
             lines = self._said.read().decode(errors="replace").splitlines()
             raise ConsiliumError(f"FLARE's simulator did not start: {lines[-1] if lines else 'it said nothing'}") from None

@@ -1,21 +1,23 @@
 """The process of FLARE's simulator, and how it starts a site: `simulator.Simulator` starts the one, FLARE the other.
 
 FLARE 2.9 starts a Python for every site, and each loads PyTorch, PEFT and transformers for itself: five seconds of a core and
-400 MB a site. Here a site's process is a fork of one that has loaded them (Python's fork server), which happens while the job
-is checked. Everything else is FLARE's: the same modules run, with the same arguments, environment and connections.
+400 MB a site. Here a site's process is a fork of one that has loaded them (Python's fork server), and so is the one
+that checks the job. Everything else is FLARE's: the same modules run, with the same arguments, environment and connections.
 """
 
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, SpawnContext
+from collections.abc import Callable
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from consilium.errors import ConsiliumError
+from consilium.federation.processes import SPAWN, Context, elsewhere, receive, send
 from consilium.flare.simulator import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
@@ -27,7 +29,7 @@ GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 class SiteProcess:
     """What FLARE's simulator takes for a site's `subprocess.Popen`. `context` makes the process."""
 
-    context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+    context: Context = SPAWN
     _starting = threading.Lock()
 
     def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
@@ -87,7 +89,7 @@ def sites_by_fork() -> None:
 
 
 def main() -> int:
-    """Load all that takes time, read from standard input what to run, and run it; return how it ended, 0 for well."""
+    """Load all that takes time, do what is asked, and run what is told; return how that ended, 0 for well."""
     sites_by_fork()
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
@@ -96,12 +98,15 @@ def main() -> int:
     import consilium.flare.aggregator
     import consilium.flare.controller  # noqa: F401 - what a server's job loads
 
-    if not (line := sys.stdin.readline()):
+    pipe = connection.Connection(int(sys.argv[1]))
+    try:
+        while isinstance(told := receive(pipe), tuple):
+            send(pipe, _answer(*told))
+    except (EOFError, OSError):  # the job was refused
         return 0
-    told = json.loads(line)
     os.environ.update(told["environment"])
     _write_log()
-    threading.Thread(target=_follow, daemon=True).start()
+    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
     runner = SimulatorRunner(**told["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
     where = told["run"]["workspace"]  # all has ended when it returns, so that there is nothing to give time to
     return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=where, shutdown_grace_time=0)
@@ -114,9 +119,17 @@ def _write_log() -> None:
             os.dup2(log.fileno(), stream)
 
 
-def _follow() -> None:
-    """End this process, whose sites end with it, when standard input is closed: who started it is gone."""
-    sys.stdin.read()
+def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Return `work(*given)` of a process of its own, or the error that it raises."""
+    try:
+        return elsewhere(SiteProcess.context, work, *given)
+    except (ConsiliumError, OSError) as error:
+        return error
+
+
+def _follow(pipe: connection.Connection) -> None:
+    """End this process, whose sites end with it, when its pipe is closed: who started it is gone."""
+    connection.wait([pipe])
     os._exit(1)
 
 

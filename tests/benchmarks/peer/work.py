@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 Values = dict[str, Tensor]
+ANSWERS, TOKENS = "answers-", 128
+"""How files with a site's written answers begin, and how long an answer may be."""
 
 
 class Worker:
@@ -64,20 +66,46 @@ class Worker:
         return self.values(), found
 
     def close(self, site: str, values: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the closing scores on the test split: of the site's own model, the last global one, and the base."""
-        test, found = self._data(site)["test"], {}
-        for name, one in (("personalized", own), ("global", values)):
-            self.load(one)
-            found[name] = self.score(test)
-        with self.model.disable_adapter():
-            return found | {"pretrained": self.score(test)}
+        """Return the closing scores on the test split: of the site's own model, the last global one, and the base.
 
-    @torch.no_grad()
+        Each also answers the prompts whose answers the site's own found likeliest, as the median, and least likely, and the
+        last global model is scored on validation texts once more.
+        """
+        test, found, said = self._data(site)["test"], {}, {}
+        self.load(own)
+        losses = self._each(test)
+        order = losses.argsort().tolist()
+        shown = [test[order[place]] for place in (0, len(order) // 2, -1)]
+        found["personalized"], said["personalized"] = float(losses.mean()), self._answer(shown)
+        self.load(values)
+        found["global"], said["global"] = self.score(test), self._answer(shown)
+        self.score(self._data(site)["validation"])
+        with self.model.disable_adapter():
+            found["pretrained"], said["pretrained"] = self.score(test), self._answer(shown)
+        (self.folder / f"{ANSWERS}{site}.json").write_text(json.dumps(said))
+        return found
+
     def score(self, rows: list[Any]) -> float:
         """Return the mean loss of some samples."""
+        return float(self._each(rows).mean())
+
+    @torch.no_grad()
+    def _each(self, rows: list[Any]) -> Tensor:
         self.model.eval()
         size = self.work["training"]["batch_size"]
-        return float(torch.cat([self._losses(rows[i : i + size]) for i in range(0, len(rows), size)]).mean())
+        return torch.cat([self._losses(rows[i : i + size]) for i in range(0, len(rows), size)])
+
+    @torch.no_grad()
+    def _answer(self, rows: list[Any]) -> list[str]:
+        """Return the greedy answers to the prompts of some samples."""
+        asked = [[token for token, label in zip(*row, strict=True) if label == -100] for row in rows]
+        longest = max(map(len, asked))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked])
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in asked])
+        end = self.tokenizer.eos_token_id
+        how = GenerationConfig(do_sample=False, max_new_tokens=TOKENS, eos_token_id=end, pad_token_id=0)
+        written = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=how)[:, longest:]
+        return [self.tokenizer.decode(one, skip_special_tokens=True).strip() for one in written.tolist()]
 
     def _losses(self, rows: list[Any]) -> Tensor:
         """Return each sample's mean cross-entropy per answer token, of rows padded on the right."""
