@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig
+from transformers.utils import is_timm_available
 
 from consilium.errors import CheckpointError, ConfigError
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
@@ -96,6 +97,10 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
         ({"model_type": "nothing"}, "model_type 'nothing'"),
         ({"hidden_size": 8}, "model_type None"),
         ({"model_type": "vit"}, "is no causal language model"),
+        (
+            {"model_type": "reformer", "is_decoder": True},
+            "'reformer': its code trains on texts of one length only.*use another",
+        ),
         ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config: Validation error for field 'hidden_size'"),
         ({"model_type": "llama", "text_config": {"hidden_size": 8}}, r"'llama' cannot be made of these sizes \(.*; give the"),
     ],
@@ -143,6 +148,29 @@ def test_a_model_whose_words_see_those_behind_them_is_refused(kind: str, sizes: 
         return
     with pytest.raises(ConfigError, match=rf"{why}.* '{kind}' sees the words behind .*use a causal model"):
         build_causal_lm("folder", None, config, weights=False)
+
+
+def test_a_package_that_a_model_needs_is_named_whole() -> None:
+    """Gemma 3n's folder has a tower for pictures, of the package timm; `transformers` says so in three lines."""
+    if is_timm_available():
+        pytest.skip("timm is installed here")
+    with pytest.raises(
+        ConfigError, match=r"^model\.config: 'gemma3n' needs the package timm, which is not here; use another model$"
+    ):
+        build_causal_lm("folder", None, {"model_type": "gemma3n"}, weights=False)
+
+
+def test_xlstm_answers_without_the_cache_that_its_code_cannot_read(tmp_path: Path) -> None:
+    """Queries and keys are half as wide as values, as published: `transformers`' own cache has one width for all."""
+    sizes = {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 1, "num_hidden_layers": 1, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = build_causal_lm("folder", None, {"model_type": "xlstm", **sizes}, weights=False)
+    ids, expected = torch.arange(3, 11)[None], list[int]()
+    written = model.generate(ids, max_new_tokens=3, do_sample=False)[0]  # type: ignore[operator]
+    for _ in range(3):
+        longer = torch.cat([ids, torch.tensor([expected], dtype=torch.long)], 1)
+        expected.append(int(model(longer, use_cache=False).logits[0, -1].argmax()))
+    assert written[8:].tolist() == expected
 
 
 def test_an_encoder_decoder_is_called_one() -> None:

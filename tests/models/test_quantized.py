@@ -4,7 +4,9 @@ bitsandbytes is no part of the test extra: PEFT loads it in every process where 
 `quant` too before work is called done.
 """
 
+import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
+from consilium.errors import CheckpointError, ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task
+from consilium.federation.fitting import examine_memory
 from consilium.federation.quantized_sizes import pack
 from consilium.federation.samples import site_data
+from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.stored import store
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
+from tests.models.folders import config_of, save_folder
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -103,6 +108,62 @@ def test_adapters_learn_in_float32_over_it(kind: str, dtype: str, tmp_path: Path
     assert all(torch.equal(tensor, now[name]) for name, tensor in packed.items())
 
 
+def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return each quantized layer's weight: what it makes of unit vectors, less its bias. In training no input is rounded."""
+    import bitsandbytes as bnb
+
+    def weight(layer: Any) -> torch.Tensor:
+        return (layer(torch.eye(layer.in_features)) - layer(torch.zeros(1, layer.in_features))).T.detach()
+
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    return {name: weight(one) for name, one in model.train().named_modules() if isinstance(one, kinds)}
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_steps_are_those_over_a_float32_base_of_the_same_numbers(
+    kind: str, dora: bool, dtype: str, tmp_path: Path, bitsandbytes: None
+) -> None:
+    """On a CPU a step computes with the numbers that a layer keeps, so an ordinary layer that has them is the reference."""
+    raw = MAKERS[kind]("fedit", local_steps=2, optimizer="sgd").model_dump()
+    raw["adapter"]["dora"] = dora
+    whole = JobConfig.model_validate(raw)
+    config, task = kept_as(whole, dtype), build_task(whole, site_data(whole, "site-1", SiteConfig(), tmp_path))
+    packed, plain = build_model(config, SiteConfig()), build_model(whole, SiteConfig())
+    with torch.no_grad():
+        for name, weight in _numbers(packed).items():
+            plain.get_submodule(name).weight.copy_(weight)  # type: ignore[operator, union-attr]
+    trained = [layers.tensors(model) for model in (packed, plain)]
+    for model, params in zip((packed, plain), trained, strict=True):
+        layers.load(model, {n: layers.start(n, tuple(t.shape), 0) for n, t in params.items()})
+        train(model, task, params, set(params), whole.training, 0, lambda step: None, {}, lambda done: None)
+    assert len(_numbers(packed)) > 8
+    assert all(torch.allclose(trained[0][n], trained[1][n], atol=1e-5) for n in trained[0])
+    assert any(not torch.equal(t, layers.start(n, tuple(t.shape), 0)) for n, t in trained[0].items())
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_the_input_of_a_frozen_layer_is_not_kept(dtype: str, bitsandbytes: None) -> None:
+    """bitsandbytes keeps that of an int8 layer, which `fit` does not count and checkpointing does not free."""
+    model, x = layer(dtype)[0].train(), torch.randn(5, 64, requires_grad=True)
+    hidden = x + 1
+    seen, y = weakref.ref(hidden), model(hidden)
+    del hidden
+    assert seen() is None
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_a_batch_of_four_dimensions_multiplies_with_one_weight(dtype: str, bitsandbytes: None) -> None:
+    """As SAM's windows are; bitsandbytes multiplies with a weight for each row where gradients lie crosswise."""
+    model, x = layer(dtype)[0].train(), torch.randn(2, 3, 5, 64, requires_grad=True)
+    with torch.profiler.profile() as found:
+        model(x).transpose(1, 2).reshape(30, 32).square().sum().backward()
+    assert "aten::bmm" not in {event.key for event in found.key_averages()}
+
+
 def test_hooks_and_names_stay(bitsandbytes: None) -> None:
     seen: list[int] = []
     own = nn.Linear(8, 8)
@@ -119,6 +180,14 @@ def test_without_bitsandbytes_it_is_refused_with_one_line(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded here .*consilium\[quant\]"):
         store(nn.Linear(2, 2), "nf4", [])
+
+
+def test_the_doctor_says_so_before_a_site_joins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    (tmp_path / "job.yaml").write_text(kept_as(small_config("fedit"), "nf4").model_dump_json())
+    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded here .*consilium\[quant\]"):
+        examine_memory(tmp_path / "job.yaml", SiteConfig())
 
 
 def test_int8_ties_records_together_and_is_refused_at_record_level() -> None:
@@ -143,6 +212,15 @@ def test_a_folder_that_is_quantized_already_is_refused_before_any_step() -> None
     raw["model"] |= {"variant": "folder", "checkpoint": "somewhere", "config": shape | {"quantization_config": quantized}}
     with pytest.raises(ConfigError, match=r"model\.config\.quantization_config: .*model\.dtype: nf4"):
         assemble_job(JobConfig.model_validate(raw))
+
+
+def test_a_site_with_a_quantized_folder_is_told_so_and_not_of_another_architecture(tmp_path: Path) -> None:
+    """Whatever the job says: to copy this folder's config.json into it, which is the usual remedy, would be refused there."""
+    folder = save_folder(tmp_path)
+    shape = config_of(folder)
+    (folder / "config.json").write_text(json.dumps(shape | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(CheckpointError, match=r"^model\.checkpoint: .*: weights that are quantized already.*original folder"):
+        build_causal_lm("folder", folder, shape)
 
 
 def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> None:

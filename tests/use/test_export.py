@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def kept(folder: Path, config: JobConfig, **forward: Any) -> Path:
     card = Card.of(config, "global", 1, "")
     write_kept(folder, SavedModel(values, 1, **forward), with_parameters(model, values), config, card)
     return folder
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("fp32", False), ("bf16", False), ("nf4", True), ("int8", True)])
+def test_a_peft_folder_says_that_its_base_was_quantized(dtype: str, said: bool, tmp_path: Path) -> None:
+    """Its card's scores are those of the quantized base, and PEFT alone does not ask for one."""
+    found = open_model(kept(tmp_path / "kept", LORA), own=HERE)
+    config = found.config.model_copy(update={"model": found.config.model.model_copy(update={"dtype": dtype})})
+    page = (export(replace(found, config=config), "peft", tmp_path / "peft", HERE).folder / "README.md").read_text()
+    assert (f"kept as {dtype} by bitsandbytes" in page) == said
 
 
 def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from consilium.config.site import SiteConfig
 from consilium.federation.build import assemble_job
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import memory_of, remedies
+from consilium.models.stored import require_library
 from consilium.training.device import pick_device
 
 GIB = 2**30
@@ -20,8 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
-    """Return whether a step of this job fits into what is free of the site's device. Raises ConfigError, see memory_of."""
+    """Return whether a step of this job fits into what is free of the site's device.
+
+    Raises ConfigError, see memory_of, also where the site lacks bitsandbytes for it.
+    """
     config = load_job(job, plugins=frozenset(site.plugins or ()))
+    require_library(config.model.dtype)
     device = pick_device(site.main_device)
     free, spread = _free(device), (site.device_count, site.base == "sharded", device.type == "cuda")
     peak = memory_of(assemble_job(config, job), *spread).peak

@@ -22,8 +22,11 @@ _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pr
 _CODELESS = (
     "its tokenizer is code of its own, which never runs here; give a folder with tokenizer.json and a class of transformers"
 )
+_PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"
 _OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
 _PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
+_WITHOUT_CACHE = ("xlstm",)
+"""Architectures whose code in `transformers` makes a cache of other sizes than it takes."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Loads with the classes of `transformers` alone."""
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
@@ -48,7 +51,9 @@ def build(
     try:
         return _fill(auto, folder, shape, options) if weights else _laid_out(auto, shape, options)
     except ImportError as error:
-        raise ConfigError(f"model.config: {shape.model_type!r}: {short(error)}") from None
+        found = re.search(r"requires the (\S+) library", str(error))
+        what = f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({short(error)})"
+        raise ConfigError(f"model.config: {shape.model_type!r} {what}; use another model") from None
 
 
 def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
@@ -161,6 +166,8 @@ def answer_plainly(model: PreTrainedModel) -> None:
     Nor are experts' choices kept for a loss of theirs, which counts only whole texts and no steps of an answer.
     """
     model.generation_config = GenerationConfig()
+    if model.config.model_type in _WITHOUT_CACHE:
+        model.config.use_cache = model.generation_config.use_cache = False
     for shape in (model.config, model.config.get_text_config()):
         if getattr(shape, "output_router_logits", False):
             shape.output_router_logits = False
@@ -199,8 +206,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     sizes = PreTrainedConfig._decode_special_floats(dict(config))  # as it does itself with a config.json
     kind = sizes.pop("model_type", None)
     if sizes.get("quantization_config"):
-        what = "weights that are quantized already are not read"
-        raise ConfigError(f"model.config.quantization_config: {what}; use the original folder, with model.dtype: nf4 or int8")
+        raise ConfigError(f"model.config.quantization_config: {_PACKED}")
     try:
         shape = AutoConfig.for_model(kind, **sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -216,6 +222,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder, noisy = _require(folder), logging.is_progress_bar_enabled()
+    _require_unpacked(folder)
     logging.disable_progress_bar()
     try:
         model, found = auto.from_pretrained(
@@ -235,6 +242,13 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             logging.enable_progress_bar()
     _require_equal_layout(folder, found)
     return model
+
+
+def _require_unpacked(folder: Path) -> None:
+    """Raise CheckpointError for a folder whose own config.json says that its weights are quantized."""
+    found = _read_json(path) if (path := folder / "config.json").is_file() else {}
+    if isinstance(found, dict) and found.get("quantization_config"):
+        raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
 def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:

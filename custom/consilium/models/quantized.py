@@ -17,14 +17,42 @@ OUTLIERS = 6.0
 """From where on LLM.int8() computes a column of inputs in 16 bits, as in the paper."""
 
 
+class _Product(torch.autograd.Function):
+    """A frozen layer's output, of which nothing but the layer is kept for the backward pass.
+
+    bitsandbytes' own keeps an int8 layer's input, and that where checkpointing does not find it. NF4's multiplies with a weight
+    for each row where a batch has four dimensions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        """Return (..., out) of x (..., in)."""
+        ctx.layer = layer
+        return layer.product(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of x."""
+        (gradient,), layer = gradients, ctx.layer
+        rows = gradient.reshape(-1, layer.out_features)
+        return (rows @ layer.whole(rows.dtype)).view(*gradient.shape[:-1], layer.in_features), None
+
+
 class Nf4Linear(bnb.nn.Linear4bit):
     """A linear layer whose weight is NF4."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's. The parent's would round the bias for good."""
-        dtype = computing(x)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return bnb.matmul_4bit(x.to(dtype), self.weight, quant_state=self.weight.quant_state, bias=bias)
+        return cast(Tensor, _Product.apply(x.to(computing(x)), self))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return (..., out) of x (..., in), without gradients."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return bnb.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state, bias=bias)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) that is computed with."""
+        return bnb.functional.dequantize_4bit(self.weight, self.weight.quant_state).to(dtype)
 
 
 class Int8Linear(bnb.nn.Linear8bitLt):
@@ -32,11 +60,19 @@ class Int8Linear(bnb.nn.Linear8bitLt):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's."""
-        dtype, self.state.is_training = computing(x), self.training
-        if self.weight.CB is not None:
+        self.state.is_training = self.training
+        if self.weight.SCB is not None:  # what PEFT's DoRA has looked at has numbers without scales, which are here already
             self.init_8bit_state()
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return bnb.matmul(x.to(dtype), self.weight, bias=bias, state=self.state)
+        return cast(Tensor, _Product.apply(x.to(computing(x)), self))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return (..., out) of x (..., in), without gradients."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return bnb.matmul(x, self.weight, bias=bias, state=self.state)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) that is computed with."""
+        return self.state.CB.to(dtype).mul_(self.state.SCB[:, None] / 127)
 
 
 def quantize(layer: nn.Linear, dtype: str) -> None:

@@ -86,6 +86,12 @@ def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> N
         raise ConfigError(f"model.dtype: {dtype!r}: {what} and would stay float32; use fp32")
 
 
+def require_library(dtype: str) -> None:
+    """Raise ConfigError for nf4 and int8 where bitsandbytes is missing."""
+    if dtype in QUANTIZED:
+        _quantizer(dtype)
+
+
 def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
     try:
         from consilium.models.quantized import quantize

@@ -112,6 +112,9 @@ decoder.safetensors has the parameters of the base that were trained beside it:
 _HEAD = """
 head.safetensors has weight and bias of the linear layer that is put on the encoder's features.
 """
+_KEPT = """
+Its base was kept as {} by bitsandbytes in training and in scoring. On a base in 32 bits it answers a little otherwise.
+"""
 _BESIDE = {"decoder.safetensors": _DECODER, "head.safetensors": _HEAD}
 
 
@@ -129,6 +132,7 @@ def _write_peft(found: TrainedModel, made: Path) -> str:
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     about = _PEFT + "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
+    about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
     if any(map(is_local, found.kept.values)):  # which stays where it is
         return about
     shutil.copyfile(found.folder / TENSORS, made / TENSORS)

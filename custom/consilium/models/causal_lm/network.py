@@ -31,6 +31,8 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """By what keys, of what values, a model of `transformers` sees words behind, and which value it takes to see none."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
+_NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
+"""Architectures that cannot be adapted here, and why."""
 KNOWN = folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
 
 
@@ -56,6 +58,8 @@ def build_causal_lm(
         )
     model = folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
     require_causal(model)
+    if why := _NO_STEPS.get(kind := model.config.model_type):
+        raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
     if gradient_checkpointing:
         folder.use_checkpointing(model)
     use_linear_layers(model)

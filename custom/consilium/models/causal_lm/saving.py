@@ -25,7 +25,8 @@ def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     """See Saved. Weights are written as they are in memory, in 32 bits: halved they would answer a little otherwise."""
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    cache = model.generation_config.use_cache if model.generation_config else None
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, use_cache=cache)
     use_own_layers(model)
     save_pretrained(folder, model)
     tokenizer.save_pretrained(folder)
