@@ -1,6 +1,7 @@
 """What a process loads: a command line and reading a job take no torch, and a server needs nothing of what only sites do."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,12 @@ def test_a_server_of_texts_builds_no_tokenizer(tmp_path: Path) -> None:
 def test_who_waits_for_flares_simulator_has_no_torch(tmp_path: Path) -> None:
     found = loaded(WAITS.format(job=str(ROOT / "jobs/quickstart"), folder=str(tmp_path / "run")))
     assert found & {"torch", *HEAVY} == set()
+
+
+def test_nothing_below_us_asks_the_hub() -> None:
+    """bitsandbytes, for one, fetches code where a package of the hub's is installed; this is their one switch against it."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import consilium, huggingface_hub.constants as hub; print(hub.HF_HUB_OFFLINE)"],
+        env={**os.environ, "HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "True"
