@@ -14,7 +14,7 @@ import psutil
 from filelock import FileLock
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize
 
-from consilium.errors import CheckpointError
+from consilium.errors import CheckpointError, Reason, RefusedError
 
 if TYPE_CHECKING:  # every command reads this file, and most have no use for torch
     from torch import Tensor
@@ -88,6 +88,16 @@ def written(path: Path, data: bytes, mode: int = PRIVATE) -> Iterator[None]:
     except BaseException:  # a full disk would otherwise keep half a file
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def room_for(what: Path) -> Iterator[None]:
+    """Make a disk on which `what` cannot be written a refusal whose word tells nothing of data: the job fixes its size."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise RefusedError(f"{what}: cannot be written ({why}); nothing was sent; make room", Reason.LEDGER) from None
 
 
 def note(path: Path, key: str, values: Mapping[str, Any]) -> None:

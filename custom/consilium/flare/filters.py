@@ -78,9 +78,9 @@ class GuardResultFilter(ClosedFilter):
         said = self._recorded(reason, fl_ctx)
         if isinstance(said, Reason):
             return self._keep(super().refused(said, shareable, fl_ctx), fl_ctx)
-        return self._keep(_with_cookies(wire.encode(said, "", update=True), shareable), fl_ctx)
+        return self._keep(_with_cookies(said, shareable), fl_ctx)
 
-    def _recorded(self, reason: Reason, fl_ctx: FLContext) -> Reason | Payload:
+    def _recorded(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
         """Return what may leave in place of a result. A failure to keep it has the same word, whatever there was to keep."""
         try:
             guard = _guard(self, fl_ctx)
@@ -88,7 +88,8 @@ class GuardResultFilter(ClosedFilter):
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
             return reason
         try:
-            return guard.refuse(reason)
+            said = guard.refuse(reason)
+            return said if isinstance(said, Reason) else _encoded(guard, *said)
         except Exception as error:
             log_failure(self, fl_ctx, error, "a refusal could not be put on record")
             over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
@@ -148,9 +149,16 @@ def _message(guard: Guard, answer: Answer) -> Shareable:
     if answer.task.kind is Kind.MASKS:
         return wire.encode_dict(wire.MASKS, guard.answer_masks(answer.task))
     if answer.task.kind is Kind.EVALUATE:
-        return wire.encode(guard.release_scores(answer.task, answer.result), "", update=True)
-    ours = not answer.task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
-    return wire.encode(guard.release(answer.task, answer.result), "", True, guard.shown_samples, packed=ours)
+        return _encoded(guard, answer.task, guard.release_scores(answer.task, answer.result))
+    return _encoded(guard, answer.task, guard.release(answer.task, answer.result))
+
+
+def _encoded(guard: Guard, task: Task, released: Payload) -> Shareable:
+    """Return the message of scores or of an update, which is the same whatever the answer came of."""
+    if task.kind is Kind.EVALUATE:
+        return wire.encode(released, "", update=True)
+    ours = not task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
+    return wire.encode(released, "", True, guard.shown_samples, packed=ours)
 
 
 def _guard(component: Filter, fl_ctx: FLContext) -> Guard:

@@ -2,7 +2,7 @@
 
 It authorizes one task at a time, and the object it authorizes is the one that runs. Of the answer it checks names, roles and
 values, clips, adds noise, keeps what it releases, writes the ledger, and only then returns it. A replayed task gets the same
-bytes again and spends nothing. On any doubt nothing is sent.
+answer again and spends nothing, see answers.py. On any doubt nothing is sent.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set
@@ -13,18 +13,17 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.data.tally import Tally
-from consilium.errors import Reason, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.messages import LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.privacy import audit, kept, lending, noise, places, recovery, statistics, words
+from consilium.privacy.answers import Answers
 from consilium.privacy.authorized import Task
-from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
-from consilium.privacy.masking import Masking
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.terms import Terms
-from consilium.storage import digest, locked, note
+from consilium.storage import digest, locked, note, room_for
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -32,7 +31,7 @@ CAPACITY = frozenset({"download", "time", "memory"})
 
 
 @dataclass
-class Guard(Masking):
+class Guard(Answers):
     """One site's gate for one job. `dataset` and `num_samples` are the site's; `records`: the folder of all its runs' records.
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
@@ -67,7 +66,6 @@ class Guard(Masking):
         self._admitted: str | None = None
         self._task: Task | None = None
         self._asked: Task | None = None
-        self._paid: Task | None = None
         self._attempt = ""  # the run's name in the ledger, for the task that is asked
         self._records: dict[Path, audit.Record] = {}
         self._terms: Terms | None = None
@@ -102,8 +100,9 @@ class Guard(Masking):
             lending.check_once(self.folder, task.place, task.payload)  # a run is the server's word
         if kind is Kind.TRAIN:
             if self.plan is not None:
-                words.check(self.folder / task.run, task.place)
-                self._attempt = words.attempt(self.ledger.entries(self.dataset), task.run, task.place)
+                places.claim(self.name, self.records, self.folder, task.run)
+                self._attempt = self._next_attempt(task)
+                self._given(task)
             self._open_masks(task)
             self._charge(task)
         self._end_masks(task)
@@ -162,13 +161,21 @@ class Guard(Masking):
             what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
-            released, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
-            self._paid = task
-            if self.masks:
-                released = self._masked(task, released, self.config.weight(self.shown_samples))
-            released = replace(released, ledger=self.ledger.seal())
-            self._note("update", released, spends, **self._masks_said)
+            stored, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
+            released = self._leaving(task, stored, spends)
         self._asked = None
+        return released
+
+    def _leaving(self, task: Task, released: Payload, spends: bool) -> Payload:
+        """Return a release as it leaves: paid for, under masks, on record."""
+        if spends:
+            entry = replace(self._entry(self._attempt, *task.place), digest=digest(released.tensors))
+            entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
+            self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
+        if self.masks:
+            released = self._masked(task, released, self.config.weight(self.shown_samples))
+        released = replace(released, ledger=self.ledger.seal())
+        self._note("update", released, spends, **self._masks_said)
         return released
 
     def release_scores(self, task: Task, result: Payload) -> Payload:
@@ -199,65 +206,48 @@ class Guard(Masking):
         self._note("model", released)
         return released
 
-    def refuse(self, reason: Reason) -> Reason | Payload:
-        """Put a refusal on record before it leaves, each one; return the word that leaves, or what goes in its place.
+    def refuse(self, reason: Reason) -> Reason | tuple[Task, Payload]:
+        """Put a refusal on record before it leaves, each one; return the word that leaves, or the answer in its place.
 
         A word that data decide is an answer like any other. In a private job it is final for its round and phase and costs what
         a release costs; of an evaluation whose scores stay here nothing is told. Raises RefusedError if it cannot be kept.
         """
         task, self._task, self._asked = self._asked, None, None
-        telling = self.plan is not None and reason in words.TELLING
-        if telling and task is not None and task is self._paid:  # its release is kept, and leaves when it is asked for again
-            reason, telling = Reason.LEDGER, False
-        if task is not None and telling and task.kind is Kind.TRAIN:
-            (said, paid), (round, phase) = self._keep_word(task, reason), task.place
-            self._note("refusal", spends=paid, again=True, reason=said.value, round=round, phase=phase)
-            return said
+        telling = task if self.plan is not None and reason in words.TELLING else None
+        if telling is not None and telling.kind is Kind.TRAIN:
+            return self._settle(telling, reason)
         self._note("refusal", again=True, reason=reason.value)
-        if task is None or not telling or task.kind is not Kind.EVALUATE or self.share_metrics:
+        if telling is None or telling.kind is not Kind.EVALUATE or self.share_metrics:
             return reason
-        return Payload(*task.place, {}, ledger=self.ledger.seal())
+        return telling, Payload(*telling.place, {}, ledger=self.ledger.seal())
 
-    def _keep_word(self, task: Task, reason: Reason) -> tuple[Reason, bool]:
-        """Pay for a word and keep it; return the one that leaves, the first of the run's processes, and whether it costs."""
-        folder, place = self.folder / task.run, task.place
-        with locked(folder):
-            if (said := words.said(folder, place)) is not None:
-                return said, False
-            rows = self.ledger.entries(self.dataset)
-            entry = self._entry(words.attempt(rows, task.run, place), *place)
-            if self.ledger.released(entry):
-                entry = replace(entry, run=words.beside(rows, task.run, place))
-            elif self._in_steps:
-                entry = replace(entry, count=0)  # paid when the task came
-            with words.keeping(folder, place, reason):
-                self.ledger.spend(replace(entry, digest=words.ROW), self.policy.budgets)
-        return reason, True
+    def _settle(self, task: Task, reason: Reason) -> Reason | tuple[Task, Payload]:
+        """Return the answer of a place where training has failed: the one that it has had, or this word, kept and paid for."""
+        with locked(self.folder / task.run):
+            try:
+                stored, spends = self._given(task)
+                if stored is None:
+                    words.keep(self.folder / task.run, task.place, said := words.Said(reason, self._attempt))
+                    self._pay(task, said)
+                    return reason
+            except ConsiliumError as error:  # the same that would leave had training gone well
+                self._note("refusal", again=True, reason=error.reason.value)
+                return error.reason
+            return task, self._leaving(task, stored, spends)
 
     def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return the one release of this phase, made or kept, and whether it costs anything."""
-        stored, spends = kept.last(self.folder / task.run)
-        if stored is None or (stored.round, stored.phase) != task.place:
-            stored, spends = self._prepare(plan, task, result, stored)
+        stored, spends = self._given(task)
+        if stored is None:
+            stored, spends = self._prepare(plan, task, result)
             kept.keep(self.folder / task.run, stored, spends)
-        if spends:
-            entry = replace(self._entry(self._attempt, *task.place), digest=digest(stored.tensors))
-            entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
-            self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         return stored, spends
 
-    def _prepare(self, plan: Plan, task: Task, result: Payload, last: Payload | None) -> tuple[Payload, bool]:
+    def _prepare(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
         """Return a new release of `result`, checked whole, and whether it tells anything.
 
         One of zero dimensions (all public peers are zero) does not, and costs nothing.
         """
-        if last is not None and (last.round, last.phase) > task.place:
-            raise RefusedError(
-                f"{self.name}: round {result.round} phase {result.phase} is stale; nothing was sent", Reason.TASK
-            )
-        if self.ledger.released(self._entry(self._attempt, *task.place)):
-            lost = f"round {result.round} was released but its bytes are lost; nothing was sent"
-            raise RefusedError(f"{self.name}: {lost}", Reason.LEDGER)
         checked = self._checked(result)
         if self._in_steps and not plan.by_step:
             return checked, True
@@ -269,27 +259,11 @@ class Guard(Masking):
         if self.config.diagnostics.noise:
             clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)
-            note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
+            with room_for(self.folder / task.run / noise.FILE):
+                note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released), outcome.dimensions > 0
 
     def _checked(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)
         return result if self.share_metrics else replace(result, metrics={})
-
-    @property
-    def _in_steps(self) -> bool:
-        """Whether training itself is private (DP-SGD), and so charged before it is done."""
-        return self.plan is not None and self.plan.config.unit != "site"
-
-    def _entry(self, run: str, round: int, phase: int) -> Entry:
-        """Return the ledger's row of a release."""
-        if self.plan is None:
-            raise RefusedError(f"{self.name}: a row for a job without privacy; nothing was sent")
-        privacy, spend = self.plan.config, self.plan.event
-        return Entry(
-            dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
-            job=self.config.title, run=run, round=round, phase=phase,
-            noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
-            private=self.policy.noise_seed is None,
-        )  # fmt: skip

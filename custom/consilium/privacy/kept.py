@@ -2,21 +2,30 @@
 
 from pathlib import Path
 
+from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload
-from consilium.storage import load_state, save_state
+from consilium.storage import load_state, room_for, save_state
 
 FILE = "released.safetensors"
 
 
 def keep(folder: Path, released: Payload, spends: bool) -> None:
-    """Write a release and whether it costs anything into the run's private folder."""
+    """Write a release and whether it costs anything into the run's private folder. Raises RefusedError where it cannot."""
     meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
-    save_state(folder / FILE, released.tensors, meta | {"spends": spends})
+    with room_for(folder / FILE):
+        save_state(folder / FILE, released.tensors, meta | {"spends": spends})
 
 
-def last(folder: Path) -> tuple[Payload | None, bool]:
-    """Return the last release and whether it costs anything, as decided then; None before the first. Raises CheckpointError."""
+def at(folder: Path, place: tuple[int, int]) -> tuple[Payload | None, bool]:
+    """Return the release of a round and phase and whether it costs anything, as decided then; None where none is kept.
+
+    Raises RefusedError behind a later one, because only the last is kept; CheckpointError.
+    """
     if not (folder / FILE).exists():
         return None, True
     tensors, meta = load_state(folder / FILE)
-    return Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta["spends"]
+    if (last := (meta["round"], meta["phase"])) > place:
+        what = "round {} phase {} is stale, the last that left is round {} phase {}".format(*place, *last)
+        raise RefusedError(f"{folder / FILE}: {what}; nothing was sent", Reason.TASK)
+    released = Payload(*last, tensors, meta["scalars"], meta["metrics"])
+    return (released, meta["spends"]) if last == place else (None, True)

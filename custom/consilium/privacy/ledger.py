@@ -74,13 +74,17 @@ class Ledger:
         if planned:
             _check(self.entries(planned[0].dataset), planned, budgets)
 
-    def spend(self, entry: Entry, budgets: Budgets) -> None:
-        """Write one release, before it leaves the site; once, however often it is asked. Raises RefusedError as `check`."""
+    def spend(self, entry: Entry, budgets: Budgets) -> bool:
+        """Write one release, before it leaves the site; once, however often it is asked. Return whether it is new.
+
+        Raises RefusedError as `check`.
+        """
         with self._writing() as db:
             sealed = self._whole(_select(db, self.path))
             rows = [row for _, row, _ in sealed if row.dataset == entry.dataset]
-            if _check(rows, [entry], budgets):
+            if new := _check(rows, [entry], budgets):
                 self._last = _insert(db, entry, self._last, time.time())
+        return new
 
     def reseal(self) -> int:
         """Give every row a new seal, so that the file counts as it stands; return how many seals have changed.

@@ -1,16 +1,22 @@
 """Which tasks a job has, of what kind, in which round and phase; and what a site calls the run they belong to."""
 
+import json
+import os
 import re
+from pathlib import Path
 
 from consilium.config.job import JobConfig
 from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind
 from consilium.privacy.authorized import Task
 from consilium.privacy.lending import MODELS
+from consilium.storage import locked, note, room_for
 from consilium.strategies.strategy import Strategy
 
 ASIDE = (-1, -1)
 """Where a task stands that belongs to no round."""
+HOMES = "homes.json"
+"""Beside the records of all runs: in which folder the state and the answers of each private run lie."""
 
 
 def own_run(name: str, run: str, digest: str, job_id: str) -> str:
@@ -21,6 +27,22 @@ def own_run(name: str, run: str, digest: str, job_id: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or job_id):
         raise RefusedError(f"{name}: {run[:80]!r} is no name of a run; nothing was sent", Reason.TASK)
     return f"{run or f'job-{job_id}'}.{digest[:16]}"
+
+
+def claim(name: str, records: Path, folder: Path, run: str) -> None:
+    """Note in which `folder` a private run is at home. Raises RefusedError for another one than before.
+
+    The ledger knows a run by the server's name for it, while each submission may have a folder of its own. In another folder
+    the site would have neither state nor answers of the run, and train it again, on whatever the server sends.
+    """
+    home = os.path.relpath(folder, records)
+    with room_for(records / HOMES), locked(records):
+        known = json.loads((records / HOMES).read_text(encoding="utf-8")) if (records / HOMES).is_file() else {}
+        if run not in known:
+            note(records / HOMES, run, {"folder": home})
+    if run in known and known[run]["folder"] != home:
+        what = f"run {run} is at home in {known[run]['folder']}, see {records / HOMES}"
+        raise RefusedError(f"{name}: {what}; nothing was sent; give the new job a run of its own", Reason.LEDGER)
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, test_only: bool) -> None:

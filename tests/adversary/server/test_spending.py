@@ -1,6 +1,7 @@
 """A server that wants releases for nothing, or on terms the ledger does not know."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from consilium.privacy.composition import epsilon_for
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.terms import terms_of
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
+from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
 
 
@@ -52,6 +54,55 @@ def test_a_resumed_run_keeps_its_name_under_a_new_flare_job(client: MakeClient) 
     same = wire.decode(again.ask("train", again.task()))[0]
     assert all(bool((sent.tensors[name] == tensor).all()) for name, tensor in same.tensors.items())
     assert len(again.guard.ledger.entries()) == 1
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_is_at_home_in_one_folder(fails: bool, privacy: dict, client: MakeClient) -> None:
+    """A job without `experiment` has a folder for each submission, where it was trained anew: what went well told so for
+    nothing, 23 times until a number of the data was known.
+    """
+    first, beside = client(privacy), client(privacy, folder="runs/beside")
+    first = failing(first) if fails else first
+    task = admitted(first)
+    assert wire.reason_of(answered(beside, admitted(beside))) is Reason.LEDGER  # before the first has an answer, and after it
+    assert wire.reason_of(answered(first, task)) is (Reason.TRAINING if fails else None)
+    rows = first.guard.ledger.entries()
+    for folder in ("runs/beside", "runs/other"):
+        other = client(privacy, folder=folder)
+        assert wire.reason_of(other.ask("train", other.task())) is Reason.LEDGER
+        assert not other.trainer.did
+    assert not beside.trainer.did
+    assert first.guard.ledger.entries() == rows
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_what_was_released_is_trained_no_more_where_its_bytes_are_gone(
+    privacy: dict, client: MakeClient, tmp_path: Path
+) -> None:
+    site = client(privacy)
+    assert wire.reason_of(site.ask("train", site.task())) is None
+    for path in (tmp_path / "one").rglob("*.safetensors"):
+        path.unlink()
+    again = client(privacy)
+    assert wire.reason_of(again.ask("train", again.task())) is Reason.LEDGER
+    assert not again.trainer.did
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_a_server_that_goes_back_pays_nothing_and_gets_nothing_until_it_has_caught_up(
+    privacy: dict, client: MakeClient
+) -> None:
+    """Each round of an older checkpoint cost a release for a word, and an honest site was soon out of its budget."""
+    small = small_config("fedit", rounds=3).model_dump()
+    site = client(privacy, more={"training": small["training"]})
+    assert [wire.reason_of(site.ask("train", site.task(round))) for round in range(2)] == [None] * 2
+    rows, did = site.guard.ledger.entries(), len(site.trainer.did)
+    assert wire.reason_of(site.ask("train", site.task(0))) is Reason.TASK
+    assert len(site.trainer.did) == did
+    assert wire.reason_of(site.ask("train", site.task(1))) is None  # the kept bytes
+    assert site.guard.ledger.entries() == rows
+    assert wire.reason_of(site.ask("train", site.task(2))) is None
 
 
 def test_more_data_in_the_middle_of_a_run_is_no_old_release(client: MakeClient) -> None:

@@ -18,6 +18,7 @@ from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Payload
 from consilium.privacy.composition import epsilon_for
+from consilium.storage import digest
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
 
 
@@ -102,35 +103,47 @@ def test_two_processes_of_a_run_have_one_word(privacy: dict, client: MakeClient)
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-def test_a_word_beside_a_release_of_the_same_round_costs_as_one(privacy: dict, client: MakeClient) -> None:
-    first, second = client(privacy), failing(client(privacy))
-    tasks = [admitted(first), admitted(second)]
-    assert wire.reason_of(answered(first, tasks[0])) is None
-    assert wire.reason_of(answered(second, tasks[1])) is Reason.TRAINING
-    rows = [row for row in first.guard.ledger.entries() if row.count > 0]
-    assert len({row.key for row in rows}) == 2
-    assert wire.reason_of(client(privacy).ask("train", first.task())) is Reason.TRAINING  # and is final
+@pytest.mark.parametrize("pattern", ["FSFS", "SFSF", "SSFS"])
+def test_processes_beside_each_other_have_one_answer(pattern: str, privacy: dict, client: MakeClient) -> None:
+    """F fails, S does not, by what the server sent each: one was paid, and each of the others told a bit for nothing."""
+    sites = [failing(client(privacy)) if one == "F" else client(privacy) for one in pattern]
+    tasks = [admitted(site) for site in sites]
+    told = [answered(site, task) for site, task in zip(sites, tasks, strict=True)]
+    assert {wire.reason_of(one) for one in told} == ({Reason.TRAINING} if pattern[0] == "F" else {None})
+    assert len({_bytes(one) for one in told[1:]}) == 1  # of the first the tensors stand in another order
+    assert pattern[0] == "F" or len({digest(wire.decode(one)[0].tensors) for one in told}) == 1
+    assert [row.count > 0 for row in sites[0].guard.ledger.entries()].count(True) == 1
+    assert _bytes(client(privacy).ask("train", sites[0].task())) == _bytes(told[1])  # and it stays
+
+
+def _bytes(message: Shareable) -> str:
+    """Return all that a message says."""
+    if wire.reason_of(message) is not None:
+        return repr(message)
+    return repr((digest(wire.decode(message)[0].tensors), message["DXO"]["meta"], message["__headers__"]))
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-def test_every_word_beside_a_release_costs(privacy: dict, client: MakeClient, tmp_path: Path) -> None:
-    """As where an administrator lets the round be tried again, and two processes are at it each time."""
-    first, second = client(privacy), failing(client(privacy))
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_process_from_before_a_word_that_was_removed_has_no_answer(
+    fails: bool, privacy: dict, client: MakeClient, tmp_path: Path
+) -> None:
+    """Its training was paid for by the word that left."""
+    first, second = failing(client(privacy)), client(privacy)
+    second = failing(second) if fails else second
     task = admitted(second)
-    assert wire.reason_of(answered(first, admitted(first))) is None
-    assert wire.reason_of(answered(second, task)) is Reason.TRAINING
-    for tries in (2, 3):
-        (word,) = tmp_path.rglob("refused/*.json")
-        word.unlink()
-        again = failing(client(privacy), ValueError("x"))
-        assert wire.reason_of(answered(again, admitted(again))) is Reason.ERROR
-        assert len({row.key for row in first.guard.ledger.entries() if row.count > 0}) == 1 + tries
+    assert wire.reason_of(answered(first, admitted(first))) is Reason.TRAINING
+    (word,) = tmp_path.rglob("refused/*.json")
+    word.unlink()
+    rows = first.guard.ledger.entries()
+    assert wire.reason_of(answered(second, task)) is Reason.LEDGER
+    assert first.guard.ledger.entries() == rows
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
 def test_what_fails_behind_a_paid_release_costs_nothing_more_and_loses_no_round(privacy: dict, client: MakeClient) -> None:
     site = client(privacy)
-    with patch.object(site.guard, "_note", side_effect=[OSError(errno.ENOSPC, "full"), None]):
+    with patch.object(site.guard, "_note", side_effect=OSError(errno.ENOSPC, "full")):
         assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     rows = site.guard.ledger.entries()
     assert wire.reason_of(answered(site, admitted(site))) is None  # the bytes that were kept
@@ -138,19 +151,45 @@ def test_what_fails_behind_a_paid_release_costs_nothing_more_and_loses_no_round(
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-def test_a_word_that_cannot_be_kept_is_not_paid(privacy: dict, client: MakeClient) -> None:
-    """A run's folder on a full disk, the ledger on another: every ask cost a release, and no word left."""
-    site = failing(client(privacy))
+@pytest.mark.parametrize("where", ["words.write_atomic", "kept.save_state"])
+def test_what_cannot_be_kept_is_not_paid(where: str, privacy: dict, client: MakeClient) -> None:
+    """A run's folder on a full disk, the ledger on another: every ask cost a release, and nothing left."""
+    site = failing(client(privacy)) if where.startswith("words") else client(privacy)
     task = admitted(site)
     rows = site.guard.ledger.entries()
-    with patch("consilium.privacy.words.written", side_effect=OSError(errno.ENOSPC, "full")):
+    with patch(f"consilium.privacy.{where}", side_effect=OSError(errno.ENOSPC, "full")):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
+        assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     assert site.guard.ledger.entries() == rows
-    assert wire.reason_of(answered(site, admitted(site))) is Reason.TRAINING
+    assert wire.reason_of(answered(site, admitted(site))) is (Reason.TRAINING if where.startswith("words") else None)
 
 
-def test_a_release_behind_a_word_of_another_process_does_not_leave(client: MakeClient) -> None:
-    first, second = failing(client(SITE_LEVEL)), client(SITE_LEVEL)
-    tasks = [admitted(first), admitted(second)]
-    assert wire.reason_of(answered(first, tasks[0])) is Reason.TRAINING
-    assert wire.reason_of(answered(second, tasks[1])) is Reason.LEDGER
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, client: MakeClient) -> None:
+    """Paid first and kept then, it cost a release again at each start of the process."""
+
+    def paid(site: Client) -> int:
+        return sum(row.digest == "word" for row in site.guard.ledger.entries())
+
+    site = failing(client(privacy))
+    for where in ("storage.os.replace", "privacy.ledger.Ledger.spend"):  # before it has its name, and behind that
+        task = admitted(site)
+        with patch(f"consilium.{where}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            answered(site, task)
+        assert paid(site) == 0
+    again = client(privacy)  # where training would go well
+    for _ in range(2):
+        assert wire.reason_of(again.ask("train", again.task())) is Reason.TRAINING
+        assert paid(again) == 1
+    assert not again.trainer.did
+
+
+def test_a_word_that_is_not_paid_yet_does_not_leave_without_its_price(client: MakeClient) -> None:
+    site = failing(client(SITE_LEVEL, budgets={"site": {"epsilon": 3.1}}))
+    task = admitted(site)
+    with patch("consilium.privacy.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        answered(site, task)
+    other = client(SITE_LEVEL, folder="two", budgets={"site": {"epsilon": 3.1}})
+    for round in range(2):
+        assert wire.reason_of(other.ask("train", other.task(round, run="run-2"))) is None
+    assert wire.reason_of(site.ask("train", site.task())) is Reason.BUDGET

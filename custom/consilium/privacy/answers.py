@@ -1,0 +1,66 @@
+"""One answer for a round and phase of a private job: the release or the word that was first, whatever is found later.
+
+A server that asks again with other values, and processes that FLARE has left beside each other, would otherwise be told each
+time whether training went well, which the data decide. Only the first answer is paid for, so only it may leave.
+"""
+
+from dataclasses import replace
+
+from consilium.errors import Reason, RefusedError
+from consilium.messages import Payload
+from consilium.privacy import kept, words
+from consilium.privacy.authorized import Task
+from consilium.privacy.composition import Entry
+from consilium.privacy.masking import Masking
+
+
+class Answers(Masking):
+    """What a guard knows of the answers that have left. `dataset`: the data's name in the ledger."""
+
+    dataset: str
+    _attempt: str
+
+    def _pay(self, task: Task, said: words.Said) -> None:
+        """Pay for a kept word, once, and put it on record."""
+        (round, phase), row = task.place, self._entry(said.row, *task.place)
+        row = replace(row, digest=words.ROW, count=0 if self._in_steps else row.count)  # in steps paid when the task came
+        if said.row and self.ledger.spend(row, self.policy.budgets):
+            self._note("refusal", spends=True, again=True, reason=said.word.value, round=round, phase=phase)
+
+    def _given(self, task: Task) -> tuple[Payload | None, bool]:
+        """Return the release that a place has had, and whether it costs; None where it has had no answer.
+
+        A place has one answer. What another process finds there, or another training on what the server sends the next time,
+        must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, and
+        where the answer's bytes are gone; CheckpointError.
+        """
+        folder, place = self.folder / task.run, "round {} phase {}".format(*task.place)
+        if (said := words.said(folder, task.place)) is not None:
+            self._pay(task, said)
+            what = f"{place} has failed here before, and that answer stays ({folder})"
+            raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
+        stored, spends = kept.at(folder, task.place)
+        gone = stored is None and self.ledger.released(self._entry(self._attempt, *task.place))
+        if gone or self._attempt != self._next_attempt(task):
+            raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
+        return stored, spends
+
+    def _next_attempt(self, task: Task) -> str:
+        return words.attempt(self.ledger.entries(self.dataset), task.run, task.place)
+
+    @property
+    def _in_steps(self) -> bool:
+        """Whether training itself is private (DP-SGD), and so charged before it is done."""
+        return self.plan is not None and self.plan.config.unit != "site"
+
+    def _entry(self, run: str, round: int, phase: int) -> Entry:
+        """Return the ledger's row of a release."""
+        if self.plan is None:
+            raise RefusedError(f"{self.name}: a row for a job without privacy; nothing was sent")
+        privacy, spend = self.plan.config, self.plan.event
+        return Entry(
+            dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
+            job=self.config.title, run=run, round=round, phase=phase,
+            noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
+            private=self.policy.noise_seed is None,
+        )  # fmt: skip
