@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError
-from consilium.federation.build import assemble_job
+from consilium.federation.build import assemble_job, build_site
 from consilium.federation.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.data.storing import make_site
@@ -62,3 +63,14 @@ def test_without_privacy_such_a_site_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConsiliumError, match="1 sites are here"):
         simulate(assembled, sites(tmp_path, 2), tmp_path / "run", lambda event: told.append(str(event)))
     assert any("s2: no training samples" in event for event in told)
+
+
+@pytest.mark.parametrize("strategy", ["hetlora", "fedhera"])
+def test_such_a_site_says_what_it_can_carry_as_the_others_do(strategy: str, tmp_path: Path) -> None:
+    """Its `capacity` was empty, which told without noise that it has no data."""
+    privacy = {"unit": "site", "trust": "local", "epsilon": 8, "clip": 0.5}
+    assembled, told = assemble_job(job(strategy, LENGTHS["steps"], privacy)), []
+    for name, site in sites(tmp_path, 2).items():
+        limited = site.model_copy(update={"capacity": CapacityConfig(train=4, download=4)})
+        told.append(build_site(assembled, name, limited, tmp_path / "run" / name, lambda event: None).hello("r").capacity)
+    assert told == [{"download": 4, "time": 4, "memory": 4}] * 2

@@ -1,5 +1,6 @@
 """The site's probe: limits become ranks, what is counted is right, impossible limits are one clear line."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,3 +103,19 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
     )
     assert site.hello("run").capacity["memory"] == 4
     assert seen == {True}
+
+
+def test_of_a_private_job_it_measures_no_records(tmp_path: Path) -> None:
+    """One word more in one record changed the memory that a site says it has, without noise."""
+    privacy = {"unit": "site", "trust": "local", "epsilon": 8, "clip": 0.5}
+    job = assemble_job(JobConfig.model_validate(small_text("hetlora").model_dump() | {"data": {}, "privacy": privacy}))
+    limits, told = CapacityConfig(memory_bytes=7.95e6), []
+    for count in (1, 20, 21):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        rows = [{"instruction": "Which?", "input": "pain " * count, "output": "urgent"}] * 4
+        (folder / "training.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        site = build_site(job, "a", SiteConfig(datalist=folder, capacity=limits), folder, lambda event: None)
+        told.append(site.hello("run").capacity["memory"])
+    assert told[0] == told[1] == told[2]
+    assert 1 < told[0] < 8  # of records of at most 128 tokens; these, which are shorter, left room for all 8 ranks

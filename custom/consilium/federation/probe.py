@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.adapters.names import factor, is_head
 from consilium.config.capacity import CapacityConfig
+from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.live_memory import Live
 from consilium.strategies.unequal.layers import shapes
-from consilium.training.device import cuda_devices
+from consilium.tasks.base import Task
+from consilium.tasks.registry import TASKS
+from consilium.training.device import autocast, cuda_devices
 
 STEPS = 3
 BYTES = 4
@@ -31,6 +34,29 @@ class StepCost:
 
     seconds: float
     memory: float
+
+
+def step_loss(config: JobConfig, task: Task, model: nn.Module) -> Callable[[], Tensor]:
+    """Return what computes the training loss of a full batch: of the site's own samples, under privacy of zeros of full size.
+
+    One of records would tell, without noise, how long single records are, and whether there are any.
+    """
+    size, device = config.training.batch_size, next(model.parameters()).device
+    batch = {} if config.privacy else task.batch([i % task.num_samples for i in range(size)], 0)
+
+    def loss() -> Tensor:
+        with autocast(device, "fp32" if config.dpsgd else config.training.precision):
+            return _made_loss(config, model, device) if config.privacy else task.loss(model, batch)
+
+    return loss
+
+
+def _made_loss(config: JobConfig, model: nn.Module, device: torch.device) -> Tensor:
+    if (rehearse := TASKS[config.task.name].rehearse) is None:
+        what = f"task {config.task.name!r} cannot be measured without records, which privacy hides"
+        raise ConfigError(f"site.yaml: capacity: {what}; give `train` instead of step_seconds and memory_bytes")
+    with device:
+        return rehearse(config.task, config.model, model, config.training.batch_size)
 
 
 def measured_ranks(limits: CapacityConfig, model: nn.Module, largest: int, loss: Callable[[], Tensor]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consilium import __version__
 from consilium.adapters import layers
@@ -118,19 +118,12 @@ class Site(Scoring):
 
     def _capacity(self, run: str) -> dict[str, float]:
         """Return what the site says it can carry, measured once a run: a resumed run must go on with the same ranks."""
-        if not (self.limits.given and self.task.num_samples and self.strategy.ranks_differ and self.adapter.unequal_ranks):
+        known = self.config.privacy is not None or self.task.num_samples  # a private job hides whether there are any
+        if not (self.limits.given and known and self.strategy.ranks_differ and self.adapter.unequal_ranks):
             return {}
         path = self.folder / run / "capacity.json"
         if not path.exists():
-            config = self.config.training
-            batch = self.task.batch([i % self.task.num_samples for i in range(config.batch_size)], 0)
-            most, device = getattr(self.config.adapter, "rank", 1), next(self.model.parameters()).device
-            precise = "fp32" if self.config.dpsgd else config.precision
-
-            def loss() -> Tensor:
-                with autocast(device, precise):
-                    return self.task.loss(self.model, batch)
-
+            most, loss = getattr(self.config.adapter, "rank", 1), probe.step_loss(self.config, self.task, self.model)
             found = probe.measured_ranks(self.limits, self.model, most, loss)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(found).encode())

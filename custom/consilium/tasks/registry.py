@@ -86,7 +86,8 @@ class TaskKind:
     look, which a site may have left out; `usable(path, bad)`: `read` without the entries that cannot be used, which go into
     `bad`; `file`: what such a list is called; `models`: names of models made for another
     task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
-    loss of n samples of full size that hold nothing, on which a step's memory is counted.
+    loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
+    in a private job.
     """
 
     config: type[TaskConfig]
