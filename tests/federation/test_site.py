@@ -1,12 +1,14 @@
 """A site across rounds: replay, staleness, private factors on disk, what it reports."""
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from PIL import Image
 
 from consilium.adapters import layers
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.site import Site
 from consilium.messages import HELD_OUT, Payload, SiteInfo
@@ -72,8 +74,23 @@ def test_a_stale_payload_is_refused(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     site = make_site(job, tmp_path)
     site.train("run", payload(job, round=3))
-    with pytest.raises(RefusedError, match="round 2 phase 0 is stale"):
+    with pytest.raises(RefusedError, match="round 2 phase 0 is stale") as refusal:
         site.train("run", payload(job, joined=True, round=2))
+    assert refusal.value.reason is Reason.TASK  # the word of what the server did: what data decide would cost a release
+
+
+def test_on_a_full_disk_a_round_is_refused_for_that_and_done_with_room_again(small_job: MakeJob, tmp_path: Path) -> None:
+    """`error` was the word, for which a private job paid a release each time."""
+    job = small_job()
+    site = make_site(job, tmp_path)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        patch("consilium.federation.site.save_state", side_effect=full),
+        pytest.raises(RefusedError, match=r"No space left on device.*; nothing was sent; make room") as refusal,
+    ):
+        site.train("run", payload(job))
+    assert refusal.value.reason is Reason.LEDGER
+    assert site.train("run", payload(job)).tensors
 
 
 def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Path) -> None:

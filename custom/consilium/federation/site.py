@@ -38,7 +38,7 @@ from consilium.messages import (
 from consilium.privacy.plan import Plan
 from consilium.report.cases import Closing
 from consilium.report.events import FOLDER, SiteEvents
-from consilium.storage import checkpoint_hash, load_state, note, save_state, write_atomic
+from consilium.storage import checkpoint_hash, load_state, note, room_for, save_state, write_atomic
 from consilium.strategies.local import Pass
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
@@ -141,7 +141,7 @@ class Site(Scoring):
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
-        Raises RefusedError for a stale payload, CheckpointError for lost state.
+        Raises RefusedError for a stale payload and on a full disk, CheckpointError for lost state.
         """
         self.on_train(run, payload)
         held = self._restore(run)
@@ -160,7 +160,8 @@ class Site(Scoring):
         seconds = time.monotonic() - began
         end = self.strategy.after_training(self.values(start), memory, payload.round)
         if self.config.diagnostics.drift:
-            note(self.folder / run / diagnostics.DRIFT, f"{payload.round}-{payload.phase}", diagnostics.drift(start, end))
+            with room_for(self.folder / run / diagnostics.DRIFT):
+                note(self.folder / run / diagnostics.DRIFT, f"{payload.round}-{payload.phase}", diagnostics.drift(start, end))
         with self.personalized(False, payload):
             metrics |= self._validate(Stage.PERSONALIZED, payload)
         self.note_best(run, Stage.PERSONALIZED, self.own_model(end, payload, closing=False), metrics)
@@ -180,7 +181,8 @@ class Site(Scoring):
 
     def _check_not_stale(self, last: tuple[int, int] | None, payload: Payload) -> None:
         if last is not None and last > (payload.round, payload.phase):
-            raise RefusedError(f"{self.name}: round {payload.round} phase {payload.phase} is stale, the site is at {last}")
+            what = f"round {payload.round} phase {payload.phase} is stale, the site is at {last}"
+            raise RefusedError(f"{self.name}: {what}", Reason.TASK)  # the server's doing, whatever the data are
 
     @jointly
     def evaluate(self, run: str, payload: Payload) -> Payload:
@@ -272,7 +274,8 @@ class Site(Scoring):
         groups = {"params": held.params, "reply": reply.tensors, "kept": held.kept, "optimizer": held.optimizer}
         tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
         meta = {"round": payload.round, "phase": payload.phase, "scalars": reply.scalars, "metrics": reply.metrics}
-        save_state(self._file(run), tensors, meta)
+        with room_for(self._file(run)):
+            save_state(self._file(run), tensors, meta)
 
     def _restore(self, run: str) -> Held:
         """Return what the site keeps of a run; nothing before its first round but what the base starts with."""
