@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from consilium.report.compare.groups import Absent
     from consilium.report.compare.runs import Run
 
-FILE, CELLS = "report.html", "cells"
+FILE = "report.html"
 
 
 def report(
@@ -51,6 +51,8 @@ def _place(run: Path, site: str) -> Path:
 
 
 def _page(run: Path, site: str) -> str:
+    from consilium.report.study_cells import CELLS
+
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         return _study(run, site)
     from consilium.report.cases import CASES
@@ -71,6 +73,7 @@ def _study(folder: Path, site: str) -> str:
     from consilium.report.compare.groups import grouped
     from consilium.report.compare.sheets import sheets
     from consilium.report.page.study import study_page
+    from consilium.report.study_cells import CELLS
 
     if site:
         raise ConfigError(f"--site: {folder} is a study's; give one of its runs in {folder / CELLS}")
@@ -93,22 +96,23 @@ def _seed(job: Path) -> int:
 
 
 def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
-    """Return a study's finished runs in its order, and why the others have no scores."""
+    """Return a study's finished runs in its order, and why the others have no scores. Raises ConfigError."""
     from consilium.report.compare.groups import Absent
     from consilium.report.compare.runs import read_run
-    from consilium.report.page.files import folders
+    from consilium.report.study_cells import check_names, study_cells
     from consilium.study.cell import record_of
 
     found: list[Run] = []
     absent: list[Absent] = []
-    records = {cell: record_of(cell) for cell in folders(folder / CELLS)}
-    for cell, record in sorted(records.items(), key=lambda one: one[1].place):
-        labels = {axis: value for axis, value in (record.labels or {}).items() if axis != "seed"}
+    cells = study_cells(folder)
+    check_names(folder, [cell for cell in cells if (cell.folder / "results.json").is_file()])
+    for cell in cells:
+        record = record_of(cell.folder)
         try:
-            run = read_run(cell, ", ".join((record.labels or {"": cell.name}).values()), labels)
+            run = read_run(cell.folder, ", ".join(cell.labels.values()) or cell.folder.name, cell.method)
             found.append(run if record.folder is None else replace(run, data=(record.folder, record.data)))
         except ConfigError as error:
-            if (cell / "job.yaml").is_file():
+            if (job := cell.folder / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)
-                absent.append(Absent(labels, _seed(cell / "job.yaml"), why))
+                absent.append(Absent(cell.method, _seed(job), why))
     return found, absent

@@ -96,6 +96,7 @@ def study_show(
 
 
 def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int | None]) -> None:
+    from consilium.report.study_cells import earlier_cells
     from consilium.study.study import named
     from consilium.study.view import cells_table, duration
 
@@ -105,6 +106,8 @@ def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int |
         _say(f"{cell.name}: failed: {records[cell.id].reason}")
     for labels, reason in study.excluded():
         _say(f"{named(labels)}: left out: {reason}")
+    if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
+        _say(f"{len(older)} cells of an earlier form of this study, in no table: {', '.join(map(str, older))}")
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
@@ -140,6 +143,7 @@ def study_run(
 
 def _run(study: "Study", only: list[str], given: Given, workers: int) -> int:
     """Run the cells that `only` leaves; return how many failed."""
+    from consilium.report.study_cells import keep_cells
     from consilium.study.cell import log_of
     from consilium.study.plan import Planner
     from consilium.study.run import run_study
@@ -147,6 +151,7 @@ def _run(study: "Study", only: list[str], given: Given, workers: int) -> int:
     from consilium.study.view import StudyView
 
     cells = Planner(given, study.workspace).plan(pick(study, only))
+    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
     with StudyView(Console(), study.name, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]

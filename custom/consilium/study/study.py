@@ -72,6 +72,11 @@ class Study:
         return self.path.stem
 
     @property
+    def title(self) -> str:
+        """Its name, with its size where it is a smaller one."""
+        return _title(self.path, self.size)
+
+    @property
     def published(self) -> list[dict[str, str | int | float]]:
         """The published numbers: rows of labels and metrics."""
         return self.config.published
@@ -131,6 +136,10 @@ class Study:
         config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
         name, metrics = _digest(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
+
+
+def _title(path: Path, size: Size) -> str:
+    return f"{path.stem}-{size}" if size else path.stem
 
 
 def _text(name: str, value: Any) -> str:
@@ -207,8 +216,7 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
     config = validate(StudyConfig, read_yaml(path), path)
     if size and getattr(config, size) is None:
         raise ConfigError(f"{path}: {size}: the study has no such section; add it, or run the study without --{size}")
-    folder = workspace or Path("runs/studies") / "-".join(filter(None, (path.stem, size)))
-    study = Study(path, config, folder, size)
+    study = Study(path, config, workspace or Path("runs/studies") / _title(path, size), size)
     if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # counted before anything is that large
         raise ConfigError(f"{path}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
     return study

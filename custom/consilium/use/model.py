@@ -13,11 +13,8 @@ from consilium.federation.card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.messages import Stage
 from consilium.report.clean import shown
-from consilium.report.page.record import values_of_cell
+from consilium.report.study_cells import CELLS, check_names, study_cells
 from consilium.storage import checkpoint_hash
-
-CELLS = "cells"
-"""The folder of a study's runs."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +61,17 @@ def open_model(
 def cell_folder(path: Path) -> Path:
     """Return the run of a study that STUDY/AXIS=VALUE,AXIS=VALUE names, or the path as it is.
 
-    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has.
+    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has, or two have.
     """
     study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
     if (path.exists() and study != path) or not (study / CELLS).is_dir():
         return path
-    named = {
-        values_of_cell(folder): folder for folder in sorted((study / CELLS).iterdir()) if (folder / "results.json").is_file()
-    }
+    done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
-    if wanted and wanted in named:
-        return named[wanted]
-    known = sorted(filter(None, named))
+    if wanted and (meant := [cell for cell in done if cell.name == wanted]):
+        check_names(study, meant)
+        return meant[0].folder
+    known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_listed(known)}")
 
 

@@ -13,10 +13,10 @@ FEWEST = 2
 
 
 def axis_of(table: Table) -> str:
-    """Return the first axis but the seed whose values are numbers, one at most excepted (`all`); "" where there is none."""
+    """Return the first axis whose values are numbers, one at most excepted (`all`); "" where there is none."""
     labels = [run.labels for run in table.group.runs.values()]
     axes = dict.fromkeys(axis for one in labels for axis in one)
-    return next((axis for axis in axes if axis != "seed" and _numbers({one.get(axis, "") for one in labels})), "")
+    return next((axis for axis in axes if _numbers({one.get(axis, "") for one in labels})), "")
 
 
 def _numbers(values: set[str]) -> bool:
@@ -42,7 +42,7 @@ def lines(table: Table, axis: str) -> dict[str, dict[str, list[float]]]:
     for method in table.methods:
         labels = next((run.labels for (name, _), run in table.group.runs.items() if name == method), {})
         if axis in labels and (means := table.means(method)):
-            rest = ", ".join(value for other, value in labels.items() if other not in (axis, "seed"))
+            rest = ", ".join(value for other, value in labels.items() if other != axis)
             found.setdefault(rest or axis, {})[labels[axis]] = means
     return found
 

@@ -100,12 +100,6 @@ class Record:
         return self.curves(str(MetricKey("validation", stage, self.metric)), stage is Stage.PERSONALIZED)
 
 
-def values_of_cell(folder: Path) -> str:
-    """Return a study's run's values on all axes, as `method=IAT,seed=0`; "" for any other run."""
-    labels = found.get("labels") if isinstance(found := read_json(folder / "cell.json"), dict) else None
-    return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in labels.items()) if isinstance(labels, dict) else ""
-
-
 def is_simulation(folder: Path) -> bool:
     """Tell whether a run's folder is that of a simulation, whose sites' folders are in it; a startup kit's never is."""
     return (folder / SIMULATION).is_file() and not (folder / OWNER).exists() and not (folder / OWNER).is_symlink()

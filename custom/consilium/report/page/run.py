@@ -13,10 +13,11 @@ from consilium.report.page.cases import Cases, read_cases, spread
 from consilium.report.page.files import folders, read, sha256
 from consilium.report.page.matrices import classes_of, confusion_tables, cross_site_table
 from consilium.report.page.privacy import statement
-from consilium.report.page.record import Record, values_of_cell
+from consilium.report.page.record import Record
 from consilium.report.page.render import render
 from consilium.report.page.scores import MEANT, gains, headline, losses, of_models
 from consilium.report.page.traffic import absences, parameters, tensors, times, traffic
+from consilium.report.study_cells import values_of_cell
 
 MOST_SITES = 24
 """Sites whose pictures are on one page."""

@@ -1,0 +1,121 @@
+"""A study that is changed after it ran: which cells are its own, and what still counts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consilium.errors import ConfigError
+from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
+from consilium.study.cell import Record
+from consilium.study.study import Cell, Study, load
+from consilium.use.model import cell_folder
+from tests.conftest import run
+from tests.report.test_compare import make
+from tests.study.conftest import MakeStudy
+
+SEEDS = {"training.seed": [0, 1]}
+RATES = {"A": {"training.lr": 0.5}, "B": {"training.lr": 0.25}}
+
+
+def begun(study: Study) -> Study:
+    """Return a study as `study run` leaves it that was told to keep its cells."""
+    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
+    return study
+
+
+def done(cell: Cell, score: float, **more: Any) -> None:
+    """Let a cell have run, with its labels as they are."""
+    make(cell.folder, {"s": score}, seed=cell.load().training.seed, training=cell.load().training.model_dump())
+    Record("done", labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place, folder="", **more).save(cell.folder)
+
+
+def test_a_changed_study_is_reported_and_used_by_its_present_cells(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    w = tmp_path / "w"
+    before = begun(load(study_file(axes={"method": RATES, "seed": SEEDS}), workspace=w))
+    for cell, score in zip(before.cells(), (0.125, 0.125, 0.375, 0.375), strict=True):
+        done(cell, score)
+    changed = RATES | {"A": {"training.lr": 0.75}}
+    after = begun(load(study_file(axes={"method": changed, "seed": SEEDS}), workspace=w))
+    for cell in after.cells()[:2]:
+        done(cell, 0.625)
+    old, new = before.cells()[0], after.cells()[0]
+    assert old.labels == new.labels
+    assert cell_folder(w / "method=A,seed=0") == new.folder
+    assert run(monkeypatch, "report", w) == 0
+    page = (w / "report.html").read_text()
+    assert "Comparison of 4 finished runs" in page
+    assert "mean over sites: A 0.625; B 0.375." in page
+    assert "repeats" not in page
+    capsys.readouterr()
+    assert run(monkeypatch, "study", "show", after.path, "--workspace", w) == 0
+    said = capsys.readouterr().out
+    folders = sorted(cell.folder for cell in before.cells()[:2])
+    assert f"2 cells of an earlier form of this study, in no table: {folders[0]}, {folders[1]}" in said
+
+
+def test_a_workspace_that_does_not_say_names_both_runs_of_one_name(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old,) = load(study_file(axes={"method": {"A": RATES["A"]}}), workspace=tmp_path / "w").cells()
+    (new,) = load(study_file(axes={"method": {"A": RATES["B"]}}), workspace=tmp_path / "w").cells()
+    done(old, 0.25)
+    done(new, 0.75)
+    first, second = sorted((old.id, new.id))
+    told = f"method=A is two runs, cells/{first} and cells/{second}, of two forms of a study or of two studies; run `consilium"
+    with pytest.raises(ConfigError, match=told):
+        cell_folder(tmp_path / "w/method=A")
+    assert run(monkeypatch, "report", tmp_path / "w") == 2
+    assert told in capsys.readouterr().err
+    shutil.rmtree(old.folder)
+    assert cell_folder(tmp_path / "w/method=A") == new.folder
+
+
+def test_cells_are_called_as_the_study_calls_them_now_and_in_its_order(study_file: MakeStudy, tmp_path: Path) -> None:
+    first = begun(load(study_file(axes={"method": RATES}), workspace=tmp_path / "w"))
+    for cell in first.cells():
+        done(cell, 0.5)
+    begun(load(study_file(axes={"rate": {"quarter": RATES["B"], "half": RATES["A"]}}), workspace=tmp_path / "w"))
+    assert [cell.name for cell in study_cells(tmp_path / "w")] == ["rate=quarter", "rate=half"]
+
+
+def test_studies_that_share_a_workspace_keep_their_own_and_damage_is_as_nothing(study_file: MakeStudy, tmp_path: Path) -> None:
+    path, w = study_file(axes={"method": RATES}), tmp_path / "w"
+    one = begun(load(path, workspace=w))
+    other = load(shutil.copy(study_file(axes={"lr": {"training.lr": [2]}}), tmp_path / "other.yaml"), workspace=w)
+    begun(other)
+    for cell in (*one.cells(), *other.cells()):
+        done(cell, 0.5)
+    assert [cell.name for cell in study_cells(w)] == ["method=A", "method=B", "lr=2"]
+    assert earlier_cells(w, one.title, ["x"]) == sorted(cell.folder for cell in one.cells())
+    assert earlier_cells(w, "third", []) == []
+    for damaged in ("{", "[]", '{"tiny": 3}', '{"tiny": {"axes": ["seed"], "cells": {"a": {}}}}', '{"tiny": {"axes": 1}}'):
+        (w / KEPT).write_text(damaged)
+        assert {cell.name for cell in study_cells(w)} == {"method=A", "method=B", "lr=2"}
+
+
+def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, w = study_file(axes={"method": RATES, "draw": SEEDS}), tmp_path / "w"
+    monkeypatch.setattr("consilium.study.run.run_study", lambda cells, *_: {one.cell.id: Record("done") for one in cells})
+    assert run(monkeypatch, "study", "run", path, "--workspace", w, "--only", "method=A") == 0
+    cells = {cell.id: cell.labels for cell in load(path, workspace=w).cells()}
+    assert json.loads((w / KEPT).read_text()) == {"tiny": {"axes": ["method"], "cells": cells}}
+    assert len(cells) == 4
+
+
+def test_an_axis_of_seeds_of_any_name_is_no_method_on_the_page(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means over two seeds by method: 0.25 and 0.75."""
+    study = begun(load(study_file(axes={"method": RATES, "draw": SEEDS}), workspace=tmp_path / "w"))
+    for cell, score in zip(study.cells(), (0.125, 0.375, 0.625, 0.875), strict=True):
+        done(cell, score)
+    assert [dict(cell.method) for cell in study_cells(tmp_path / "w")] == [{"method": "A"}] * 2 + [{"method": "B"}] * 2
+    assert run(monkeypatch, "report", tmp_path / "w") == 0
+    page = (tmp_path / "w/report.html").read_text()
+    assert "mean over sites: A 0.250; B 0.750." in page
+    assert json.loads((tmp_path / "w" / KEPT).read_text())["tiny"]["axes"] == ["method"]
