@@ -1,21 +1,29 @@
 """A study that is changed after it ran: which cells are its own, and what still counts."""
 
+import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from consilium import strategies as package
+from consilium.config.code import code_of
+from consilium.config.site import Given
 from consilium.errors import ConfigError
 from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
-from consilium.study.cell import Record
+from consilium.study.cell import Record, _begun, finished, outdated, record_of
+from consilium.study.plan import Planned, Planner
 from consilium.study.study import Cell, Study, load
 from consilium.use.model import cell_folder
 from tests.conftest import run
+from tests.recipes.conftest import write_distribution
 from tests.report.test_compare import make
 from tests.study.conftest import MakeStudy
 
+strategies = Path(package.__file__).parent
 SEEDS = {"training.seed": [0, 1]}
 RATES = {"A": {"training.lr": 0.5}, "B": {"training.lr": 0.25}}
 
@@ -105,6 +113,64 @@ def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Pat
     cells = {cell.id: cell.labels for cell in load(path, workspace=w).cells()}
     assert json.loads((w / KEPT).read_text()) == {"tiny": {"axes": ["method"], "cells": cells}}
     assert len(cells) == 4
+
+
+PLUGIN = """from dataclasses import dataclass
+from typing import ClassVar
+from consilium.strategies.fedit import FedIT
+
+@dataclass(frozen=True)
+class Mine(FedIT):
+    name: ClassVar[str] = "mine"
+"""
+
+
+def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distribution(tmp_path / "packages", "changing_strategy", PLUGIN, "strategies", "mine", "Mine")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    path, w = study_file(axes={"method": {"FedIT": None, "mine": {"strategy": "mine"}}}), tmp_path / "w"
+    study = load(path, workspace=w)
+
+    def planned(again: bool = False) -> tuple[Planned, Planned]:
+        built_in, own = Planner(Given(), w, again).plan(study.cells())
+        return built_in, own
+
+    first = planned()
+    for one in first:
+        done(one.cell, 0.5, data=one.data, code=one.code)
+    assert [finished(one) for one in planned(again=True)] == [True, True]
+    source = tmp_path / "packages/changing_strategy.py"
+    source.write_text(PLUGIN + "    mu: float = 0.5\n")
+    assert [finished(one) for one in planned()] == [True, True]
+    assert [finished(one) for one in planned(again=True)] == [True, False]
+    told = "1 cells are done by code that has changed since: method=mine; `consilium study run --again` runs them anew"
+    for words in (["show", path], ["run", path]):
+        assert run(monkeypatch, "study", *words, "--workspace", w) == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+    assert run(monkeypatch, "study", "show", path, "--workspace", w, "--format", "json") == 0
+    assert [cell["outdated"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [False, True]
+    own = planned(again=True)[1]
+    assert (_begun(own).state, _begun(own).code, own.code != first[1].code) == ("running", own.code, True)
+    aside = w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}"
+    assert (aside / "results.json").is_file()
+    source.write_text(PLUGIN)
+    done(own.cell, 0.75, data=own.data, code=own.code)
+    assert _begun(planned(again=True)[1]).code == first[1].code
+    assert json.loads((own.cell.folder / "results.json").read_text())["s"]["test/global/accuracy"] == 0.5  # it came back
+    record = record_of(first[0].cell.folder)
+    assert not outdated(replace(record, code=""), "any")  # of a version that noted none
+
+
+def test_the_code_of_an_algorithm_is_its_files_and_those_of_its_bases_alone(study_file: MakeStudy, tmp_path: Path) -> None:
+    axes = {"method": {"FedIT": None, "FedProx": {"strategy": "fedprox"}, "small": {"strategy": "fedprox", "training.lr": 1}}}
+    average, prox, other = (code_of(cell.load()) for cell in load(study_file(axes=axes), workspace=tmp_path).cells())
+    assert average != prox == other
+    names = ("fedit", "fedprox", "strategy")
+    files = {f"consilium.strategies.{name}": (strategies / f"{name}.py").read_bytes() for name in names}
+    wanted = b"\0".join(name.encode() + text for name, text in files.items())
+    assert prox == hashlib.sha256(wanted).hexdigest()[:16]
 
 
 def test_an_axis_of_seeds_of_any_name_is_no_method_on_the_page(

@@ -81,7 +81,8 @@ def study_show(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show a study's cells: how far each is, what it took, what it will send, and what is left out and why."""
-    from consilium.study.cell import record_of
+    from consilium.config.code import code_of
+    from consilium.study.cell import outdated, record_of
     from consilium.study.estimate import bytes_of
 
     chosen = _load(study, smoke, small, workspace)
@@ -89,14 +90,20 @@ def study_show(
     records = {cell.id: record_of(cell.folder) for cell in cells}
     sizes = {cell.id: bytes_of(cell) for cell in cells}
     if format is Format.JSON:
-        rows = [vars(records[c.id]) | {"labels": c.labels, "folder": str(c.folder), "bytes": sizes[c.id]} for c in cells]
+        more = {
+            c.id: {"outdated": outdated(records[c.id], code_of(c.load())), "labels": c.labels, "folder": str(c.folder)}
+            for c in cells
+        }
+        rows = [vars(records[c.id]) | more[c.id] | {"bytes": sizes[c.id]} for c in cells]
         print(json.dumps({"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}, indent=1, default=str))
         return
     _print_study(chosen, records, sizes)
 
 
 def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int | None]) -> None:
+    from consilium.config.code import code_of
     from consilium.report.study_cells import earlier_cells
+    from consilium.study.cell import outdated
     from consilium.study.study import named
     from consilium.study.view import cells_table, duration
 
@@ -108,6 +115,7 @@ def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int |
         _say(f"{named(labels)}: left out: {reason}")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
         _say(f"{len(older)} cells of an earlier form of this study, in no table: {', '.join(map(str, older))}")
+    _tell_outdated([cell.name for cell in cells if outdated(records[cell.id], code_of(cell.load()))])
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
@@ -125,13 +133,14 @@ def study_run(
     smoke: SmokeOption = False,
     small: SmallOption = False,
     workspace: WorkspaceOption = None,
+    again: Annotated[bool, typer.Option("--again", help="run cells anew that are done by code that has changed since")] = False,
 ) -> None:
     """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
     chosen = _load(study, smoke, small, workspace)
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     try:
         with stoppable():
-            failed = _run(chosen, only or [], given, workers)
+            failed = _run(chosen, only or [], given, workers, again)
     except KeyboardInterrupt:
         short = Path(sys.argv[0]).name
         command = shlex.join([short if shutil.which(short) == sys.argv[0] else sys.argv[0], *sys.argv[1:]])
@@ -141,25 +150,33 @@ def study_run(
         raise typer.Exit(1)
 
 
-def _run(study: "Study", only: list[str], given: Given, workers: int) -> int:
+def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> int:
     """Run the cells that `only` leaves; return how many failed."""
     from consilium.report.study_cells import keep_cells
-    from consilium.study.cell import log_of
+    from consilium.study.cell import log_of, outdated
     from consilium.study.plan import Planner
     from consilium.study.run import run_study
     from consilium.study.study import pick
     from consilium.study.view import StudyView
 
-    cells = Planner(given, study.workspace).plan(pick(study, only))
+    cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
     with StudyView(Console(), study.name, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     _say(f"{len(cells) - len(failed)} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
+    _tell_outdated([one.cell.name for one in cells if outdated(ended[one.cell.id], one.code)])
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
             _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
     return len(failed)
+
+
+def _tell_outdated(names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        told = f"{len(names)} cells are done by code that has changed since: {'; '.join(names[:3])}{more}"
+        _say(f"{told}; `consilium study run --again` runs them anew", "yellow")
 
 
 def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> "Study":

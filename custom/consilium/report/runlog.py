@@ -13,6 +13,7 @@ import yaml
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from consilium.config.code import code_of
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.linalg.together import norm
@@ -54,7 +55,9 @@ class RunLog:
         self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
         write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-        write_atomic(folder / "versions.json", json.dumps(versions() | config.packages, indent=1).encode())
+        write_atomic(
+            folder / "versions.json", json.dumps(versions() | config.packages | {"code": code_of(config)}, indent=1).encode()
+        )
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> None:

@@ -32,8 +32,8 @@ State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
 class Record:
     """How far a cell is.
 
-    `data`: see Planned; `folder`: of its data, in `--data`, None in records of former versions; `place`: see Cell;
-    `seconds`: what it took, without parts that were interrupted.
+    `data` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in those;
+    `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
     """
 
     state: State = "waiting"
@@ -44,6 +44,7 @@ class Record:
     overrides: tuple[str, ...] = ()
     place: int = 0
     folder: str | None = None
+    code: str = ""
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -82,9 +83,14 @@ def log_of(folder: Path) -> Path:
 
 
 def finished(planned: Planned) -> bool:
-    """Tell whether nothing is left to do: the cell is done, with these data."""
+    """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
     record = _stored(planned.cell.folder)
-    return record.state == "done" and record.data == planned.data
+    return record.state == "done" and record.data == planned.data and not (planned.again and outdated(record, planned.code))
+
+
+def outdated(record: Record, code: str) -> bool:
+    """Tell whether a cell is done by other code than this. One of a version that noted none is not."""
+    return record.state == "done" and record.code not in ("", code)
 
 
 def run_cell(planned: Planned, observer: Observer) -> Record:
@@ -131,17 +137,23 @@ def _reason(error: Exception, refused: str) -> str:
 
 
 def _begun(planned: Planned) -> Record:
-    """Return the record of a cell that begins or goes on; a run on other data is set aside, and comes back with them."""
-    folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    """Return the record of a cell that begins or goes on; a run on other data, or by other code, is set aside."""
+    here, before = planned.cell, _stored(planned.cell.folder)
     if before.data and before.data != planned.data:
-        aside = private_folder(folder.parent.parent / "set-aside")
-        folder.rename(aside / f"{folder.name}-{before.data}")
-        with suppress(FileNotFoundError):
-            (aside / f"{folder.name}-{planned.data}").rename(folder)
-        before = _stored(folder)
-    here = planned.cell
+        before = _exchanged(here.folder, before.data, planned.data)
+    if planned.again and outdated(before, planned.code):
+        before = _exchanged(here.folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
     before = replace(before, labels=here.labels, overrides=tuple(here.overrides), place=here.place, folder=here.data)
-    return replace(before, state="running", data=planned.data)
+    return replace(before, state="running", data=planned.data, code=planned.code)
+
+
+def _exchanged(folder: Path, old: str, new: str) -> Record:
+    """Set a cell's folder aside under what it ran with, bring that of `new` back where there is one, and return its record."""
+    aside = private_folder(folder.parent.parent / "set-aside")
+    folder.rename(aside / f"{folder.name}-{old}")
+    with suppress(FileNotFoundError):
+        (aside / f"{folder.name}-{new}").rename(folder)
+    return _stored(folder)
 
 
 def _simulate(planned: Planned, observer: Observer) -> None:

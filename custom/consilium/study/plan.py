@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from consilium.config.code import code_of
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.federation.build import assemble_job
@@ -16,12 +17,17 @@ from consilium.study.study import Cell
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell that can run. `data`: what tells its sites' data and checkpoints from others."""
+    """A cell that can run. `data`: what tells its sites' data and checkpoints from others; `code`: see `code_of`.
+
+    `again`: a cell that is done runs anew where its code has changed.
+    """
 
     cell: Cell
     given: Given
     names: tuple[str, ...]
     data: str
+    code: str = ""
+    again: bool = False
 
     def sites(self) -> dict[str, SiteConfig]:
         """Return the sites' configurations."""
@@ -29,10 +35,10 @@ class Planned:
 
 
 class Planner:
-    """Checks cells, each job and each data set once. `workspace` keeps what was found of the data."""
+    """Checks cells, each job and each data set once. `workspace` keeps what was found of the data; `again`: see Planned."""
 
-    def __init__(self, given: Given, workspace: Path) -> None:
-        self.given, self.contents = given, Contents(workspace)
+    def __init__(self, given: Given, workspace: Path, again: bool = False) -> None:
+        self.given, self.contents, self.again = given, Contents(workspace), again
         self._assembled: set[str] = set()
         self._data: dict[str, str] = {}
 
@@ -51,7 +57,7 @@ class Planner:
         self._assemble(cell, config)
         data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
         planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
-        return Planned(cell, planned.given, planned.names, self._digest(config, planned.sites()))
+        return replace(planned, data=self._digest(config, planned.sites()), code=code_of(config), again=self.again)
 
     def _assemble(self, cell: Cell, config: JobConfig) -> None:
         """Raise ConfigError where parts of a job do not fit together; a seed makes no difference to that."""

@@ -130,11 +130,12 @@ class StudyView:
 
 
 def _before(planned: Planned) -> Record:
-    """Return how far a cell is, to one who is about to run it: a failed one goes on, one of other data begins."""
+    """Return how far a cell is, to one who is about to run it: a failed one goes on, one of other data or code begins."""
     record = record_of(planned.cell.folder)
     if finished(planned) or record.state in ("waiting", "elsewhere"):
         return record
-    return replace(record, state="broken" if record.data == planned.data else "waiting")
+    goes_on = record.data == planned.data and record.state != "done"
+    return replace(record, state="broken" if goes_on else "waiting")
 
 
 def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int) -> Table:
