@@ -175,6 +175,12 @@ def test_cells_of_a_study_that_read_other_files_do_not_compare(tmp_path: Path) -
     assert why(of_data(first, "all"), of_data(second, "3", **few)) == []  # an axis of images a site
     assert why(of_data(first, "3 of 0", **few), of_data(second, "3 of 1", **few)) == []  # each seed draws its own
     assert why(of_data(first, ""), of_data(second, "new")) == []  # a run of before there was such a record
+    drawn = of_data(first, "3 of 0", **few), of_data(second, "3 of 1", **few)
+    kept, renewed = (replace(one, whole=whole) for one, whole in zip(drawn, ("old set", "new set"), strict=True))
+    assert why(kept, renewed)[0].startswith("b: its sites' data or settings are not those of a;")
+    assert why(replace(drawn[0], whole="old set"), replace(drawn[1], whole="old set")) == []
+    assert why(kept, drawn[1]) == []  # one of before it was noted
+    assert why(kept, replace(of_data(second, "all"), whole="new set")) != []  # some of the old set against all of the new
 
 
 def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(tmp_path: Path) -> None:

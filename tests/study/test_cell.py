@@ -13,6 +13,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.study.cell import Record, _begun, _lock, record_of, run_cell
 from consilium.study.plan import Planned, Planner
+from consilium.study.run import run_study
 from consilium.study.study import load
 from tests.study.conftest import MakeStudy
 
@@ -123,3 +124,17 @@ def test_cells_that_draw_other_samples_have_other_data(study_file: MakeStudy, tm
     path = study_file(axes={"seed": {"training.seed": [0, 1]}}, set={"sites": 2, "data": {"most_training": 1}})
     one, other = planned(path, tmp_path / "w", tmp_path / "data")
     assert one.data != other.data
+    assert one.whole == other.whole != one.data
+    pictures = sorted((tmp_path / "data" / "site-1").rglob("*.png"))
+    for picture in pictures:  # one that seed 0 does not draw, but for two of eight: image and mask
+        before = picture.read_bytes()
+        picture.write_bytes(before + b"0")
+        changed = planned(path, tmp_path / "w", tmp_path / "data")
+        picture.write_bytes(before)
+        if changed[0].data == one.data and changed[1].data == other.data:
+            break
+    assert changed[0].whole == changed[1].whole != one.whole
+    Record("done", data=one.data, whole=one.whole, labels={"seed": "old name"}).save(one.cell.folder)
+    assert run_study([changed[0]], 1, lambda *_: None)[one.cell.id].state == "done"
+    record = record_of(one.cell.folder)  # its own samples are the same: it is a run on the changed set too
+    assert (record.whole, record.labels) == (changed[0].whole, {"seed": "0"})

@@ -12,9 +12,11 @@ import pytest
 from consilium import strategies as package
 from consilium.config.code import code_of
 from consilium.config.site import Given
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
 from consilium.study.cell import Record, _begun, finished, outdated, record_of
+from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
 from consilium.study.study import Cell, Study, load
 from consilium.use.model import cell_folder
@@ -171,6 +173,31 @@ def test_the_code_of_an_algorithm_is_its_files_and_those_of_its_bases_alone(stud
     files = {f"consilium.strategies.{name}": (strategies / f"{name}.py").read_bytes() for name in names}
     wanted = b"\0".join(name.encode() + text for name, text in files.items())
     assert prox == hashlib.sha256(wanted).hexdigest()[:16]
+
+
+def test_show_tells_which_cells_ran_on_other_data_and_the_bytes_of_the_sites_there(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for site in ("a", "b"):
+        make_phantoms(tmp_path / "data" / site, "fundus", site, 0, 2, 0, 1, 64, 0.5, 0.5)
+    path, w = study_file(axes={"method": RATES}, set={"data": {}}), tmp_path / "w"
+    study = load(path, workspace=w)
+    for one in Planner(Given(tmp_path / "data"), w).plan(study.cells()):
+        done(one.cell, 0.5, data=one.data if one.cell.labels["method"] == "A" else "other")
+    words = ("study", "show", path, "--workspace", w)
+
+    def shown(*more: object) -> list[dict[str, Any]]:
+        assert run(monkeypatch, *words, "--format", "json", *more) == 0
+        return list(json.loads(capsys.readouterr().out)["cells"])
+
+    assert [(one["state"], one["bytes"]) for one in shown()] == [("done", None)] * 2
+    with_data = shown("--data", tmp_path / "data")
+    assert [one["state"] for one in with_data] == ["done", "other data"]
+    two_sites = load(study_file(axes={"method": RATES}), workspace=w).cells()[0]  # of the same job, on generated data
+    study_file(axes={"method": RATES}, set={"data": {}})
+    assert [one["bytes"] for one in with_data] == [bytes_of(two_sites)] * 2
+    assert run(monkeypatch, *words, "--data", tmp_path / "data") == 0
+    assert "1 of 2 cells done, 0 failed, 1 of other data, which `study run` runs anew" in capsys.readouterr().out
 
 
 def test_an_axis_of_seeds_of_any_name_is_no_method_on_the_page(

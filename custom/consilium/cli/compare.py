@@ -130,7 +130,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
             run = read_run(cell.folder, cell.name, labels)
-            found.append(replace(run, data=(cell.data, record_of(cell.folder).data)))
+            record = record_of(cell.folder)
+            found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError:
             absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
     if not found:

@@ -110,7 +110,8 @@ def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
         record = record_of(cell.folder)
         try:
             run = read_run(cell.folder, ", ".join(cell.labels.values()) or cell.folder.name, cell.method)
-            found.append(run if record.folder is None else replace(run, data=(record.folder, record.data)))
+            data = None if record.folder is None else (record.folder, record.data)
+            found.append(run if data is None else replace(run, data=data, whole=record.whole))
         except ConfigError as error:
             if (job := cell.folder / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)

@@ -20,6 +20,7 @@ from consilium.errors import ConfigError
 from consilium.report.clean import line
 
 if TYPE_CHECKING:
+    from consilium.study.cell import Record
     from consilium.study.study import Study
 
 app = typer.Typer(no_args_is_help=True, help="Run grids of jobs: methods, ranks, splits, seeds.")
@@ -75,20 +76,23 @@ def _summary(study: "Study", count: bool, tflops: float) -> dict[str, Any]:
 @app.command("show")
 def study_show(
     study: StudyArgument,
+    data: DataOption = None,
+    checkpoints: CheckpointsOption = None,
     smoke: SmokeOption = False,
     small: SmallOption = False,
     workspace: WorkspaceOption = None,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Show a study's cells: how far each is, what it took, what it will send, and what is left out and why."""
+    """Show a study's cells: how far each is, what it took, the MB it will send, and what is left out and why.
+
+    With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
+    """
     from consilium.config.code import code_of
-    from consilium.study.cell import outdated, record_of
-    from consilium.study.estimate import bytes_of
+    from consilium.study.cell import outdated
 
     chosen = _load(study, smoke, small, workspace)
     cells = chosen.cells()
-    records = {cell.id: record_of(cell.folder) for cell in cells}
-    sizes = {cell.id: bytes_of(cell) for cell in cells}
+    records, sizes = _standing(chosen, _given(data, checkpoints))
     if format is Format.JSON:
         more = {
             c.id: {"outdated": outdated(records[c.id], code_of(c.load())), "labels": c.labels, "folder": str(c.folder)}
@@ -100,7 +104,25 @@ def study_show(
     _print_study(chosen, records, sizes)
 
 
-def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int | None]) -> None:
+def _given(data: Path | None, checkpoints: Path | None) -> Given:
+    return Given(data and data.resolve(), checkpoints and checkpoints.resolve())
+
+
+def _standing(study: "Study", given: Given) -> "tuple[dict[str, Record], dict[str, int | None]]":
+    """Return how far each cell is and the bytes it will send; with a folder of data, as it stands to them."""
+    from consilium.study.cell import held, record_of
+    from consilium.study.estimate import bytes_of
+    from consilium.study.plan import Planner
+
+    records = {cell.id: record_of(cell.folder) for cell in study.cells()}
+    if given.data is None:
+        return records, {cell.id: bytes_of(cell) for cell in study.cells()}
+    planned = Planner(given, study.workspace).plan(study.cells())
+    sizes = {one.cell.id: bytes_of(one.cell, len(one.names)) for one in planned}
+    return {one.cell.id: held(records[one.cell.id], one.data) for one in planned}, sizes
+
+
+def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, int | None]) -> None:
     from consilium.config.code import code_of
     from consilium.report.study_cells import earlier_cells
     from consilium.study.cell import outdated
@@ -119,8 +141,9 @@ def _print_study(study: "Study", records: dict[str, Any], sizes: dict[str, int |
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
-    failed = sum(record.state == "failed" for record in records.values())
-    _say(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
+    failed, other = (sum(record.state == state for record in records.values()) for state in ("failed", "other data"))
+    failed_or = f"{failed} failed" + (f", {other} of other data, which `study run` runs anew" if other else "")
+    _say(f"{len(took)} of {len(cells)} cells done, {failed_or}{more}; the runs are in {study.workspace / 'cells'}")
 
 
 @app.command("run")
@@ -137,10 +160,9 @@ def study_run(
 ) -> None:
     """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
     chosen = _load(study, smoke, small, workspace)
-    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     try:
         with stoppable():
-            failed = _run(chosen, only or [], given, workers, again)
+            failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
         short = Path(sys.argv[0]).name
         command = shlex.join([short if shutil.which(short) == sys.argv[0] else sys.argv[0], *sys.argv[1:]])

@@ -24,16 +24,17 @@ from consilium.study.plan import Planned
 RECORD = "cell.json"
 MOST_REASON = 600
 """Characters of why a cell failed."""
-State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done"]
-"""`elsewhere`: another process is at it; `broken`: it was interrupted and goes on from its checkpoint."""
+State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done", "other data"]
+"""`elsewhere`: another process is at it; `broken`: it was interrupted and goes on from its checkpoint;
+`other data`: it will run anew, see `held`."""
 
 
 @dataclass(frozen=True)
 class Record:
     """How far a cell is.
 
-    `data` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in those;
-    `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
+    `data`, `whole` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in
+    those; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
     """
 
     state: State = "waiting"
@@ -45,6 +46,7 @@ class Record:
     place: int = 0
     folder: str | None = None
     code: str = ""
+    whole: str = ""
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -77,6 +79,12 @@ def _lock(folder: Path) -> FileLock:
     return file_lock(folder.with_name(f".{folder.name}.lock"), wait=False)
 
 
+def held(record: Record, data: str) -> Record:
+    """Return a record as it stands to these data: what ran on others will run anew."""
+    other = record.state in ("done", "failed", "broken") and record.data not in ("", data)
+    return replace(record, state="other data") if other else record
+
+
 def log_of(folder: Path) -> Path:
     """Return where the texts go that a cell's process prints; beside the folder, as it may be set aside."""
     return private_folder(folder.parent) / f"{folder.name}.log"
@@ -86,6 +94,14 @@ def finished(planned: Planned) -> bool:
     """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
     record = _stored(planned.cell.folder)
     return record.state == "done" and record.data == planned.data and not (planned.again and outdated(record, planned.code))
+
+
+def renewed(planned: Planned) -> Record:
+    """Return the record of a finished cell, with what the study calls it now and what its data are part of now."""
+    before = _stored(planned.cell.folder)
+    if (now := _described(before, planned)) != before:
+        now.save(planned.cell.folder)
+    return now
 
 
 def outdated(record: Record, code: str) -> bool:
@@ -138,13 +154,19 @@ def _reason(error: Exception, refused: str) -> str:
 
 def _begun(planned: Planned) -> Record:
     """Return the record of a cell that begins or goes on; a run on other data, or by other code, is set aside."""
-    here, before = planned.cell, _stored(planned.cell.folder)
+    folder, before = planned.cell.folder, _stored(planned.cell.folder)
     if before.data and before.data != planned.data:
-        before = _exchanged(here.folder, before.data, planned.data)
+        before = _exchanged(folder, before.data, planned.data)
     if planned.again and outdated(before, planned.code):
-        before = _exchanged(here.folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
-    before = replace(before, labels=here.labels, overrides=tuple(here.overrides), place=here.place, folder=here.data)
-    return replace(before, state="running", data=planned.data, code=planned.code)
+        before = _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
+    return replace(_described(before, planned), state="running", data=planned.data, code=planned.code)
+
+
+def _described(record: Record, planned: Planned) -> Record:
+    """Return a record with what a study says of its cell."""
+    cell = planned.cell
+    named = replace(record, labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place)
+    return replace(named, folder=cell.data, whole=planned.whole)
 
 
 def _exchanged(folder: Path, old: str, new: str) -> Record:

@@ -55,15 +55,16 @@ def keep(study: Study) -> float | None:
     return flops
 
 
-def bytes_of(cell: Cell) -> int | None:
-    """Return the bytes of tensors up and down of a whole run, all sites together; 0 where data are pooled.
+def bytes_of(cell: Cell, count: int = 0) -> int | None:
+    """Return the bytes of tensors up and down of a whole run of `count` sites, all together; 0 where data are pooled.
 
-    None where neither the study nor generated data say how many sites there are.
+    Without a count the study or generated data say it; None where these do not.
     """
     job = assemble_job(cell.load(), cell.base)
-    if not cell.sites and job.config.data.phantoms is None:
+    if not count and (cell.sites or job.config.data.phantoms is not None):
+        count = len(site_names(cell.sites, None))
+    if not count:
         return None
-    count = len(site_names(cell.sites, None))
     strategy, federation = job.strategy, job.config.federation
     if strategy.pools_data:
         return 0

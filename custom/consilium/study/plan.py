@@ -19,6 +19,7 @@ from consilium.study.study import Cell
 class Planned:
     """A cell that can run. `data`: what tells its sites' data and checkpoints from others; `code`: see `code_of`.
 
+    `whole`: the same of all samples, whichever of them a seed draws with `data.most_training`.
     `again`: a cell that is done runs anew where its code has changed.
     """
 
@@ -27,6 +28,7 @@ class Planned:
     names: tuple[str, ...]
     data: str
     code: str = ""
+    whole: str = ""
     again: bool = False
 
     def sites(self) -> dict[str, SiteConfig]:
@@ -57,7 +59,9 @@ class Planner:
         self._assemble(cell, config)
         data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
         planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
-        return replace(planned, data=self._digest(config, planned.sites()), code=code_of(config), again=self.again)
+        sites, undrawn = planned.sites(), config.data.model_copy(update={"most_training": None})
+        whole = self._digest(config.model_copy(update={"data": undrawn}), sites)
+        return replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), again=self.again)
 
     def _assemble(self, cell: Cell, config: JobConfig) -> None:
         """Raise ConfigError where parts of a job do not fit together; a seed makes no difference to that."""

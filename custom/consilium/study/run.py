@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import connection
 
-from consilium.study.cell import Record, fail, finished, record_of
+from consilium.study.cell import Record, fail, finished, renewed
 from consilium.study.plan import Planned
 from consilium.study.worker import Progress, Worker
 
@@ -22,7 +22,7 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, Recor
     A cell that another process runs is waited for. With the same number of workers results are the same to the bit.
     """
     left = [one for one in cells if not finished(one)]
-    ended = {one.cell.id: record_of(one.cell.folder) for one in cells if one not in left}
+    ended = {one.cell.id: renewed(one) for one in cells if one not in left}
     crew = Crew(workers, deque(left), told)
     try:
         return ended | crew.run()

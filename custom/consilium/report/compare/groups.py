@@ -135,14 +135,21 @@ def differs(one: Run, other: Run) -> str | None:
         return f"scored by {other.metric} on {other.split}, {one.name} by {one.metric} on {one.split}"
     if one.sites != other.sites:
         return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
-    if one.data[1] and other.data[1] and one.data != other.data and _read(one) == _read(other):
+    if _changed(one, other):
         return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
     return _other_images(one, other)
 
 
-def _read(run: Run) -> list[Any]:
+def _changed(one: Run, other: Run) -> bool:
+    """Tell whether two cells of a study that read the same files found other content there."""
+    whole = bool(one.whole and other.whole)
+    content = (one.whole, other.whole) if whole else (one.data[1], other.data[1])
+    return all(content) and content[0] != content[1] and _read(one, whole) == _read(other, whole)
+
+
+def _read(run: Run, whole: bool) -> list[Any]:
     """Return what decides which content a run of a study reads: where it is equal, other content has been changed since."""
-    most = run.settings.get("data.most_training")  # which samples these are depends on the seed
+    most = None if whole else run.settings.get("data.most_training")  # which samples these are depends on the seed
     fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
     return [run.data[0], fields, most, run.seed if most else None]
 

@@ -36,7 +36,7 @@ class Run:
     many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
     `test_only`: sites that did not train. `noted`: diagnostics by round and phase. `data`: of a study's cell, its folder of the
-    data, and what tells their content from other; "" where there is none.
+    data, and what tells their content from other, of all samples in `whole`; "" where there is none.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Run:
     test_only: frozenset[str] = frozenset()
     noted: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     data: tuple[str, str] = ("", "")
+    whole: str = ""
 
     @property
     def seed(self) -> int:
