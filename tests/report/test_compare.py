@@ -633,6 +633,16 @@ def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) ->
     assert along(table_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")
 
 
+def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -> None:
+    runs = []
+    for sites in ("2", "3"):
+        folder = make(tmp_path / sites, {f"s{i}": 0.5 for i in range(int(sites))})
+        runs.append(read_run(folder, folder.name, {"method": "FedIT", "sites": sites}))
+    groups, _ = grouped(runs)
+    told = "the values of sites are other data, which do not share a picture"
+    assert [along(table_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [(None, told)] * 2
+
+
 def note_in(folder: Path, *events: dict[str, Any]) -> Path:
     """Put lines at the start of a run's record."""
     path = folder / "metrics.jsonl"

@@ -19,6 +19,14 @@ def axis_of(table: Table) -> str:
     return next((axis for axis in axes if _numbers({one.get(axis, "") for one in labels})), "")
 
 
+def _why_not(table: Table) -> str:
+    """Return why a table has no such picture."""
+    labels = table.group.first.labels
+    if axis := next((axis for axis in labels if axis in table.group.data_axes and _is_number(labels[axis])), ""):
+        return f"the values of {axis} are other data, which do not share a picture"
+    return "no axis of a study has numbers"
+
+
 def _numbers(values: set[str]) -> bool:
     words = [value for value in values if not _is_number(value)]
     return len(words) <= 1 and len(values) - len(words) >= FEWEST
@@ -54,7 +62,7 @@ def along(table: Table) -> tuple[Figure | None, str]:
     axis = axis_of(table)
     found = lines(table, axis) if axis else {}
     if not found:
-        return None, "no axis of a study has numbers"
+        return None, _why_not(table)
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, found)

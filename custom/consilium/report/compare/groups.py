@@ -39,13 +39,14 @@ class Absent:
 class Group:
     """Runs that compare, by method and seed. `name` is "" where there is one group only; `left`: runs left out, and why.
 
-    `absent`: why a run is missing, by method and seed.
+    `absent`: why a run is missing, by method and seed; `data_axes`: axes of the study that choose data, one value a group.
     """
 
     name: str
     runs: Mapping[tuple[str, str], Run]
     left: tuple[str, ...] = ()
     absent: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    data_axes: frozenset[str] = frozenset()
 
     @property
     def first(self) -> Run:
@@ -83,7 +84,8 @@ def grouped(runs: Sequence[Run], absent: Sequence[Absent] = ()) -> tuple[list[Gr
     made = []
     for name, group in zip(names, found, strict=True):
         labels = method_labels(group, unnamed)
-        made.append(_with_absent(_group(name, group, labels), group, labels, absent, axes, unnamed))
+        one = replace(_group(name, group, labels), data_axes=frozenset(axes))
+        made.append(_with_absent(one, group, labels, absent, axes, unnamed))
     return made, why
 
 
