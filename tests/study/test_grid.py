@@ -147,6 +147,12 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ({"axes": {"gate": {True: {}, False: {}}}}, "text or a number, not True; put it in quotes"),
         ({"axes": {"method": METHODS}, "base": "nowhere"}, "no job.yaml there"),
         ({"axes": {}}, "axes"),
+        (
+            {"axes": {"My axis": METHODS}},
+            "'My axis': expected a name of 1 to 40 small letters a to z, digits and _, with",
+        ),
+        ({"axes": {"method": {"a/b": {}}}}, "'a/b': expected a name of 1 to 40 printable characters without = and , and /"),
+        ({"axes": {"method": {"a" * 41: {}}}}, "expected a name of 1 to 40 printable characters without = and , and /"),
         ({"axes": {"method": METHODS}, "sed": 1}, "sed: unknown field"),
         ({"axes": {"method": METHODS}, "set": {"sites": [1]}}, "sites: [1]: expected a number or text"),
         ({"axes": {name: {"training.seed": list(range(200))} for name in ("a", "b")}}, "40000 cells, over 10000"),

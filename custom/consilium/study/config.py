@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from consilium.schema import Section, nearest
 
@@ -32,8 +32,22 @@ def _label(name: Any) -> str:
     return str(name)
 
 
-Label = Annotated[str, Field(pattern=r"^[^=,\p{C}\p{Zl}\p{Zp}]+$", max_length=40, description="printable, without = and ,")]
-AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+def _or(words: str) -> WrapValidator:
+    """Return what tells in words which texts a pattern takes."""
+
+    def check(raw: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return inner(raw)
+        except ValidationError:
+            raise ValueError(words) from None
+
+    return WrapValidator(check)
+
+
+LABEL = "a name of 1 to 40 printable characters without = and , and /"
+AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
+Label = Annotated[str, Field(pattern=r"^[^=,/\p{C}\p{Zl}\p{Zp}]+$", max_length=40), _or(LABEL)]
+AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _or(AXIS)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_labelled)]
 Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in (raw if isinstance(raw, list) else [raw])])]
