@@ -27,7 +27,7 @@ from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, published_sheet, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
-from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets
+from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets, trained_set
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions
@@ -641,6 +641,22 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
     groups, _ = grouped(runs)
     told = "the values of sites are other data, which do not share a picture"
     assert [along(table_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [(None, told)] * 2
+
+
+@pytest.mark.parametrize(("width", "heading"), [(40, "Klinikum rechts der Elbe"), (28, "Kliniku…r Elbe")])
+def test_headings_are_whole_where_there_is_room(width: int, heading: str) -> None:
+    sheet = Sheet("t", [Column("method", right=False), Column("Klinikum rechts der Elbe")], [["FedIT", "0.5"]])
+    console = Console(width=width, file=io.StringIO())
+    console.print(formats.terminal(sheet, width))
+    assert console.file.getvalue().splitlines()[2].split("  ")[-1].strip() == heading  # type: ignore[attr-defined]
+    assert "no room" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_frozen_decoder_is_in_no_trained_set(tmp_path: Path) -> None:
+    run = read_run(make(tmp_path / "a", {"s": 0.5}))
+    assert run.settings["adapter.decoder"] == "freeze"
+    assert "decoder" not in trained_set(run)
+    assert trained_set(replace(run, settings={**run.settings, "adapter.decoder": "share"})).endswith(", decoder share")
 
 
 def note_in(folder: Path, *events: dict[str, Any]) -> Path:

@@ -1,6 +1,8 @@
 """A study that is changed after it ran: which cells are its own, and what still counts."""
 
+import csv
 import hashlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -117,6 +119,32 @@ def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Pat
     assert len(cells) == 4
 
 
+def test_a_study_that_did_not_run_says_how_and_a_run_of_it_is_compared_by_its_values(
+    study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study_file(axes={"method": RATES}, set={"data": {}}, smoke={"set": {"training.rounds": 2}})
+    path, w = path.rename(path.with_name("my study.yaml")), tmp_path / "my w"
+    assert run(monkeypatch, "compare", path, "--smoke", "--workspace", w) == 2
+    command = f"consilium study run '{path}' --smoke --workspace '{w}' --data FOLDER"
+    assert capsys.readouterr().err.endswith(f"no cell is done; run it: {command}\n")
+    begun(load(path, workspace=w))
+    for cell, score in zip(load(path, workspace=w).cells(), (0.25, 0.75), strict=True):
+        done(cell, score)
+    assert run(monkeypatch, "compare", w / "method=A", w / "method=B", "--format", "csv") == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [row["value"] for row in rows if (row["model"], row["metric"]) == ("global", "accuracy")] == ["0.25", "0.75"]
+    assert run(monkeypatch, "compare", w / "method=C") == 2
+    assert "one of: method=A, method=B" in capsys.readouterr().err
+
+
+def test_studies_are_listed_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "study", "list") == 2
+    assert capsys.readouterr().err.startswith("jobs/studies: no such folder here; call this in the folder of Consilium's")
+
+
 PLUGIN = """from dataclasses import dataclass
 from typing import ClassVar
 from consilium.strategies.fedit import FedIT
@@ -147,7 +175,7 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     source.write_text(PLUGIN + "    mu: float = 0.5\n")
     assert [finished(one) for one in planned()] == [True, True]
     assert [finished(one) for one in planned(again=True)] == [True, False]
-    told = "1 cells are done by code that has changed since: method=mine; `consilium study run --again` runs them anew"
+    told = "1 cell done by code that has changed since: method=mine; `consilium study run --again` runs them anew"
     for words in (["show", path], ["run", path]):
         assert run(monkeypatch, "study", *words, "--workspace", w) == 0
         assert told in " ".join(capsys.readouterr().out.split())
@@ -191,6 +219,8 @@ def test_show_tells_which_cells_ran_on_other_data_and_the_bytes_of_the_sites_the
         return list(json.loads(capsys.readouterr().out)["cells"])
 
     assert [(one["state"], one["bytes"]) for one in shown()] == [("done", None)] * 2
+    assert run(monkeypatch, *words) == 0
+    assert "MB: --data FOLDER tells how many sites there are" in capsys.readouterr().out
     with_data = shown("--data", tmp_path / "data")
     assert [one["state"] for one in with_data] == ["done", "other data"]
     two_sites = load(study_file(axes={"method": RATES}), workspace=w).cells()[0]  # of the same job, on generated data

@@ -1,6 +1,7 @@
 """The command `consilium compare`."""
 
 import io
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from consilium.report.compare.published import Published
     from consilium.report.compare.runs import Run
     from consilium.report.compare.sheets import Sheet
+    from consilium.study.study import Study
 
 
 YAML = (".yaml", ".yml")
@@ -46,7 +48,8 @@ class Model(StrEnum):
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="STUDY|RUN...", help="a study's file or name, or folders of `simulate --workspace`")
+        list[Path],
+        typer.Argument(metavar="STUDY|RUN...", help="a study's file or name, or runs: folders or STUDY/AXIS=VALUE"),
     ],
     format: Annotated[
         TableFormat | None, typer.Option("--format", help="md, tex; csv: a row per score; by -o's ending, else txt")
@@ -65,6 +68,7 @@ def compare(
     from consilium.messages import Stage
     from consilium.report.compare.sheets import sheets
 
+    runs = [_cell(path) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
     stage = Stage(model.value)
     _check(groups, metric, against)
@@ -76,6 +80,13 @@ def compare(
         notes += undrawn
         typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
     _show(groups, tables, notes, _format(format, output), output)
+
+
+def _cell(path: Path) -> Path:
+    """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
+    from consilium.use.model import cell_folder
+
+    return path if path.exists() or "=" not in path.name else cell_folder(path)
 
 
 def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
@@ -135,7 +146,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
         except ConfigError:
             absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
     if not found:
-        raise ConfigError(f"{path}: no cell is done; run it: consilium study run {path}")
+        raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
     groups, why = grouped(found, absent)
     numbers = read_published(study.published, axes)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
@@ -144,6 +155,14 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
         return groups, [*notes, f"the published numbers are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers)
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
+
+
+def _command(study: "Study", path: Path, workspace: Path | None) -> str:
+    """Return the command that runs a study."""
+    size = [f"--{study.size}"] if study.size else []
+    data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
+    place = ["--workspace", str(workspace)] if workspace else []
+    return shlex.join(["consilium", "study", "run", str(path), *size, *place, *data])
 
 
 def _how_far(folder: Path) -> str:

@@ -41,6 +41,9 @@ def study_list(
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     from consilium.study.study import STUDIES, load
 
+    if not STUDIES.is_dir():
+        remedy = "call this in the folder of Consilium's repository, or give other commands a study's file"
+        raise ConfigError(f"{STUDIES}: no such folder here; {remedy}")
     found = [_summary(load(path), count, tflops) for path in sorted(STUDIES.glob("*.yaml"))]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
@@ -135,8 +138,10 @@ def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, 
         _say(f"{cell.name}: failed: {records[cell.id].reason}")
     for labels, reason in study.excluded():
         _say(f"{named(labels)}: left out: {reason}")
+    if None in sizes.values():
+        _say("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        _say(f"{len(older)} cells of an earlier form of this study, in no table: {', '.join(map(str, older))}")
+        _say(f"{_cells(len(older))} of an earlier form of this study, in no table: {', '.join(map(str, older))}")
     _tell_outdated([cell.name for cell in cells if outdated(records[cell.id], code_of(cell.load()))])
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
@@ -197,8 +202,12 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
 def _tell_outdated(names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        told = f"{len(names)} cells are done by code that has changed since: {'; '.join(names[:3])}{more}"
+        told = f"{_cells(len(names))} done by code that has changed since: {'; '.join(names[:3])}{more}"
         _say(f"{told}; `consilium study run --again` runs them anew", "yellow")
+
+
+def _cells(count: int) -> str:
+    return f"{count} cell{'' if count == 1 else 's'}"
 
 
 def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> "Study":

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -145,19 +146,22 @@ def terminal(sheet: Sheet, width: int) -> Lines:
     """Return a table for a terminal: in a narrow one without the columns that matter least, which it names."""
     grid = _fitting(sheet, width)
     kept = {str(c.header) for c in grid.columns}
-    gone = [c.heading for c in sheet.columns if _head(c.heading, sheet) not in kept]
+    gone = [c.heading for c in sheet.columns if kept.isdisjoint((shown(c.heading), _head(c.heading, sheet)))]
     notes = list(sheet.notes) + ([f"no room here for: {', '.join(gone)}; --format md has them"] if gone else [])
     return Lines(grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
 
 
 def _fitting(sheet: Sheet, width: int) -> Grid:
-    """Return the widest table that fits: names are shortened a little before columns go, and more where none is left to."""
+    """Return the widest table that fits: whole, or with short headings.
+
+    Names are shortened a little before columns go, and more where none is left to.
+    """
     names = [shown(row[i]) for row in sheet.rows for i, c in enumerate(sheet.columns) if not c.right]
     most, longest = max(c.rank for c in sheet.columns), max(map(cell_len, [*names, ""]))
     rooms = [longest, *(room for room in ROOMS if room < longest)]
     tries = [(keep, room) for keep in range(most, -1, -1) for room in rooms] + [(0, room) for room in range(SHORTEST, 3, -4)]
-    grids = (_grid(sheet, keep, shortened(names, room)) for keep, room in tries)
-    grid = next((grid for grid in grids if needed(grid) <= width), None)
+    short = (_grid(sheet, keep, shortened(names, room)) for keep, room in tries)
+    grid = next((grid for grid in itertools.chain([_grid(sheet, most, {}, whole=True)], short) if needed(grid) <= width), None)
     return grid or _grid(sheet, 0, shortened(names, 4))
 
 
@@ -165,14 +169,15 @@ def _head(heading: str, sheet: Sheet) -> str:
     return shortened([shown(c.heading) for c in sheet.columns], NARROW)[shown(heading)]
 
 
-def _grid(sheet: Sheet, keep: int, names: Mapping[str, str]) -> Grid:
+def _grid(sheet: Sheet, keep: int, names: Mapping[str, str], whole: bool = False) -> Grid:
     grid = Grid(
         title=Text(shown(sheet.title), "italic"), title_justify="left", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
     )
     places = [i for i, c in enumerate(sheet.columns) if c.rank <= keep]
     for i in places:
         column = sheet.columns[i]
-        grid.add_column(_head(column.heading, sheet), justify="right" if column.right else "left", no_wrap=True)
+        head = shown(column.heading) if whole else _head(column.heading, sheet)
+        grid.add_column(head, justify="right" if column.right else "left", no_wrap=True)
     for index, row in enumerate(sheet.rows):
         texts = (names.get(shown(row[i]), shown(row[i])) for i in places)
         grid.add_row(*(Text(text, "bold" if (index, i) in sheet.best else "") for i, text in zip(places, texts, strict=True)))

@@ -225,12 +225,13 @@ def trained_set(run: Run) -> str:
 
 
 def _adapted(run: Run) -> str:
-    """Return the kind of adapter, where it sits, and the decoder."""
+    """Return the kind of adapter, where it sits, and a decoder that trains."""
     found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
     parts = [str(found["kind"])]
     parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
     decoder = found.get("decoder")
-    parts += ["decoder"] if decoder is True else [f"decoder {decoder}"] if isinstance(decoder, str) else []
+    told = f"decoder {decoder}" if isinstance(decoder, str) else "decoder" if decoder is True else ""
+    parts += [told] if told and decoder != "freeze" else []  # a frozen one does not train, and some models have none
     return ", ".join(parts)
 
 
