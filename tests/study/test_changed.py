@@ -67,7 +67,7 @@ def test_a_changed_study_is_reported_and_used_by_its_present_cells(
     assert run(monkeypatch, "study", "show", after.path, "--workspace", w) == 0
     said = capsys.readouterr().out
     folders = sorted(cell.folder for cell in before.cells()[:2])
-    assert f"2 cells of an earlier form of this study, in no table: {folders[0]}, {folders[1]}" in said
+    assert f"2 cells of an earlier form of this study: {folders[0]}, {folders[1]}" in said
 
 
 def test_a_workspace_that_does_not_say_names_both_runs_of_one_name(
@@ -189,6 +189,11 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     done(own.cell, 0.75, data=own.data, code=own.code)
     assert _begun(planned(again=True)[1]).code == first[1].code
     assert json.loads((own.cell.folder / "results.json").read_text())["s"]["test/global/accuracy"] == 0.5  # it came back
+    (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}").mkdir()
+    source.write_text(PLUGIN + "    mu: float = 0.25\n")
+    Record("done", data=own.data, code=first[1].code).save(own.cell.folder)
+    _begun(planned(again=True)[1])  # the place is taken: both are kept
+    assert (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}-former" / "results.json").is_file()
     record = record_of(first[0].cell.folder)
     assert not outdated(replace(record, code=""), "any")  # of a version that noted none
 

@@ -141,7 +141,7 @@ def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, 
     if None in sizes.values():
         _say("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        _say(f"{_cells(len(older))} of an earlier form of this study, in no table: {', '.join(map(str, older))}")
+        _say(f"{_cells(len(older))} of an earlier form of this study: {', '.join(map(str, older))}")
     _tell_outdated([cell.name for cell in cells if outdated(records[cell.id], code_of(cell.load()))])
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)

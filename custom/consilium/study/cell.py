@@ -172,7 +172,10 @@ def _described(record: Record, planned: Planned) -> Record:
 def _exchanged(folder: Path, old: str, new: str) -> Record:
     """Set a cell's folder aside under what it ran with, bring that of `new` back where there is one, and return its record."""
     aside = private_folder(folder.parent.parent / "set-aside")
-    folder.rename(aside / f"{folder.name}-{old}")
+    place = aside / f"{folder.name}-{old}"
+    while place.exists():  # an earlier one failed in between
+        place = place.with_name(f"{place.name}-former")
+    folder.rename(place)
     with suppress(FileNotFoundError):
         (aside / f"{folder.name}-{new}").rename(folder)
     return _stored(folder)
