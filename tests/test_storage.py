@@ -118,6 +118,8 @@ def test_a_lock_is_released_by_any_thread_and_never_waited_for_by_a_name_alone(t
 
 def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
-    with patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
+    full = patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full, pytest.raises(OSError, match="space") as told:
         write_atomic(tmp_path / "a", b"new")
+    assert told.value.filename == str(tmp_path / "a")  # which the system does not name
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

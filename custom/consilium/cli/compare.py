@@ -14,7 +14,7 @@ from consilium.cli.options import FILE_WIDTH, page
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
 from consilium.report.compare import Test
-from consilium.storage import PUBLIC, private_folder, write_atomic
+from consilium.storage import PUBLIC, named, private_folder, write_atomic
 
 if TYPE_CHECKING:
     from consilium.report.compare.groups import Group
@@ -72,7 +72,8 @@ def compare(
     if pictures is not None:
         from consilium.report.compare.pictures import draw
 
-        files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
+        with named(pictures):
+            files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
         notes += undrawn
         typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
     _show(groups, tables, notes, _format(format, output), output)

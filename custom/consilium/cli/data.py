@@ -19,6 +19,7 @@ from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.federation.participants import MOST_SITES
 from consilium.report.clean import line, shown
+from consilium.storage import undone
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 app.command("check")(data_check)
@@ -171,18 +172,19 @@ def data_partition(
 
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
-    if has_texts(source) or source.suffix == ".jsonl":
-        if clusters == 1 or (clusters and by):
-            raise ConfigError("--clusters: take 2 or more, and without --by")
-        kinds = partial(_kinds, clusters, model, seed) if clusters else None
-        found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
-    elif by or clusters:
-        what = f"--by {by}" if by else f"--clusters {clusters}"
-        raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
-    elif local:
-        raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
-    else:
-        found = partition(source, folder, sites, shares, seed, minimum, left_out)
+    with undone(folder):
+        if has_texts(source) or source.suffix == ".jsonl":
+            if clusters == 1 or (clusters and by):
+                raise ConfigError("--clusters: take 2 or more, and without --by")
+            kinds = partial(_kinds, clusters, model, seed) if clusters else None
+            found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
+        elif by or clusters:
+            what = f"--by {by}" if by else f"--clusters {clusters}"
+            raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
+        elif local:
+            raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
+        else:
+            found = partition(source, folder, sites, shares, seed, minimum, left_out)
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
