@@ -279,6 +279,19 @@ def test_patients_interval_by_hand(tmp_path: Path) -> None:
     assert patients_interval(accuracy(*folders), "fedit") == pytest.approx((0.45, 0.55))
 
 
+def test_an_interval_over_patients_stays_where_scores_can_be(tmp_path: Path) -> None:
+    """Five pictures a site of which one, or two, are right: percentile bootstraps of 0 to 0.6 and 0 to 0.8."""
+    folders = made(tmp_path, {"fedit": [[0.2, 0.4]], "fedprox": [[0.0, 0.0]]})
+    for site, high in (("s0", 0.6), ("s1", 0.8)):
+        change(folders[0], site, test__global__accuracy_low=0.0, test__global__accuracy_high=high)
+        change(folders[1], site, test__global__accuracy_low=0.1, test__global__accuracy_high=0.0)  # no score of its own below
+    # mean 0.3; below 0.2 and 0.4: sqrt(0.04 + 0.16) / 2; above 0.4 twice: sqrt(0.16 + 0.16) / 2
+    ends = (0.3 - math.sqrt(0.2) / 2, 0.3 + math.sqrt(0.32) / 2)
+    assert patients_interval(accuracy(*folders), "fedit") == pytest.approx(ends)
+    assert ends[0] > 0
+    assert patients_interval(accuracy(*folders), "fedprox") == (0.0, 0.0)
+
+
 def test_ranks_share_places_and_less_is_better_for_losses(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.9, 0.5]], "ffa_lora": [[0.9, 0.7]], "fedprox": [[0.1, 0.6]]})
     assert ranks(accuracy(*folders)) == ({"fedit": 2.25, "ffa_lora": 1.25, "fedprox": 2.5}, 2)

@@ -169,7 +169,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
         notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
     else:
         notes.append("95 % seeds: percentile bootstrap over seeds; few seeds make it too narrow")
-    notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, normal")
+    notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, by MOVER")
     notes += column_notes(site_columns(table))
     if blocks:
         notes.append(f"rank: 1 is best; averaged over {blocks} sites")
