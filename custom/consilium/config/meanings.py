@@ -149,6 +149,7 @@ MEANINGS: dict[str, str] = {
     "HetLoRA.prune_weight": "weight of the pruning term in a site's loss; 0 never prunes",
     "FedHeLLo.rank": "the rank of a trained layer",
     "FedHeLLo.layers": "those nearest the output or the input, or drawn each round: evenly, or those that training moves most",
+    "FedHL.floor": "keeps a site that lost nothing from taking all",
     "FedRA.share": "the share of the blocks that a site has in a round, at least one",
     "FedRA.by_site": "another share for some sites, by name",
     "FedRA.seed": "fixes the draws, which are public and know no data",
