@@ -24,7 +24,7 @@ from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
-from consilium.report.compare.published import published_for, published_sheet, read_published
+from consilium.report.compare.published import published_for, published_sheet, read_floor, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
 from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets
@@ -412,6 +412,21 @@ def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
     ]
 
 
+def test_a_floor_is_a_row_of_its_own_and_no_methods(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.7]]})
+    numbers = read_floor({"accuracy": 0.31, "f1": 0.2, "about": "the background"})
+    plain, (first, *_) = (
+        sheets([group_of(*folders)], Stage.GLOBAL),
+        sheets([group_of(*folders)], Stage.GLOBAL, published=numbers),
+    )
+    added = [row for row in first.rows if row not in plain[0].rows]
+    assert added == [["floor: the background", "-", "-", "-", "0.310", "-", "-", "-", "-"]]
+    assert [column.heading for column in first.columns][4] == "mean"
+    assert first.rows[-1][0] == "fedit"
+    assert published_sheet(accuracy(*folders), numbers) == []
+    assert published_for(numbers, group_of(*folders), "fedit", "accuracy") is None
+
+
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
 
 
@@ -573,6 +588,7 @@ axes:
   seed: {training.seed: [0, 1, 2]}
 exclude: [{when: {method: FFA, data: strong}, reason: the paper has none}]
 published: [{method: FedIT, data: mild, accuracy: 0.75}, {method: FFA, data: strong, accuracy: 0.5}]
+floor: {accuracy: 0.1, about: chance}
 smoke: {set: {training.rounds: 1}}
 """
 
@@ -597,6 +613,7 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     said = json.loads(capsys.readouterr().out)
     rows = {table["title"]: table["rows"] for table in said["tables"]}
     assert rows["mild: Accuracy, global model, test split"][1:] == [
+        ["floor: chance", "-", "-", "0.100", "-", "-", "-", "-", "-", "-"],
         ["FedIT", "3/3", "0.500 ± 0.250", "0.500 ± 0.250", "0.304–0.696", "-", "0.500 ± 0.250", "1.50", "0.750", "-0.250"],
         ["FFA", "2/3", "0.375 ± 0.177", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
     ]

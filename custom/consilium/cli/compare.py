@@ -116,7 +116,7 @@ def _is_study(paths: Sequence[Path]) -> bool:
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
     """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
     from consilium.report.compare.groups import Absent, grouped
-    from consilium.report.compare.published import method_of, read_published
+    from consilium.report.compare.published import method_of, read_floor, read_published
     from consilium.report.compare.runs import read_run
     from consilium.study.cell import record_of
     from consilium.study.study import load
@@ -137,12 +137,12 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: consilium study run {path}")
     groups, why = grouped(found, absent)
-    numbers = read_published(study.published, axes)
+    numbers = [*read_published(study.published, axes), *read_floor(study.config.floor)]
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
     if study.size and numbers:
-        return groups, [*notes, f"the published numbers are of the whole study, not of --{study.size}: not shown"], []
-    alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers)
+        return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
+    alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
 
 
