@@ -103,13 +103,20 @@ def room_for(what: Path) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Have an OSError of the block name a file or folder: one that an open file raises, such as of a full disk, names none."""
+    """Have an OSError of the block name a file or folder: one that an open file raises, such as of a full disk, names none.
+
+    What the system refuses safetensors, which says so in words alone, is one too.
+    """
     try:
         yield
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
         raise
+    except SafetensorError as error:
+        if not (number := re.search(r"os error (\d+)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 @contextmanager
