@@ -13,9 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from filelock import Timeout
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save_file
 
 from consilium.errors import CheckpointError
-from consilium.storage import digest, file_hash, file_lock, load_state, save_state, sweep, write_atomic
+from consilium.storage import digest, file_hash, file_lock, load_state, named, save_state, sweep, write_atomic
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -118,6 +120,13 @@ def test_a_lock_is_released_by_any_thread_and_never_waited_for_by_a_name_alone(t
 
 def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
-    with patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
+    full = patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full, pytest.raises(OSError, match="space") as told:
         write_atomic(tmp_path / "a", b"new")
+    assert told.value.filename == str(tmp_path / "a")  # which the system does not name
+    with pytest.raises(FileNotFoundError) as told, named(tmp_path):  # by safetensors, whose error is none of the system's
+        save_file({"a": torch.zeros(9)}, tmp_path / "no/folder")
+    assert told.value.filename == str(tmp_path)
+    with pytest.raises(SafetensorError, match="header"), named(tmp_path):
+        deserialize(b"")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

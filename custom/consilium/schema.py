@@ -28,7 +28,8 @@ MOST_CLASSES = 256
 SMALLEST_NOISE = 0.05
 """Noise multipliers under this protect nothing, and accountants of sampled releases do not come to an end below."""
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="64 hex digits; `consilium doctor` prints a checkpoint's")]
+SHA256 = r"^[0-9a-f]{64}$"
+Sha256 = Annotated[str, Field(pattern=SHA256, description="64 hex digits; `consilium doctor` prints a checkpoint's")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 """A job's or a run's; it becomes a folder's."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -79,7 +80,7 @@ def written(path: Path, data: bytes, mode: int = PRIVATE) -> Iterator[None]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of an earlier process of the same number, with whatever mode
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with named(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -98,6 +99,37 @@ def room_for(what: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise RefusedError(f"{what}: cannot be written ({why}); nothing was sent; make room", Reason.LEDGER) from None
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have an OSError of the block name a file or folder: one that an open file raises, such as of a full disk, names none.
+
+    What the system refuses safetensors, which says so in words alone, is one too.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    except SafetensorError as error:
+        if not (number := re.search(r"os error (\d+)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+@contextmanager
+def undone(folder: Path) -> Iterator[None]:
+    """Leave nothing new in a folder where the block fails, so that it can be done again; see also `named`."""
+    before = set(folder.iterdir()) if folder.is_dir() else set()
+    try:
+        with named(folder):
+            yield
+    except BaseException:
+        for one in set(folder.iterdir()) - before if folder.is_dir() else ():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+        raise
 
 
 def note(path: Path, key: str, values: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from consilium.cli.main import main
-from consilium.cli.simulate import _command_again, site_names
+from consilium.cli.simulate import site_names
+from consilium.cli.way_on import command_again
 from consilium.errors import ConfigError
 from tests.conftest import JOBS, small_config
 
@@ -106,6 +107,24 @@ def test_who_takes_part(tmp_path: Path) -> None:
         site_names("", tmp_path)
 
 
+def test_a_state_that_a_simulation_does_not_use_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a", "state: s"), ("b", "{}"), ("c", "{state: s, privacy: {ledger: l.sqlite}}"), ("d", "state: t")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "site.yaml").write_text(text)
+
+    def stop(*_: Any) -> None:
+        raise ConfigError("stop")
+
+    monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
+    assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--data", tmp_path) == 2
+    note = "a, d: a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used: "
+    assert capsys.readouterr().err.splitlines() == [f"{note}set `privacy.ledger` to add runs up", "stop"]
+    assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--data", tmp_path, "--sites", "b,c") == 2
+    assert capsys.readouterr().err.splitlines() == ["stop"]
+
+
 def test_ctrl_c_tells_the_command_to_go_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +156,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
 
     monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
-    assert "interrupted before the first round; start it anew" in capsys.readouterr().err
+    assert "interrupted; no round is finished: start it anew" in capsys.readouterr().err
     monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
     assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
@@ -145,7 +164,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
 
 def test_the_command_again_replaces_the_workspace() -> None:
     words = ["/x/consilium", "simulate", "j", "--workspace", "w", "--resume", "--set", "strategy={name: fedit}"]
-    assert _command_again(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
+    assert command_again(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
 
 
 def processes(mark: str) -> list[psutil.Process]:

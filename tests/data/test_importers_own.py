@@ -1,6 +1,7 @@
 """A folder of one's own: what is paired, which classes it has, and one line for everything that is not as it must be."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +73,22 @@ def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
         put(tmp_path / "raw", site, "a")
     with pytest.raises(DataError, match="'site 1' and 'site-1' would both be site 'site-1'; rename one"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
+
+
+def test_names_in_another_form_of_unicode_are_the_same(tmp_path: Path) -> None:
+    put(tmp_path / "raw", "a", unicodedata.normalize("NFC", "Zähler 2"))
+    mask = tmp_path / "raw/a/masks" / unicodedata.normalize("NFC", "Zähler 2.png")
+    mask.rename(mask.with_name(unicodedata.normalize("NFD", mask.name)))
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["sites"]["a"]["training"] == 1
+
+
+def test_a_site_is_called_as_its_folder_and_what_is_changed_is_told(tmp_path: Path) -> None:
+    for site in ("Klinik Süd", "Groß-Ost.2", "Łódź", "Praxis_7"):
+        put(tmp_path / "raw", unicodedata.normalize("NFD", site), "1")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert set(told["sites"]) == {"klinik-sud", "gross-ost-2", "lodz", "Praxis_7"}
+    notes = [unicodedata.normalize("NFC", note) for note in told["notes"]]
+    assert notes[:-1] == ["Groß-Ost.2 -> gross-ost-2", "Klinik Süd -> klinik-sud", "Łódź -> lodz"]
+    put(tmp_path / "raw", "Москва", "1")
+    with pytest.raises(DataError, match="'Москва': no site's name, which has letters a to z or digits; rename it"):
+        import_set("own", tmp_path / "raw", tmp_path / "more")

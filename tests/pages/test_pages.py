@@ -166,6 +166,15 @@ def test_every_field_has_a_meaning_and_every_meaning_a_field() -> None:
     assert [text for text in MEANINGS.values() if text not in written] == []
 
 
+def test_a_fields_meaning_is_about_that_field() -> None:
+    """No paper's title, no other field's hint, and of generated groups nothing about organs."""
+    rows = [row for write in reference.PAGES.values() for row in write().splitlines() if row.startswith("| `")]
+    assert [row for row in rows if "Source: " in row or "arXiv" in row] == []
+    told = {name: next(row for row in rows if row.startswith(f"| `{name}` ")) for name in ("partners", "groups")}
+    assert "a checkpoint's" not in told["partners"]
+    assert "organ" not in told["groups"]
+
+
 def test_the_tables_say_what_a_field_takes() -> None:
     rows = {line.split("|")[1].strip(" `"): line for line in reference.chapter("x", reference.TrainingConfig).splitlines()[6:]}
     assert rows["momentum"] == "| `momentum` | number, from 0 under 1 | `0.0` | sgd only |"

@@ -24,7 +24,7 @@ from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import comparisons, holm, p_value
-from consilium.report.compare.published import published_for, published_sheet, read_published
+from consilium.report.compare.published import published_for, published_sheet, read_floor, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
 from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets, trained_set
@@ -285,6 +285,19 @@ def test_patients_interval_by_hand(tmp_path: Path) -> None:
     assert patients_interval(accuracy(*folders), "fedit") == pytest.approx((0.45, 0.55))
 
 
+def test_an_interval_over_patients_stays_where_scores_can_be(tmp_path: Path) -> None:
+    """Five pictures a site of which one, or two, are right: percentile bootstraps of 0 to 0.6 and 0 to 0.8."""
+    folders = made(tmp_path, {"fedit": [[0.2, 0.4]], "fedprox": [[0.0, 0.0]]})
+    for site, high in (("s0", 0.6), ("s1", 0.8)):
+        change(folders[0], site, test__global__accuracy_low=0.0, test__global__accuracy_high=high)
+        change(folders[1], site, test__global__accuracy_low=0.1, test__global__accuracy_high=0.0)  # no score of its own below
+    # mean 0.3; below 0.2 and 0.4: sqrt(0.04 + 0.16) / 2; above 0.4 twice: sqrt(0.16 + 0.16) / 2
+    ends = (0.3 - math.sqrt(0.2) / 2, 0.3 + math.sqrt(0.32) / 2)
+    assert patients_interval(accuracy(*folders), "fedit") == pytest.approx(ends)
+    assert ends[0] > 0
+    assert patients_interval(accuracy(*folders), "fedprox") == (0.0, 0.0)
+
+
 def test_ranks_share_places_and_less_is_better_for_losses(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.9, 0.5]], "ffa_lora": [[0.9, 0.7]], "fedprox": [[0.1, 0.6]]})
     assert ranks(accuracy(*folders)) == ({"fedit": 2.25, "ffa_lora": 1.25, "fedprox": 2.5}, 2)
@@ -403,6 +416,21 @@ def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
         ["FEDIT", "mean", "f1", "-", "0.500", "-"],
         ["FEDIT", "s", "accuracy", "0.500", "0.400", "+0.100"],
     ]
+
+
+def test_a_floor_is_a_row_of_its_own_and_no_methods(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.7]]})
+    numbers = read_floor({"accuracy": 0.31, "f1": 0.2, "about": "the background"})
+    plain, (first, *_) = (
+        sheets([group_of(*folders)], Stage.GLOBAL),
+        sheets([group_of(*folders)], Stage.GLOBAL, published=numbers),
+    )
+    added = [row for row in first.rows if row not in plain[0].rows]
+    assert added == [["floor: the background", "-", "-", "-", "0.310", "-", "-", "-", "-"]]
+    assert [column.heading for column in first.columns][4] == "mean"
+    assert first.rows[-1][0] == "fedit"
+    assert published_sheet(accuracy(*folders), numbers) == []
+    assert published_for(numbers, group_of(*folders), "fedit", "accuracy") is None
 
 
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40
@@ -566,6 +594,7 @@ axes:
   seed: {training.seed: [0, 1, 2]}
 exclude: [{when: {method: FFA, data: strong}, reason: the paper has none}]
 published: [{method: FedIT, data: mild, accuracy: 0.75}, {method: FFA, data: strong, accuracy: 0.5}]
+floor: {accuracy: 0.1, about: chance}
 smoke: {set: {training.rounds: 1}}
 """
 
@@ -590,6 +619,7 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     said = json.loads(capsys.readouterr().out)
     rows = {table["title"]: table["rows"] for table in said["tables"]}
     assert rows["mild: Accuracy, global model, test split"][1:] == [
+        ["floor: chance", "-", "-", "0.100", "-", "-", "-", "-", "-", "-"],
         ["FedIT", "3/3", "0.500 ± 0.250", "0.500 ± 0.250", "0.304–0.696", "-", "0.500 ± 0.250", "1.50", "0.750", "-0.250"],
         ["FFA", "2/3", "0.375 ± 0.177", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
     ]

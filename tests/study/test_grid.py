@@ -121,6 +121,12 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ({"axes": {"method": METHODS}, "smoke": {"only": {"metod": ["X"]}}}, "smoke: no axis 'metod'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "Fedit", "dice": 0.5}]}, "did you mean 'FedIT'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "FedIT", "dise": 0.5}]}, "(did you mean 'dice'?)"),
+        ({"axes": {"method": METHODS}, "floor": {"dise": 0.5, "about": "x"}}, "floor: 'dise' is no score of these cells"),
+        (
+            {"axes": {"method": METHODS}, "floor": {"dice": 0.5}},
+            "floor: {'dice': 0.5}: expected metrics with numbers and `about`",
+        ),
+        ({"axes": {"method": METHODS}, "floor": {"dice": "0.5", "about": "x"}}, "expected metrics with numbers and `about`"),
         ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
         (
             {"axes": {"method": METHODS, "seed": SEEDS}, "published": [{"method": "FFA", "seed": 1, "dice": 0.5}]},

@@ -15,7 +15,7 @@ from consilium.cli.options import FILE_WIDTH, page
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
 from consilium.report.compare import Test
-from consilium.storage import PUBLIC, private_folder, write_atomic
+from consilium.storage import PUBLIC, named, private_folder, write_atomic
 
 if TYPE_CHECKING:
     from consilium.report.compare.groups import Group
@@ -76,7 +76,8 @@ def compare(
     if pictures is not None:
         from consilium.report.compare.pictures import draw
 
-        files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
+        with named(pictures):
+            files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
         notes += undrawn
         typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
     _show(groups, tables, notes, _format(format, output), output)
@@ -126,7 +127,7 @@ def _is_study(paths: Sequence[Path]) -> bool:
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
     """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
     from consilium.report.compare.groups import Absent, grouped
-    from consilium.report.compare.published import method_of, read_published
+    from consilium.report.compare.published import method_of, read_floor, read_published
     from consilium.report.compare.runs import read_run
     from consilium.study.cell import record_of
     from consilium.study.study import load
@@ -148,12 +149,12 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
     groups, why = grouped(found, absent)
-    numbers = read_published(study.published, axes)
+    numbers = [*read_published(study.published, axes), *read_floor(study.config.floor)]
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
     if study.size and numbers:
-        return groups, [*notes, f"the published numbers are of the whole study, not of --{study.size}: not shown"], []
-    alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers)
+        return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
+    alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
 
 

@@ -19,6 +19,7 @@ from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.federation.participants import MOST_SITES
 from consilium.report.clean import line, shown
+from consilium.storage import undone
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 app.command("check")(data_check)
@@ -29,7 +30,7 @@ app.command("stats")(data_stats)
 @app.command("import")
 def data_import(
     name: Annotated[str, typer.Argument(help="a data set; --list shows all")] = "",
-    source: Annotated[Path | None, typer.Argument(help="the folder it was unpacked into")] = None,
+    source: Annotated[Path | None, typer.Argument(help="the folder it was unpacked into; csv: the file")] = None,
     dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="receives a folder per site and import.json")] = None,
     validation: Annotated[float, typer.Option(help="share of patients, where the publisher has no validation split")] = 0.1,
     test: Annotated[float, typer.Option(help="share of patients, where the publisher has no test split")] = 0.2,
@@ -43,6 +44,10 @@ def data_import(
     size: Annotated[str, typer.Option(help="which of several training sets (winogrande: xl, l, m, s, xs, debiased)")] = "",
     only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="take this site; may be repeated")] = None,
     rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="name a site otherwise; may be repeated")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=NAME", help="csv: the heading of image, label, site, patient or split; may be repeated"),
+    ] = None,
     add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
     format: FormatOption = Format.TXT,
@@ -57,17 +62,18 @@ def data_import(
     elif source is None or dest is None:
         raise ConfigError(f"SOURCE and DEST: missing; write consilium data import {name} SOURCE DEST")
     else:
-        taken, names = tuple(only or ()), _names(rename or [])
-        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names)
+        taken, names = tuple(only or ()), _pairs("--rename: {!r}: expected OLD=NEW", rename)
+        columns = _pairs("--column: {!r}: expected FIELD=NAME", column)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, columns)
         _print_sites(import_set(name, source, dest, options, add), dest, format)
 
 
-def _names(pairs: list[str]) -> dict[str, str]:
-    """Return the names by the ones they replace. Raises ConfigError."""
-    for pair in pairs:
+def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
+    """Return what stands before and behind each =. Raises ConfigError."""
+    for pair in pairs or []:
         if not all(pair.partition("=")):
-            raise ConfigError(f"--rename: {pair!r}: expected OLD=NEW")
-    return dict(pair.split("=", 1) for pair in pairs)
+            raise ConfigError(wrong.format(pair))
+    return dict(pair.split("=", 1) for pair in pairs or [])
 
 
 def _print_layouts(layouts: dict[str, str], format: Format) -> None:
@@ -171,24 +177,27 @@ def data_partition(
 
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
-    if has_texts(source) or source.suffix == ".jsonl":
-        if clusters == 1 or (clusters and by):
-            raise ConfigError("--clusters: take 2 or more, and without --by")
-        kinds = partial(_kinds, clusters, model, seed) if clusters else None
-        found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
-    elif by or clusters:
-        what = f"--by {by}" if by else f"--clusters {clusters}"
-        raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
-    elif local:
-        raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
-    else:
-        found = partition(source, folder, sites, shares, seed, minimum, left_out)
+    with undone(folder):
+        if has_texts(source) or source.suffix == ".jsonl":
+            if clusters == 1 or (clusters and by):
+                raise ConfigError("--clusters: take 2 or more, and without --by")
+            kinds = partial(_kinds, clusters, model, seed) if clusters else None
+            found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
+        elif by or clusters:
+            what = f"--by {by}" if by else f"--clusters {clusters}"
+            raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
+        elif local:
+            raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
+        else:
+            found = partition(source, folder, sites, shares, seed, minimum, left_out)
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
         typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
+    for note in found.get("notes", []):
+        typer.echo(f"note: {note}")
     typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.report.clean import line
+from consilium.storage import undone
 
 
 def data_split(
@@ -36,7 +37,8 @@ def data_split(
     lists = lists_of(source)
     if len(lists) > 1:
         raise ConfigError(f"{source}: holds {len(lists)} lists; cut them one by one")
-    found = split_list(next(iter(lists.values())).datalist, dest, Cut(validation, test, folds, seed, keep_test))
+    with undone(dest):
+        found = split_list(next(iter(lists.values())).datalist, dest, Cut(validation, test, folds, seed, keep_test))
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return

@@ -29,6 +29,7 @@ from consilium.cli.report import report
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
+from consilium.cli.way_on import FULL, again, no_room
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.report.clean import line
 
@@ -75,6 +76,8 @@ def main() -> None:
     except OSError as error:  # a path that may not be used, a full or broken disk, a server that does not answer
         if error.errno is None:
             raise
+        if error.errno in FULL:
+            _fail([no_room(error, "." if error.filename is None else error.filename, again())], 1)
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         _fail([f"{where}{error.strerror}; check the paths given, their permissions and the disk"], 2 if where else 1)
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -3,13 +3,7 @@
 import json
 import os
 import shlex
-import shutil
-import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -20,10 +14,11 @@ from rich.status import Status
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
 from consilium.cli.privacy import claim_of
+from consilium.cli.way_on import said_how_to_go_on, stoppable
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError
-from consilium.federation.participants import site_names
+from consilium.federation.participants import site_names, unused_state
 from consilium.report.clean import line, shown
 from consilium.schema import validate
 
@@ -33,8 +28,6 @@ if TYPE_CHECKING:
     from consilium.tasks.registry import Scores
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended."""
 
 
 class Engine(StrEnum):
@@ -73,11 +66,17 @@ def simulate(
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     wanted = Wanted(job, overrides, engine, site_names(sites, data), workspace, given, resume, workers, format is Format.JSON)
-    with stoppable(), _said_how_to_go_on(workspace or Path("runs"), engine):
+    with stoppable(), said_how_to_go_on(workspace or Path("runs"), engine is Engine.INPROCESS):
+        _tell_unused_state(wanted)
         folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
     _join_predictions(folder, wanted.sites)
     config = load_job(folder / "job.yaml", plugins=None)  # as it ran, whatever became of the file that was given
     _print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
+
+
+def _tell_unused_state(wanted: "Wanted") -> None:
+    if note := unused_state({name: find_site(name, wanted.given) for name in wanted.sites}):
+        Console(stderr=True, soft_wrap=True).print(line(note, "yellow"))
 
 
 class Wanted(NamedTuple):
@@ -120,7 +119,7 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
     from consilium.federation.engine import simulate as run
 
     found = {name: find_site(name, wanted.given) for name in wanted.sites}
-    with _said_how_to_go_on(ready.folder, wanted.engine), _view(wanted, ready) as view:
+    with said_how_to_go_on(ready.folder, resumable=True), _view(wanted, ready) as view:
         run(job, found, ready.folder, view, wanted.resume, wanted.given.tracking, wanted.workers)
     return ready.folder, view.losses
 
@@ -170,16 +169,6 @@ def _view(wanted: Wanted, ready: Ready) -> "LiveView":
     return LiveView(Console(quiet=wanted.quiet), ready.rounds, ready.title, ready.scores)
 
 
-@contextmanager
-def _said_how_to_go_on(folder: Path, engine: Engine) -> Iterator[None]:
-    """Say, where the block is interrupted, how the run goes on, and end with INTERRUPTED."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(_way_on(folder, engine), markup=False)
-        raise typer.Exit(INTERRUPTED) from None
-
-
 def _join_predictions(folder: Path, sites: list[str]) -> None:
     """Put the sites' pictures into one; what goes wrong with it costs no score."""
     from consilium.report.predictions import PREDICTIONS, join_predictions
@@ -188,45 +177,6 @@ def _join_predictions(folder: Path, sites: list[str]) -> None:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
     except OSError as error:  # a damaged picture, a full disk
         Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Let a closed terminal and `kill` end a run as Ctrl-C does: files closed, no process left. What is ignored stays so."""
-    here = threading.current_thread() is threading.main_thread()
-    caught = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) == signal.SIG_DFL]
-    for one in caught:
-        signal.signal(one, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for one in caught:
-            signal.signal(one, signal.SIG_DFL)
-
-
-def _way_on(folder: Path, engine: Engine) -> str:
-    """Return what to do after an interruption, in a line."""
-    if engine is Engine.FLARE:
-        return (
-            "interrupted; a run of --engine flare cannot be resumed: start it anew with another --workspace, "
-            "or with --engine inprocess, which can be"
-        )
-    if not (folder / "server" / "state.safetensors").is_file():
-        return "interrupted before the first round; start it anew, with another --workspace if you give one"
-    return f"interrupted; go on with: {_command_again(sys.argv, folder)}"
-
-
-def _command_again(words: list[str], folder: Path) -> str:
-    """Return the command line with --workspace and --resume, as a shell takes it."""
-    short = Path(words[0]).name
-    kept = [short if shutil.which(short) == words[0] else words[0]]
-    rest = iter(words[1:])
-    for word in rest:
-        if word == "--workspace":
-            next(rest, None)
-        elif word != "--resume" and not word.startswith("--workspace="):
-            kept.append(word)
-    return shlex.join([*kept, "--workspace", str(folder), "--resume"])
 
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:

@@ -1,9 +1,6 @@
 """The commands `consilium study`: list, show and run grids of runs."""
 
 import json
-import shlex
-import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
-from consilium.cli.simulate import INTERRUPTED, stoppable
+from consilium.cli.way_on import say_interrupted, stoppable
 from consilium.config.site import Given
 from consilium.errors import ConfigError
 from consilium.report.clean import line
@@ -169,10 +166,7 @@ def study_run(
         with stoppable():
             failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
-        short = Path(sys.argv[0]).name
-        command = shlex.join([short if shutil.which(short) == sys.argv[0] else sys.argv[0], *sys.argv[1:]])
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted; go on with: {command}", markup=False)
-        raise typer.Exit(INTERRUPTED) from None
+        say_interrupted(again())
     if failed:
         raise typer.Exit(1)
 

@@ -22,11 +22,11 @@ PHANTOMS = {
 class PhantomConfig(Section):
     """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
 
+    An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of all its slices.
     `annotation` is the shift of labels: how raters draw masks, and for `cells` and texts how unevenly a site sees the
     classes, or the codes. `classes`: a site learns from so many of the five kinds of cells instead, and sites 1, 2, ... go
     round all of them; the test split has all at every site. `groups`: sites 1, 2, ... take turns to belong to one of so many
-    groups, whose sites have the same shifts; without it no two sites have. An `organ` is a volume with a lesion in it, a study
-    per count; PNG are pictures of all its slices.
+    groups, whose sites have the same shifts; without it no two sites have.
     """
 
     kind: Literal["fundus", "nuclei", "organ", "cells", "sentences", "codes"]
@@ -37,7 +37,7 @@ class PhantomConfig(Section):
     annotation: Share = 0.7
     classes: Annotated[int, Field(ge=1, le=5)] | None = None
     files: Annotated[Literal["nifti", "dicom", "png"], Field(description="what an organ's volumes are written as")] = "nifti"
-    groups: Annotated[int, Field(ge=1, le=10_000, description="of sites with the same shifts")] | None = None
+    groups: Annotated[int, Field(ge=1, le=10_000)] | None = None
 
     @model_validator(mode="after")
     def _groups_are_drawn(self) -> Self:

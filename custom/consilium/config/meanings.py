@@ -149,6 +149,7 @@ MEANINGS: dict[str, str] = {
     "HetLoRA.prune_weight": "weight of the pruning term in a site's loss; 0 never prunes",
     "FedHeLLo.rank": "the rank of a trained layer",
     "FedHeLLo.layers": "those nearest the output or the input, or drawn each round: evenly, or those that training moves most",
+    "FedHL.floor": "keeps a site that lost nothing from taking all",
     "FedRA.share": "the share of the blocks that a site has in a round, at least one",
     "FedRA.by_site": "another share for some sites, by name",
     "FedRA.seed": "fixes the draws, which are public and know no data",
@@ -162,7 +163,8 @@ MEANINGS: dict[str, str] = {
     "DatasetConfig.datalist": "the data set's list, as `datalist` of a site with one data set",
     "SiteConfig.datalist": f"the data list, a folder per class or a folder of JSONL lists; {_RELATIVE}",
     "SiteConfig.checkpoints": "the folder that `${SITE}` in `model.checkpoint` stands for",
-    "SiteConfig.state": "the folder for private state, ledger and records; back it up",
+    "SiteConfig.state": "the folder for private state, ledger and records; back it up. A simulation keeps them in its "
+    "workspace and does not use it: set `privacy.ledger` to add runs up",
     "SiteConfig.test_only": "the site never trains; the run's last global model is scored on its test split",
     "SiteConfig.device": "auto, cpu, cuda, cuda:1 or mps",
     "SiteConfig.base": "`sharded`: each of several `devices` keeps a part of every frozen block, for a base too large for one",

@@ -4,13 +4,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from consilium.schema import Positive, Section, Sha256
+from consilium.schema import SHA256, Positive, Section
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
 
 MOST_WEIGHT = 65_536
 """The most that a site's update may weigh, unless federation.max_weight says it."""
+PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
+Fingerprint = Annotated[str, Field(pattern=SHA256)]
 FEWEST = 3
 """Of two sites each knows the other's update from the sum."""
 
@@ -33,13 +35,11 @@ class SecureAggregationConfig(Section):
 class SitePartnersConfig(Section):
     """What a site asks of secure aggregation before it takes part.
 
-    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys, compared out of band (`consilium
-    doctor` prints a kit's); no other is accepted. Needed where `privacy.budgets` are. To remove one revokes it.
+    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits; `consilium doctor`
+    prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To remove one revokes it.
     """
 
-    partners: Annotated[dict[Annotated[str, Field(min_length=1, max_length=128)], Sha256], Field(max_length=10_000)] = Field(
-        default_factory=dict
-    )
+    partners: Annotated[dict[PartnerName, Fingerprint], Field(max_length=10_000)] = Field(default_factory=dict)
     min_colluders: Annotated[int, Field(ge=0, le=10_000, description="jobs that count on fewer are refused")] = 1
     min_sites: Annotated[int, Field(ge=FEWEST, le=10_000, description="fewer sites together are refused")] = FEWEST
 

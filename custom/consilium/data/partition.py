@@ -63,7 +63,14 @@ def partition(
     for name in names:
         _write_list(folder / name / "datalist.json", name, classes, found[name], patients)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude)}
-    return write_summary(source, folder, asked, classes, found)
+    return write_summary(source, folder, asked | {"notes": _notes(splits["training"])}, classes, found)
+
+
+def _notes(samples: Sequence[Item]) -> list[str]:
+    """Return what a user should know: nobody's pictures are shared out one by one."""
+    nameless = sum(not item_patient(item) for item in samples)
+    what = f"{nameless} of {len(samples)} training samples name no patient, so one patient's pictures may be at several sites"
+    return [f"{what}; name them as `patient` in the list, if you know them"] if nameless else []
 
 
 def check_asked(source: Path, folder: Path, training: int, sites: int, minimum: int) -> list[str]:

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
-from consilium.config.site import is_site_folder
+from consilium.config.site import SiteConfig, is_site_folder
 from consilium.errors import ConfigError
 from consilium.report.clean import shown
 
@@ -27,6 +28,13 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
     return names
+
+
+def unused_state(sites: Mapping[str, SiteConfig]) -> str:
+    """Return a line for sites that name a folder of state, from which they may expect one ledger for all runs; else ""."""
+    told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
+    why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
+    return f"{_listed(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
 
 
 def _so_many(sites: str, there: list[str] | None, data: Path | None) -> list[str]:

@@ -20,7 +20,7 @@ from consilium.federation.card import Card, page
 from consilium.messages import Tensors
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
-from consilium.storage import PRIVATE, load_state, private_folder, save_state, write_atomic
+from consilium.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import LOWER, TASKS
 
@@ -60,7 +60,8 @@ def write_kept(
     shutil.rmtree(made, ignore_errors=True)
     private_folder(made)
     card = replace(card, notes=(*card.notes, *_notes(kept)))
-    export_adapter(made, others, config, plan)
+    with named(made):
+        export_adapter(made, others, config, plan)
     save_state(made / TENSORS, kept.values, {"forward": kept.forward, "card": card.to_dict()})
     write_atomic(made / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     write_atomic(made / CARD, page(card).encode())

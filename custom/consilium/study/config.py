@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from consilium.schema import Section, nearest
 
@@ -54,6 +62,14 @@ Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in 
 Choice = dict[AxisName, Labels]
 
 
+def _floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
+    """Return a floor as it is. Raises ValueError unless it has words and numbers."""
+    metrics = [value for name, value in raw.items() if name != "about"]
+    if raw and (not isinstance(raw.get("about"), str) or not metrics or any(isinstance(one, str) for one in metrics)):
+        raise ValueError("metrics with numbers and `about` with words, as in {accuracy: 0.31, about: the background}")
+    return raw
+
+
 class Exclusion(Section):
     """Cells that are left out, by their values on some axes."""
 
@@ -93,6 +109,7 @@ class StudyConfig(Section):
     axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]
     exclude: list[Exclusion] = Field(default_factory=list)
     published: list[dict[str, str | int | float]] = Field(default_factory=list)
+    floor: Annotated[dict[str, str | int | float], AfterValidator(_floor)] = Field(default_factory=dict)
     smoke: SizeConfig | None = None
     small: SizeConfig | None = None
 

@@ -178,8 +178,14 @@ def _check_apart(path: Path, cells: list[Cell]) -> None:
 
 
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number that would stand beside nothing, beside several, or where another one does."""
+    """Raise ConfigError for a published number that would stand beside nothing, beside several, or where another one does.
+
+    And for a floor of a score that no cell has.
+    """
     seen: set[tuple[str, str, str]] = set()
+    scores = frozenset[str]().union(*(one.metrics for one in cells))
+    if wrong := sorted(study.config.floor.keys() - scores - {"about"}):
+        raise _no_score(f"{study.path}: floor", wrong[0], scores)
     for row in study.published:
         where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
         fitting = [one for one in cells if labels.items() <= one.labels.items()]
@@ -187,12 +193,16 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
         known = frozenset[str]().union(*(one.metrics for one in fitting))
         if fitting and (wrong := sorted(names - known - DIAGNOSED.keys())):
-            what = f"{where}: {wrong[0]!r} is no score of these cells"
-            raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
+            raise _no_score(where, wrong[0], known)
         numbers = {(place, str(row.get("site", "")), name) for name in names}
         if twice := sorted(name for *_, name in numbers & seen):
             raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
         seen |= numbers
+
+
+def _no_score(where: str, name: str, known: frozenset[str]) -> ConfigError:
+    what = f"{where}: {name!r} is no score of these cells"
+    return ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(name, known)}")
 
 
 def _place(where: str, places: list[dict[str, str]]) -> str:

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits
 UNREADABLE = ("cannot be read as a picture", "replace it")
 RUN_LENGTHS = 3
 """zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
+LETTERS = str.maketrans({"æ": "ae", "œ": "oe", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "ı": "i"})
+"""Latin letters that Unicode does not take apart."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -28,7 +31,7 @@ class Options:
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
     `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
-    `rename`: their new names.
+    `rename`: their new names. `columns`: a table's headings by what they hold.
     """
 
     validation: float = 0.1
@@ -41,6 +44,7 @@ class Options:
     size: str = ""
     only: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: how its folders look, in a line, and what reads them; `sizes` of its training set, the default first."""
+    """A data set: how its folders look, in a line, and what reads them; `sizes` of its training set, the default first.
+
+    `is_file`: the source is a file, not a folder.
+    """
 
     layout: str
     read: Callable[[Path, Options], Reading]
     has_types: bool = False
     sizes: tuple[str, ...] = ()
+    is_file: bool = False
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
@@ -111,8 +119,29 @@ def wrong_layout(source: Path, expected: str) -> DataError:
 
 
 def slug(name: str) -> str:
-    """Return a name fit for a site's folder: lower case, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """Return a name fit for a site's folder: lower case, digits and hyphens; letters lose their marks, and ß becomes ss."""
+    plain = unicodedata.normalize("NFKD", name.casefold()).translate(LETTERS)
+    return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
+
+
+def site_names(names: Iterable[str], source: Path) -> dict[str, str]:
+    """Return sites' names by those of a source's folders or lines, which stay where they can be a site's.
+
+    Raises DataError for one of which nothing is left, and for two that would be one site.
+    """
+    found, known = {}, dict[str, str]()
+    for name in sorted(names):
+        found[name] = new = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) else slug(name)
+        if not new:
+            raise DataError(f"{source}: {name!r}: no site's name, which has letters a to z or digits; rename it, as in site-1")
+        if (before := known.setdefault(new.casefold(), name)) != name:
+            raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; rename one")
+    return found
+
+
+def renamed_notes(names: Mapping[str, str]) -> list[str]:
+    """Return a note for every site that is called otherwise at its source."""
+    return [f"{name} -> {new}" for name, new in names.items() if name != new]
 
 
 def folders(root: Path) -> Iterator[Path]:
@@ -135,20 +164,25 @@ def child(folder: Path, name: str) -> Path | None:
 
 
 def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return files by their name without ending. Raises DataError if two share it."""
+    """Return files by their name without ending, composed as Unicode does it. Raises DataError if two share it."""
     found: dict[str, Path] = {}
     for path in paths:
-        if path.stem in found:
-            raise DataError(f"{path}: has the same name as {found[path.stem]}; keep one of the two")
-        found[path.stem] = path
+        if (stem := composed(path.stem)) in found:
+            raise DataError(f"{path}: has the same name as {found[stem]}; keep one of the two")
+        found[stem] = path
     return found
+
+
+def composed(name: str) -> str:
+    """Return a name with each letter and its marks as one: disks from a Mac may have them apart."""
+    return unicodedata.normalize("NFC", name)
 
 
 def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
     """Return the file of that stem, else the one of that stem in another case. Raises DataError naming what has none."""
-    if stem in among:
-        return among[stem]
-    alike = [path for name, path in among.items() if name.lower() == stem.lower()]
+    if (wanted := composed(stem)) in among:
+        return among[wanted]
+    alike = [path for name, path in among.items() if name.lower() == wanted.lower()]
     if len(alike) != 1:
         raise DataError(f"{image}: expected a {what} named {stem}; found none among {len(among)}; complete the set")
     return alike[0]

@@ -1,6 +1,5 @@
 """A folder of one's own: a folder per site with images/ and masks/, pictures and masks of the same names."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ from consilium.data.importers.base import (
     child,
     files,
     partner,
-    slug,
+    renamed_notes,
+    site_names,
     wrong_layout,
 )
 from consilium.data.opening import open_picture, reading
@@ -36,45 +36,29 @@ def read_own(source: Path, options: Options) -> Reading:
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """
-    found = [one for folder in sorted(source.iterdir()) if folder.is_dir() for one in _site(folder)]
-    _check_names(source)
-    if not found:
+    pairs = {folder.name: some for folder in sorted(source.iterdir()) if folder.is_dir() and (some := _pairs(folder))}
+    if not pairs:
         raise wrong_layout(source, LAYOUT)
+    names = site_names(pairs, source)
+    found = [Found(names[folder], image.stem, image, mask) for folder, some in pairs.items() for image, mask in some]
     values = sorted(set().union(*(_values(one.label) for one in found if isinstance(one.label, Path))) - {0})
     if not values:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
     classes = {"object": values} if len(values) == 1 else {f"value-{value}": [value] for value in values}
-    return Reading(
-        found,
-        classes,
-        [f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"],
-    )
+    note = f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"
+    return Reading(found, classes, [*renamed_notes(names), note])
 
 
-def _check_names(source: Path) -> None:
-    """Raise DataError for two folders that would become one site."""
-    known: dict[str, str] = {}
-    for folder in sorted(one for one in source.iterdir() if one.is_dir()):
-        if (before := known.setdefault(_name(folder).casefold(), folder.name)) != folder.name:
-            raise DataError(f"{source}: {before!r} and {folder.name!r} would both be site {_name(folder)!r}; rename one")
-
-
-def _name(folder: Path) -> str:
-    return folder.name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", folder.name) else slug(folder.name)
-
-
-def _site(folder: Path) -> list[Found]:
+def _pairs(folder: Path) -> list[tuple[Path, Path]]:
+    """Return a site's pictures with their masks, none for a folder that is no site's. Raises DataError."""
     images, masks = child(folder, "images"), child(folder, "masks")
     if images is None or masks is None:
         return []
-    name = _name(folder)
-    if not name:
-        raise DataError(f"{folder}: its name has no letter or digit of a site's name; rename it")
     known, found = by_stem(files(masks, PICTURE_ENDINGS)), by_stem(files(images, PICTURE_ENDINGS))
     pairs = [(image, partner(stem, known, image, "mask")) for stem, image in found.items()]
     for image, mask in pairs:
         check_sizes(image, mask)
-    return [Found(name, image.stem, image, mask) for image, mask in pairs]
+    return pairs
 
 
 def _values(mask: Path) -> set[int]:

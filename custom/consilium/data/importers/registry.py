@@ -15,6 +15,7 @@ IMPORTERS: Registry[Importer] = Registry(
     "data set",
     {
         "own": f"{_ROOM}.own:SETS",
+        "csv": f"{_ROOM}.table:SETS",
         "polyp": f"{_ROOM}.polyps:SETS",
         "polyp-pranet": f"{_ROOM}.polyps:SETS",
         "fundus": f"{_ROOM}.pictures:SETS",
@@ -56,8 +57,9 @@ def import_set(
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
     _check(name, options)
-    if not source.is_dir():
-        raise DataError(f"{source}: no such folder; expected {IMPORTERS[name].layout}")
+    is_file = IMPORTERS[name].is_file
+    if not (source.is_file() if is_file else source.is_dir()):
+        raise DataError(f"{source}: no such {'file' if is_file else 'folder'}; expected {IMPORTERS[name].layout}")
     earlier_imports(dest, add)
     return write_sites(IMPORTERS[name].read(source, options), name, source, dest, options, add)
 
@@ -69,6 +71,8 @@ def _check(name: str, options: Options) -> None:
         raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
     if options.types and not IMPORTERS[name].has_types:
         raise ConfigError(f"--types: {name} has no classes of cells; leave it out")
+    if options.columns and not IMPORTERS[name].is_file:
+        raise ConfigError(f"--column: {name} is no table; leave it out")
     if options.size and options.size not in IMPORTERS[name].sizes:
         sizes = ", ".join(IMPORTERS[name].sizes)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Numbers that a paper printed. They stand beside what was measured, never in a mean or a test with it."""
+"""Numbers that a paper printed, or a study holds its own against. They stand beside what was measured, in no mean or test."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,16 @@ SITE = "site"
 
 @dataclass(frozen=True)
 class Published:
-    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean."""
+    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean.
+
+    `floor`: what reaches it without learning what the study is about, in words; it is no method's then.
+    """
 
     labels: Mapping[str, str]
     metric: str
     value: float
     site: str = ""
+    floor: str = ""
 
 
 def read_published(rows: Sequence[Mapping[str, str | float]], axes: Sequence[str]) -> list[Published]:
@@ -34,10 +38,23 @@ def read_published(rows: Sequence[Mapping[str, str | float]], axes: Sequence[str
     return found
 
 
+def read_floor(floor: Mapping[str, str | float]) -> list[Published]:
+    """Return a study's floor as numbers of no method."""
+    values = {name: float(value) for name, value in floor.items() if not isinstance(value, str)}
+    return [Published({}, metric, value, floor=str(floor["about"])) for metric, value in values.items()]
+
+
+def floor_rows(numbers: Sequence[Published], metric: str, columns: Sequence[Column]) -> list[list[str]]:
+    """Return a row for every floor of a metric, which has a mean and nothing else."""
+    floors = [one for one in numbers if one.floor and one.metric == metric]
+    means = [column.heading == "mean" for column in columns[1:]]
+    return [[f"floor: {one.floor}", *(number(one.value) if mean else "-" for mean in means)] for one in floors]
+
+
 def method_of(number: Published, group: Group) -> str | None:
     """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
     wanted = number.labels.items()
-    methods = {method for (method, _), run in group.runs.items() if wanted <= dict(run.labels).items()}
+    methods = {method for (method, _), run in group.runs.items() if not number.floor and wanted <= dict(run.labels).items()}
     return methods.pop() if len(methods) == 1 else None
 
 

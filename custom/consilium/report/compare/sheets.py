@@ -8,7 +8,7 @@ from consilium.report.compare import Test
 from consilium.report.compare.diagnosed import diagnosed_sheet
 from consilium.report.compare.groups import Group
 from consilium.report.compare.paired import FEWEST, Comparison, comparisons
-from consilium.report.compare.published import Published, published_for, published_sheet
+from consilium.report.compare.published import Published, floor_rows, published_for, published_sheet
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.site_columns import column_notes, scores_under, site_columns
@@ -79,11 +79,11 @@ def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] 
     against = {method: published_for(published, group, method, table.metric) for method in group.methods}
     printed = any(value is not None for value in against.values())
     columns = _score_columns(site_columns(table), printed)
-    rows = [_score_row(pretrained, m, name, {}, None, columns) for m, name in _frozen(pretrained).items()]
-    rows += [_score_row(table, m, m, placed, against[m], columns) for m in group.methods]
+    above = [_score_row(pretrained, m, name, {}, None, columns) for m, name in _frozen(pretrained).items()]
+    above += floor_rows(published, table.metric, columns)
+    rows = [*above, *(_score_row(table, m, m, placed, against[m], columns) for m in group.methods)]
     title = titled(group, f"{heading_of(group, table.metric)}, {table.stage} model, {group.first.split} split")
-    skip = len(rows) - len(group.methods)
-    return Sheet(title, columns, rows, _score_notes(table, blocks, printed), _best(table, skip, columns))
+    return Sheet(title, columns, rows, _score_notes(table, blocks, printed), _best(table, len(above), columns))
 
 
 def _frozen(table: Table) -> dict[str, str]:
@@ -169,7 +169,7 @@ def _score_notes(table: Table, blocks: int, printed: bool) -> list[str]:
         notes.append(f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is")
     else:
         notes.append("95 % seeds: percentile bootstrap over seeds; few seeds make it too narrow")
-    notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, normal")
+    notes.append(f"95 % patients: from each site's bootstrap over its patients, {_apart(table)}, by MOVER")
     notes += column_notes(site_columns(table))
     if blocks:
         notes.append(f"rank: 1 is best; averaged over {blocks} sites")

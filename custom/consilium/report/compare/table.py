@@ -3,6 +3,8 @@
 A cell is one method, seed and site. A seed counts in a method's mean only if no site is missing; which cells are, is listed.
 Intervals over seeds: the percentile bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", Chapman & Hall
 1993, chapter 13), over all resamples there are where these are few.
+Intervals over patients: MOVER (G. Zou, A. Donner, "Construction of confidence limits about effect measures: a general
+approach", Statistics in Medicine 27 (2008) 1693-1702).
 """
 
 import itertools
@@ -160,24 +162,28 @@ def interval(values: Sequence[float]) -> Interval | None:
 def patients_interval(table: Table, method: str) -> Interval | None:
     """Return the 95 % interval of a method's mean over sites as far as other patients would change it.
 
-    From each site's own bootstrap, which its run reports: half its width is 1.96 standard errors. Sites are independent, but
+    From each site's own bootstrap, which its run reports, by MOVER: how far each end lies from the score adds up over sites as
+    standard errors do, lower ends and upper ones apart, so that no end lies where no score can be. Sites are independent, but
     those scored on one test split, whose errors are the same patients' and add up. The same patients are scored with every
     seed, so that seeds do not narrow it. None where a site of a seed has no interval.
     """
-    halves: list[float] = []
+    seeds, means = table.whole_seeds(method), table.means(method)
+    reaches: list[Interval] = []
     for sites in table.splits:
-        widths = [_width(table.group.runs[method, seed], site, table) for seed in table.whole_seeds(method) for site in sites]
-        if not widths or None in widths:
+        found = [_reach(table.group.runs[method, seed], site, table) for seed in seeds for site in sites]
+        if not found or None in found:
             return None
-        halves.append(len(sites) * math.fsum(w for w in widths if w is not None) / len(widths) / 2)
-    means = table.means(method)
-    middle, half = math.fsum(means) / len(means), math.sqrt(math.fsum(h * h for h in halves)) / len(table.inside)
-    return middle - half, middle + half
+        down, up = np.array(found, np.float64).sum(0) / len(seeds)
+        reaches.append((down, up))
+    down, up = np.sqrt(np.square(reaches).sum(0)) / len(table.inside)
+    middle = math.fsum(means) / len(means)
+    return float(middle - down), float(middle + up)
 
 
-def _width(run: Run, site: str, table: Table) -> float | None:
-    low, high = (known(run.score(site, table.stage, f"{table.metric}{end}")) for end in (LOW, HIGH))
-    return None if low is None or high is None else high - low
+def _reach(run: Run, site: str, table: Table) -> Interval | None:
+    """Return how far the ends of a site's interval lie below and above its score; 0 for an end on the other side of it."""
+    low, score, high = (known(run.score(site, table.stage, f"{table.metric}{end}")) for end in (LOW, "", HIGH))
+    return None if low is None or score is None or high is None else (max(score - low, 0.0), max(high - score, 0.0))
 
 
 def spread(values: Sequence[float]) -> float | None:

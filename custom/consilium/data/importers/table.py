@@ -1,0 +1,105 @@
+"""Pictures with a table: a CSV file that says of each its class and, where known, site, patient and split."""
+
+import csv
+import io
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, site_names
+from consilium.errors import ConfigError, DataError
+from consilium.schema import nearest
+
+LAYOUT = (
+    "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class), "
+    "and where known site, patient and split; --column image=NAME for another heading"
+)
+FIELDS = ("image", "label", "site", "patient", "split")
+NEEDED = FIELDS[:2]
+SPLITS = {"": None, "train": "training", "training": "training", "test": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation"), "validation")
+ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, with its number as an editor counts."""
+
+    number: int
+    values: Mapping[str, str]
+
+
+def read_table(source: Path, options: Options) -> Reading:
+    """Read pictures by their lines; the labels become the classes, sorted. Raises DataError, and ConfigError for a column."""
+    rows = _rows(source, options.columns)
+    sites = site_names({row.values.get("site", "") or source.stem for row in rows}, source)
+    found = [_sample(source, row, sites) for row in rows]
+    _check_once(source, rows, found)
+    notes = renamed_notes(sites) + ([] if "site" in rows[0].values else [ONE])
+    notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}"]
+    return Reading(found, sorted({row.values["label"] for row in rows}), notes)
+
+
+def _rows(source: Path, columns: Mapping[str, str]) -> list[Row]:
+    """Return the table's lines by field; of fields without a column nothing is there."""
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{source}: is no text in UTF-8; save it as CSV in UTF-8") from None
+    first = text.partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count))
+    named = _columns(source, columns, [name.strip() for name in reader.fieldnames or []])
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    try:
+        rows = [Row(reader.line_num, {f: (raw[name] or "").strip() for f, name in named.items()}) for raw in reader]
+    except csv.Error as error:
+        raise DataError(f"{source}: line {reader.line_num + 1}: {error}; save it as CSV anew") from None
+    if not rows:
+        raise DataError(f"{source}: has no line below its headings; give a line per picture")
+    return rows
+
+
+def _columns(source: Path, columns: Mapping[str, str], there: list[str]) -> dict[str, str]:
+    """Return the heading of each field that the table has. Raises ConfigError."""
+    if wrong := [field for field in columns if field not in FIELDS]:
+        raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(FIELDS)}{nearest(wrong[0], FIELDS)}")
+    named = {field: columns.get(field, field) for field in FIELDS}
+    for field, name in named.items():
+        if name not in there and (field in columns or field in NEEDED):
+            what = f"{source}: no column {name!r}; there are {', '.join(there)}"
+            raise ConfigError(f"--column: {what}; write --column {field}=NAME")
+    return {field: name for field, name in named.items() if name in there}
+
+
+def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> Found:
+    """Return one line's picture. Raises DataError, which names the line."""
+    values, where = row.values, f"{source}: line {row.number}"
+    if not values["label"]:
+        raise DataError(f"{where}: no label; give the picture's class, or take the line out")
+    if (split := values.get("split", "").lower()) not in SPLITS:
+        raise DataError(f"{where}: split {values['split']!r}: expected training, validation or test, or nothing")
+    image = _picture(source.parent / values["image"])
+    if image is None:
+        raise DataError(f"{where}: image {values['image']!r}: no such file; paths start at the table's folder")
+    who = values.get("patient", "")
+    site = sites[values.get("site", "") or source.stem]
+    return Found(site, who or values["image"], image, values["label"], split=SPLITS[split], is_patient=bool(who))
+
+
+def _picture(path: Path) -> Path | None:
+    """Return the file of that name, also where its name is in the other form of Unicode, as on disks from a Mac."""
+    forms = (path.with_name(unicodedata.normalize(form, path.name)) for form in ("NFC", "NFD")) if path.name else ()
+    return next((one for one in (path, *forms) if one.is_file()), None)
+
+
+def _check_once(source: Path, rows: list[Row], found: list[Found]) -> None:
+    """Raise DataError for a picture of two lines: it could be in two splits, or of two classes."""
+    known: dict[str, int] = {}
+    for row, sample in zip(rows, found, strict=True):
+        if (before := known.setdefault(str(sample.image), row.number)) != row.number:
+            what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
+            raise DataError(f"{source}: line {row.number}: {what}")
+
+
+SETS = {"csv": Importer(LAYOUT, read_table, is_file=True)}

@@ -1,0 +1,124 @@
+"""A table of pictures: its columns, whose they are, and one line for everything that is not as it must be."""
+
+import json
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from consilium.errors import ConfigError, ConsiliumError, DataError
+from tests.conftest import run
+from tests.data.importing import picture, run_import, splits_of
+
+SMEARS = (("Süd", "1", "burr"), ("Süd", "2", "burr"), ("Süd", "3", "target"), ("b", "1", "target"))
+ROWS = [(f"{site}/{smear}-{number}.png", kind, site, smear) for site, smear, kind in SMEARS for number in range(3)]
+
+
+def table(folder: Path, rows: list[tuple[str, ...]], heading: str = "file,class,site,smear", comma: str = ",") -> Path:
+    for name, *_ in rows:
+        picture(folder / name)
+    path = folder / "manifest.csv"
+    path.write_text("\n".join([heading, *(comma.join(row) for row in rows)]), encoding="utf-8-sig")
+    return path
+
+
+def test_sites_classes_and_patients_are_those_of_the_columns(tmp_path: Path) -> None:
+    columns = {"image": "file", "label": "class", "patient": "smear"}
+    path = table(tmp_path / "raw", ROWS)
+    told = run_import("csv", path, tmp_path / "lists", columns=columns, test=0.3, validation=0.0)
+    assert told["classes"] == ["burr", "target"]
+    # of the two smears of burr one is tested on (0.3 x 2, rounded); of one smear of a class none
+    assert told["sites"] == {
+        "b": {"training": 3, "validation": 0, "test": 0},
+        "sud": {"training": 6, "validation": 0, "test": 3},
+    }
+    assert told["notes"] == ["Süd -> sud"]
+    found = splits_of(tmp_path / "lists", "sud", classes=True)
+    assert Counter(Counter((item.label, item.patient) for item in found["training"]).values()) == {3: 2}  # whole smears
+    assert {item.label for item in found["test"]} == {"burr"}
+
+
+def test_published_splits_stay_and_without_sites_there_is_one_list(tmp_path: Path) -> None:
+    rows = [("a.png", "x", "Train"), ("b.png", "y", "valid"), ("c.png", "x", "test")]
+    path = table(tmp_path / "raw", rows, "image;label;split", ";")
+    told = run_import("csv", path, tmp_path / "lists")
+    assert told["sites"] == {"manifest": {"training": 1, "validation": 1, "test": 1}}
+    assert "share it out with `consilium data partition`" in told["notes"][0]
+    assert "names no patients" in told["notes"][1]
+
+
+def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None:
+    path = table(tmp_path, [("ä.png", "x", "s", "1")])
+    made = tmp_path / "ä.png"
+    made.rename(made.with_name(unicodedata.normalize("NFD", made.name)))
+    told = run_import("csv", path, tmp_path / "lists", columns={"image": "file", "label": "class"})
+    assert told["sites"]["s"]["training"] == 1
+
+
+@pytest.mark.parametrize(
+    ("heading", "rows", "columns", "error", "message"),
+    [
+        (
+            "file,label",
+            [("a.png", "x")],
+            {},
+            ConfigError,
+            "no column 'image'; there are file, label; write --column image=",
+        ),
+        ("image,label", [("a.png", "x")], {"site": "s"}, ConfigError, "no column 's'; there are image, label"),
+        (
+            "image,label",
+            [("a.png", "x")],
+            {"lable": "s"},
+            ConfigError,
+            "'lable': expected one of .*did you mean 'label'",
+        ),
+        ("image,label", [], {}, DataError, "has no line below its headings"),
+        ("image,label", [("a.png", "")], {}, DataError, "line 2: no label; give the picture's class"),
+        ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev': expected training, validation or"),
+        ("image,label", [("a.png", "x"), ("a.png", "y")], {}, DataError, "line 3: image 'a.png' is that of line 2; keep one"),
+    ],
+)
+def test_one_line_for_what_is_wrong(
+    heading: str, rows: list[tuple[str, ...]], columns: dict[str, str], error: type, message: str, tmp_path: Path
+) -> None:
+    path = table(tmp_path / "raw", rows or [("a.png", "x")], heading)
+    if not rows:
+        path.write_text(heading)
+    with pytest.raises(error, match=message):
+        run_import("csv", path, tmp_path / "lists", columns=columns)
+    assert not (tmp_path / "lists").exists()
+
+
+def test_what_is_no_table(tmp_path: Path) -> None:
+    path = table(tmp_path, [("a.png", "x")], "image,label")
+    (tmp_path / "a.png").unlink()
+    for text, message in (
+        (path.read_bytes(), "line 2: image 'a.png': no such file; paths start at the table's folder"),
+        ("image,label\nä,x".encode("latin-1"), "is no text in UTF-8; save it as CSV in UTF-8"),
+        (b"image,label\n" + b"x" * 200_000, "line 2: field larger than field limit"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ConsiliumError, match=message):
+            run_import("csv", path, tmp_path / "lists")
+    with pytest.raises(DataError, match="no such file; expected a CSV file with a picture a line"):
+        run_import("csv", tmp_path, tmp_path / "lists")
+    with pytest.raises(ConfigError, match="--column: own is no table; leave it out"):
+        run_import("own", tmp_path, tmp_path / "lists", columns={"image": "x"})
+
+
+def test_the_command_and_a_partition_of_nobodys_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path / "raw", ROWS)
+    words = ["data", "import", "csv", path, tmp_path / "lists", "--column", "image=file", "--column", "label=class"]
+    assert run(monkeypatch, *words, "--sites", 1, "--test", 0, "--validation", 0) == 0
+    assert "note: Süd -> sud" in capsys.readouterr().out
+    share = ["data", "partition", tmp_path / "lists/csv/datalist.json", tmp_path / "out", "--sites", 2, "--minimum", 1, "--iid"]
+    assert run(monkeypatch, *share) == 0
+    said = "12 of 12 training samples name no patient, so one patient's pictures may be at several sites"
+    assert f"note: {said}" in capsys.readouterr().out
+    assert said in json.loads((tmp_path / "out/partition.json").read_text())["notes"][0]
+    assert run(monkeypatch, "data", "import", "csv", path, tmp_path / "x", "--column", "image") == 2
+    assert "--column: 'image': expected FIELD=NAME" in capsys.readouterr().err
