@@ -158,3 +158,16 @@ def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) ->
     ours, theirs = state_of(workspace / "fedavg.safetensors"), state_of(reference / "server/state.safetensors")
     assert all(torch.equal(t, theirs[f"shared/{n}"]) for n, t in ours.items())
     assert len(ours) == len(theirs)
+
+
+@MOSTLY_HERE
+def test_a_job_that_ends_by_validation_ends_alike_over_flare(flare: Runner, tmp_path: Path) -> None:
+    """Nothing moves at this rate, so that the second validation is no better than the first."""
+    config = small_config("fedit", rounds=6, lr=1e-30, local_steps=1, validate={"patience": 1, "stages": ["global"]})
+    workspace = flare(config, sites=SITES[:2])
+    simulate(assemble_job(config), {name: SiteConfig() for name in SITES[:2]}, tmp_path / "here", lambda event: None)
+    ended = {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
+    for folder in (workspace, tmp_path / "here"):
+        assert [ended.items() <= line.items() for line in events(folder, "ended")] == [True]
+    over_flare, here = (json.loads((folder / "results.json").read_text()) for folder in (workspace, tmp_path / "here"))
+    assert over_flare == here

@@ -20,6 +20,7 @@ from consilium.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare import formats
 from consilium.report.compare.along import along, axis_of, lines, places
+from consilium.report.compare.costs import cost_sheet, trained_set
 from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
@@ -27,7 +28,7 @@ from consilium.report.compare.paired import comparisons, holm, p_value
 from consilium.report.compare.published import published_for, published_sheet, read_floor, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
-from consilium.report.compare.sheets import cost_sheet, score_sheet, sheets, trained_set
+from consilium.report.compare.sheets import score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions

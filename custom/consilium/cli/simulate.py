@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load, page
-from consilium.cli.privacy import claim_of
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
+from consilium.cli.results import print_results
 from consilium.cli.way_on import said_how_to_go_on, stoppable
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import load_job
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError
 from consilium.federation.participants import site_names, unused_state
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from consilium.federation.build import Job
     from consilium.report.view import LiveView
     from consilium.tasks.registry import Scores
-
-METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 
 
 class Engine(StrEnum):
@@ -71,7 +69,7 @@ def simulate(
         folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
     _join_predictions(folder, wanted.sites)
     config = load_job(folder / "job.yaml", plugins=None)  # as it ran, whatever became of the file that was given
-    _print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
+    print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
 
 def _tell_unused_state(wanted: "Wanted") -> None:
@@ -206,44 +204,3 @@ def _is_word(path: str) -> bool:
         return shlex.split(path, comments=True) == [path]
     except ValueError:
         return False
-
-
-def _print_results(
-    results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
-) -> None:
-    from consilium.report.closing import result_table
-    from consilium.report.cross_sites import VALUES, WORDS, read, table
-    from consilium.report.predictions import PREDICTIONS
-    from consilium.report.runlog import test_only
-    from consilium.tasks.registry import TASKS
-
-    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
-    told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
-    crossed = read(json.loads((folder / VALUES).read_text())) if (folder / VALUES).is_file() else None
-    if format is Format.JSON:
-        found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
-        found |= {"cross_sites": crossed.to_dict()} if crossed else {}
-        print(json.dumps(found, indent=1, sort_keys=True))
-        return
-    if told:
-        typer.echo((folder / "statistics.txt").read_text())
-        files += ["statistics.json", "statistics.png"]
-    console = page()
-    if crossed:
-        typer.echo(f"{crossed.title} ({WORDS})")
-        console.print(table(crossed, console.width))
-        _tell_files(folder, ["cross_sites.json", "cross_sites.png", "results.json"])
-        return
-    if not config.trains:
-        _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
-        return
-    scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
-    if claim := claim_of(folder):
-        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
-    files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
-    _tell_files(folder, files)
-
-
-def _tell_files(folder: Path, names: list[str]) -> None:
-    typer.echo(f"Everything of this run: {folder} ({', '.join(names)})")

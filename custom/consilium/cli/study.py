@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
+from consilium.cli.way_on import again as same_command
 from consilium.cli.way_on import say_interrupted, stoppable
 from consilium.config.site import Given
 from consilium.errors import ConfigError
@@ -166,7 +167,7 @@ def study_run(
         with stoppable():
             failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
-        say_interrupted(again())
+        say_interrupted(same_command())
     if failed:
         raise typer.Exit(1)
 

@@ -171,7 +171,7 @@ def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format:
 
 def show(found: dict[str, Any]) -> None:
     """Print one job's status for people."""
-    from consilium.report.progress import when
+    from consilium.report.progress import last_round, when
 
     console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
     console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
@@ -187,7 +187,7 @@ def show(found: dict[str, Any]) -> None:
     if progress["sites"]:
         console.print(_table(progress, page().width))
     for one in progress["refused"]:
-        console.print(line(f"refused {when(one, progress['rounds'])}: {one['site']}: {one['reason']}", "yellow"))
+        console.print(line(f"refused {when(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow"))
 
 
 def _table(progress: dict[str, Any], width: int) -> Table:
@@ -212,6 +212,7 @@ def _sites(
 ) -> Table:
     from consilium.messages import TRAIN_LOSS
     from consilium.report.means import number
+    from consilium.report.progress import last_round
     from consilium.report.view import score_of
 
     table = Table(box=SIMPLE, pad_edge=False)
@@ -223,7 +224,7 @@ def _sites(
         numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in headings)]
         moved = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down") if sizes]
         weight = "-" if share is None else f"{one['weight']} ({share:.0%})"
-        table.add_row(Text(names[shown(name)]), str(min(one["round"] + 1, progress["rounds"])), weight, *numbers, *moved)
+        table.add_row(Text(names[shown(name)]), str(min(one["round"] + 1, last_round(progress))), weight, *numbers, *moved)
     return table
 
 

@@ -42,6 +42,10 @@ def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
 
 def place(progress: dict[str, Any]) -> str:
     """Return one line on where a run is."""
+    from consilium.report.progress import ending
+
+    if early := progress.get("ended"):
+        return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
         return f"all {progress['rounds']} rounds and the closing evaluation are done"
     phase = f" phase {progress['phase'] + 1}" if progress["phase"] else ""

@@ -20,6 +20,7 @@ from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConf
 from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
+from consilium.config.validation import ValidateConfig
 from consilium.errors import ConfigError
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.registry import NO_PLUGINS, KindField, Plugins
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
     from consilium.strategies.strategy import Strategy
 else:
     Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
-
-
-class ValidateConfig(Section):
-    """When the validation split is scored: in rounds `every`, 2 `every` and so on, counted from 1, and by which models.
-
-    The closing evaluation comes in any case.
-    """
-
-    every: Annotated[int, Field(ge=1, le=100_000, description="score in every so many rounds")] = 1
-    stages: Annotated[
-        tuple[Literal["global", "personalized"], ...],
-        Field(max_length=2, description="the model as it comes from the server, and after the site's training; [] for none"),
-    ] = ("global", "personalized")
-    full: Annotated[bool, Field(description="score as at the end: written answers, distances, intervals")] = False
 
 
 class TrainingConfig(Section):
@@ -208,6 +195,9 @@ class JobConfig(Section):
             raise ValueError(f"data.most_training: {self.data.most_training} {what}")
         if self.privacy is None:
             return self
+        if patience := self.training.validation.patience:
+            what = "would let validation scores, which no noise covers, choose the round"
+            raise ValueError(f"training.validate.patience: {patience} {what}; leave it out of a job with privacy")
         if self.diagnostics.looks_inside:
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":

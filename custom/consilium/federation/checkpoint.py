@@ -1,21 +1,27 @@
 """The server's checkpoint of a run: one atomic file, which only the job that wrote it goes on from."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from consilium.errors import CheckpointError
 from consilium.federation.build import Job
+from consilium.federation.early_stopping import Validations
 from consilium.messages import Tensors
 from consilium.storage import load_state, save_state
 from consilium.strategies.strategy import ServerState
 
 
 class Saved(NamedTuple):
-    """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's."""
+    """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's.
+
+    `validations`: what may end the run early.
+    """
 
     run: str
     checkpoint: str | None
     state: ServerState
+    validations: Validations = Validations()
 
 
 def write(path: Path, job: Job, saved: Saved) -> None:
@@ -26,7 +32,10 @@ def write(path: Path, job: Job, saved: Saved) -> None:
     tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
     place: dict[str, Any] = {"round": state.round, "phase": state.phase}
     place |= {"reported": state.reported, "weights": state.weights}
-    save_state(path, tensors, place | {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)})
+    validations = {"validations": asdict(saved.validations)}
+    save_state(
+        path, tensors, place | {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
+    )
 
 
 def read(path: Path, job: Job) -> Saved:
@@ -37,7 +46,8 @@ def read(path: Path, job: Job) -> Saved:
     groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
     sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
-    return Saved(meta["run"], meta["checkpoint"], ServerState(meta["round"], meta["phase"], **known))
+    state = ServerState(meta["round"], meta["phase"], **known)
+    return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
 
 
 def _group(tensors: Tensors, group: str) -> Tensors:

@@ -9,18 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
-from consilium.federation.checks import check_evaluation, check_hello, check_next, check_update
+from consilium.federation.checks import check_evaluation, check_hello, check_update
 from consilium.federation.diagnostics import deviation
+from consilium.federation.early_stopping import ending, unheard, validated
 from consilium.federation.saved_model import SavedModel, keeps_local
-from consilium.federation.server_step import advance
+from consilium.federation.server_step import merged
 from consilium.federation.site_models import keep_shared
 from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
@@ -33,7 +32,7 @@ from consilium.report.runlog import RunLog
 from consilium.report.tracking import Tracker
 from consilium.seeding import seed_for
 from consilium.storage import sweep
-from consilium.strategies.strategy import Gathered, ServerState, SiteResult
+from consilium.strategies.strategy import SiteResult
 
 
 class Coordinator:
@@ -66,7 +65,8 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
-        self.run, self.checkpoint, self.state = checkpoint.read(self._file(), job) if resume else self._fresh(own)
+        saved = checkpoint.read(self._file(), job) if resume else self._fresh(own)
+        self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             self.log.resumed(self.state)
         else:
@@ -82,8 +82,9 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """True after the last round, and always where there is none."""
-        return not self.job.config.trains or self.state.round >= self.job.config.training.rounds
+        """True after the last round, at an early end, and always where there is no round."""
+        config, over = self.job.config, self.state.round >= self.job.config.training.rounds
+        return not config.trains or over or ending(config, self.state, self.validations) is not None
 
     @property
     def quorum(self) -> int:
@@ -225,10 +226,19 @@ class Coordinator:
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
             self.log.diagnostics(self.state, curves | dict(seen or {}))
-            self.state = _merged(self.job, self.state, mean)
+            after = merged(self.job, self.state, mean)
+            self._validate()
+            self.state = after
             self.log.figures(self.state, self.job.strategy.figures(self.state))
             self._save()
             self.asked, self.sent, self._results = {}, {}, {}
+
+    def _validate(self) -> None:
+        """Count the phase's validation, where it is one that may end the run."""
+        place = self.job.config, self.job.strategy, self.state
+        self.validations = validated(*place, self.validations, self._trained)
+        if warning := unheard(*place, self.validations):
+            self.observer({"event": "warning", "text": warning})
 
     def _deviation(self) -> dict[str, float]:
         wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
@@ -249,7 +259,10 @@ class Coordinator:
         return privatize(mean, maps, math.inf, noise, self.normal)[0]
 
     def final(self) -> dict[str, Payload]:
-        """Return the payloads for the last evaluation, one per registered site."""
+        """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""
+        if ended := ending(self.job.config, self.state, self.validations):
+            self.log.ended(ended)
+            self.observer({"event": "ended", **ended})
         return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
 
     def accept_final(self, name: str, result: Payload) -> str | None:
@@ -283,18 +296,4 @@ class Coordinator:
         return self.folder / "server" / "state.safetensors"
 
     def _save(self) -> None:
-        checkpoint.write(self._file(), self.job, Saved(self.run, self.checkpoint, self.state))
-
-
-def _merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
-    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
-    try:
-        merged = job.strategy.merge(*advance(job.config, state, mean))
-    except RuntimeError as error:  # a decomposition that does not converge
-        why = " ".join(str(error).split())[:200]
-        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None
-    check_next(job.strategy, state, merged)
-    kept = [merged.shared, merged.matrices, merged.optimizer, *merged.sites.values()]
-    if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
-        raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
-    return merged
+        checkpoint.write(self._file(), self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

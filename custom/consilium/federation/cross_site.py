@@ -12,6 +12,7 @@ from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_evaluation, check_lent
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.early_stopping import ending
 from consilium.federation.scoring import former_jobs
 from consilium.messages import MetricKey, Payload, Stage
 from consilium.privacy.lending import MODELS
@@ -42,7 +43,8 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         except CheckpointError as error:
             why = str(error)
             continue
-        if saved.state.round != job.config.training.rounds:
+        early = ending(job.config, saved.state, saved.validations)
+        if saved.state.round != job.config.training.rounds and not early:
             raise ConfigError(f"training.rounds: {job.config.training.rounds}: {where} had {saved.state.round}; write that")
         return saved
     raise ConfigError(f"{where}: {why}; take that run's job.yaml and add cross_site")
@@ -76,7 +78,7 @@ class CrossSites:
     def take(self, owner: str, result: Payload) -> None:
         """Keep a site's own model until it is scored. Raises RefusedError for what is none."""
         check_lent(self.job, result)
-        place = self.job.config.training.rounds, len(self._rows)
+        place = self.state.round, len(self._rows)
         self._model = Payload(*place, result.tensors, result.scalars)
         self._begin(owner, Stage.PERSONALIZED)
 
@@ -91,7 +93,7 @@ class CrossSites:
 
     def accept(self, name: str, result: Payload) -> str | None:
         """Keep a site's scores of the model that is scored now. Returns None, or why they were refused."""
-        place = self.job.config.training.rounds, len(self._rows) - 1
+        place = self.state.round, len(self._rows) - 1
         try:
             if name not in self._asked:
                 raise RefusedError(f"{name} was not asked, or has answered already")

@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.server import ServerConfig
-from consilium.errors import RefusedError
+from consilium.errors import ConsiliumError, RefusedError
+from consilium.federation.build import Job
+from consilium.federation.checks import check_next
 from consilium.messages import Tensors
-from consilium.strategies.strategy import ServerState
+from consilium.strategies.strategy import Gathered, ServerState
 from consilium.training.optim import make_optimizer, memory, restore
 
 FIRST, SECOND = "first", "second"
@@ -45,6 +47,20 @@ def advance(job: JobConfig, state: ServerState, mean: Tensors) -> tuple[ServerSt
     """Return what the job's optimizer at the server makes of a mean update, as `step` does."""
     over_all = job.dpsgd is not None and job.dpsgd.trust == "distributed"
     return gradient_step(job.training, state, mean) if over_all else step(job.server, state, mean)
+
+
+def merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
+    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
+    try:
+        after = job.strategy.merge(*advance(job.config, state, mean))
+    except RuntimeError as error:  # a decomposition that does not converge
+        why = " ".join(str(error).split())[:200]
+        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None
+    check_next(job.strategy, state, after)
+    kept = [after.shared, after.matrices, after.optimizer, *after.sites.values()]
+    if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
+        raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
+    return after
 
 
 def step(config: ServerConfig | None, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:

@@ -13,7 +13,7 @@ from consilium.adapters import layers
 from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.diagnostics import OracleConfig
-from consilium.config.job import ValidateConfig
+from consilium.config.validation import ValidateConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job
 from consilium.federation.site import Site

@@ -10,7 +10,7 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload, Tensors
-from consilium.privacy import audit
+from consilium.privacy import audit, places
 from consilium.privacy.authorized import Task
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan
@@ -153,7 +153,8 @@ class Masking:
 
     def _end_masks(self, task: Task) -> None:
         """Forget the run's keys at its last evaluation: from then on no sum of it can be asked for."""
-        if self.masks and task.kind is Kind.EVALUATE and task.place == (self.config.training.rounds, 0):
+        round, phase = task.place
+        if self.masks and task.kind is Kind.EVALUATE and phase == 0 and places.ends(self.config, round):
             SiteRecord(self.folder / task.run / FOLDER).end()
 
     # what every guard does ---------------------------------------------------------------------------------------------

@@ -52,6 +52,12 @@ def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, te
         raise RefusedError(f"{name}: {what}", Reason.TASK)
 
 
+def ends(config: JobConfig, round: int) -> bool:
+    """Tell whether the closing evaluation may come after so many rounds: all of them, or fewer where scores end the job."""
+    rounds = config.training.rounds
+    return round == rounds or (config.training.validation.patience > 0 and 0 < round <= rounds)
+
+
 def _asks(config: JobConfig, strategy: Strategy, kind: Kind, place: tuple[int, int], test_only: bool) -> bool:
     (round, phase), rounds = place, config.training.rounds
     known = config.trains and 0 <= round < rounds
@@ -62,6 +68,6 @@ def _asks(config: JobConfig, strategy: Strategy, kind: Kind, place: tuple[int, i
         Kind.MASKS: place == ASIDE and config.trains and config.secure_aggregation is not None and not test_only,
         Kind.MODEL: place == ASIDE and config.cross_site is not None,
         Kind.TRAIN: known and not test_only and 0 <= phase < strategy.phases(round),
-        Kind.EVALUATE: ((config.trains or config.cross_site is not None) and round == rounds and 0 <= phase <= scored)
+        Kind.EVALUATE: ((config.trains or config.cross_site is not None) and ends(config, round) and 0 <= phase <= scored)
         or (known and phase == HELD_OUT),
     }[kind]

@@ -13,6 +13,8 @@ from consilium.messages import BYTES_DOWN, BYTES_UP
 from consilium.tasks.registry import TASKS
 
 Line = dict[str, Any]
+ENDING = ("round", "rounds", "validations", "best_round")
+"""What a run's record says of an early end; see federation/early_stopping.py."""
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
@@ -30,7 +32,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def progress(folder: Path) -> dict[str, Any]:
     """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
 
-    `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. Per site: the
+    `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation.
+    `ended`: where and why the rounds have ended early, None where they have not. Per site: the
     round of its last result, its last metrics (as far as the site shares them), bytes of tensors up and down so far, its
     weight in the last mean it was part of and its share of that mean's whole weight (None before there is one).
     """
@@ -39,6 +42,7 @@ def progress(folder: Path) -> dict[str, Any]:
     started = [x for x in lines if x["event"] == "started"]
     here = started[-1] if started else {"round": 0, "phase": 0, "sites": []}
     done = [x for x in lines if x["event"] == "concluded"]
+    early = _ended(lines)
     answers = [x["site"] for x in lines if x["event"] == "result" and _place(x) == _place(here)]
     return {
         "experiment": folder.name,
@@ -49,7 +53,8 @@ def progress(folder: Path) -> dict[str, Any]:
         "asked": here["sites"],
         "answered": sorted(answers),
         "epsilon": done[-1].get("privacy/epsilon") if done else None,
-        "eta_seconds": _eta(started, done, config["training"]["rounds"]),
+        "eta_seconds": None if early else _eta(started, done, config["training"]["rounds"]),
+        "ended": early,
         "sites": _sites(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in lines if x["event"] == "refused"][-20:],
         "scores": _scores(config["task"]),
@@ -65,6 +70,31 @@ def _scores(task: dict[str, Any]) -> Line:
         return {"leading": ["loss"], "headings": {}}
     found = kind.scores(kind.config.model_validate(task))
     return {"leading": list(found.leading), "headings": dict(found.headings)}
+
+
+def ending(line: Mapping[str, Any]) -> str:
+    """Return in words where and why a run's rounds have ended early, given its line of metrics.jsonl."""
+    validations = f"{line['validations']} validation{'' if line['validations'] == 1 else 's'}"
+    return (
+        f"ended after round {line['round']} of {line['rounds']}: no better for {validations} (best round {line['best_round']})"
+    )
+
+
+def ended(folder: Path) -> Line | None:
+    """Return what the run in `folder` says of its early end; None for one that has not ended early."""
+    path = folder / "metrics.jsonl"
+    return _ended(read_lines(path)) if path.is_file() else None
+
+
+def _ended(lines: list[Line]) -> Line | None:
+    found = [x for x in lines if x["event"] == "ended"]
+    return {name: found[-1][name] for name in ENDING} if found else None
+
+
+def last_round(progress: Mapping[str, Any]) -> int:
+    """Return after how many rounds the closing evaluation of a run comes, or came."""
+    early = progress.get("ended")
+    return int(early["round"] if early else progress["rounds"])
 
 
 def when(refusal: Mapping[str, Any], rounds: int) -> str:

@@ -153,6 +153,11 @@ class RunLog:
         self._line(line | {"ledger": result.ledger})
         self._scalars(site, result.metrics, result.round)
 
+    def ended(self, ending: Mapping[str, Any]) -> None:
+        """Record that the rounds have ended early, see federation/early_stopping.py."""
+        self._rounds = ending["round"]
+        self._line({"event": "ended", "phase": 0, **ending})
+
     @property
     def results(self) -> dict[str, dict[str, float]]:
         """The closing metrics by site, of those that told them."""

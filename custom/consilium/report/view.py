@@ -16,7 +16,7 @@ from rich.text import Text
 
 from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.clean import line, shown
-from consilium.report.progress import when
+from consilium.report.progress import ending, when
 from consilium.report.tables import fit
 from consilium.tasks.registry import Scores
 
@@ -103,6 +103,10 @@ class LiveView:
 
     def _on_warning(self, event: Mapping[str, Any]) -> None:
         self._say(f"warning: {shown(event['text'], LINE)}", "yellow")
+
+    def _on_ended(self, event: Mapping[str, Any]) -> None:
+        self._say(ending(event))
+        self.rounds = event["round"]
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         row = self._row(event)

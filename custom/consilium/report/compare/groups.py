@@ -17,8 +17,9 @@ LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", 
 """Fields of task and data that change the training and not what is scored."""
 AGAIN = " again"
 """Stands behind the seed of a private run that repeats another: another draw of noise."""
-UNNAMED = ("name", "experiment", "training.seed", "training.validate", "model.checkpoint", "statistics", "federation.min_sites",
-           "federation.round_timeout", "federation.straggler_grace_seconds")  # fmt: skip
+UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
+           "training.validate.full", "model.checkpoint", "statistics", "federation.min_sites", "federation.round_timeout",
+           "federation.straggler_grace_seconds")  # fmt: skip
 """Fields that do not tell one method from another."""
 READ = ("task.", "data.", "model.checkpoint", "privacy.unit", "privacy.per_patient")
 """Fields by which a site reads other files, or others of its samples."""

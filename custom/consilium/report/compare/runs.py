@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
-from consilium.report.progress import read_lines
+from consilium.report.progress import ended, read_lines
 from consilium.report.runlog import roles_of, test_only
 from consilium.schema import dotted
 from consilium.strategies.strategy import Role
@@ -36,7 +36,8 @@ class Run:
     many parameters travel (SHARED), stay at a site (LOCAL) or do not train (FROZEN), None where the run does not tell.
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
     `test_only`: sites that did not train. `noted`: diagnostics by round and phase. `data`: of a study's cell, its folder of the
-    data, and what tells their content from other, of all samples in `whole`; "" where there is none.
+    data, and what tells their content from other, of all samples in `whole`; "" where there is none. `ended`: where and why its
+    rounds have ended early.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Run:
     noted: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     data: tuple[str, str] = ("", "")
     whole: str = ""
+    ended: Mapping[str, Any] | None = None
 
     @property
     def seed(self) -> int:
@@ -117,6 +119,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         labels or {},
         test_only(folder),
         _noted(folder / "metrics.jsonl"),
+        ended=ended(folder),
     )
 
 

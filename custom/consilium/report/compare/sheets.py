@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from consilium.messages import Stage
 from consilium.report.compare import Test
+from consilium.report.compare.costs import cost_sheet
 from consilium.report.compare.diagnosed import diagnosed_sheet
 from consilium.report.compare.groups import Group
 from consilium.report.compare.paired import FEWEST, Comparison, comparisons
 from consilium.report.compare.published import Published, floor_rows, published_for, published_sheet
-from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.site_columns import column_notes, scores_under, site_columns
 from consilium.report.compare.table import (
@@ -24,7 +24,6 @@ from consilium.report.compare.table import (
     table_of,
 )
 from consilium.report.means import number
-from consilium.strategies.strategy import Role
 
 MOST_TESTS = 30
 """Lines of a table of tests; the others are counted in its note, and JSON has all."""
@@ -185,54 +184,6 @@ def _apart(table: Table) -> str:
     if len(table.splits) == len(table.inside):
         return "sites independent (too narrow where they share patients)"
     return "all sites on one test split" if len(table.splits) == 1 else "sites on one test split as one, others independent"
-
-
-def cost_sheet(group: Group) -> Sheet:
-    """Return a row per method: what trains, rounds, bytes, seconds and epsilon, as means over seeds."""
-    columns = [Column("method", right=False), Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
-    columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
-    finished = {method: [run for (name, _), run in group.runs.items() if name == method] for method in group.methods}
-    finished = {method: runs for method, runs in finished.items() if runs}
-    rows = [_cost_row(method, runs) for method, runs in finished.items()]
-    notes = [
-        "parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all sites"
-    ]
-    notes[0] += "; seconds: the sites' training, summed; epsilon: none is not private"
-    if len({(_adapted(runs[0]), row[2]) for runs, row in zip(finished.values(), rows, strict=True)}) > 1:
-        notes.append("the methods do not all train the same set of parameters")
-    return Sheet(titled(group, "What it costs"), columns, rows, notes)
-
-
-def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
-    first, sent = runs[0], [run.bytes / 2**20 for run in runs if run.bytes is not None]
-    counts = first.trained
-    epsilons = [run.epsilon for run in runs if run.epsilon is not None]
-    return [
-        method,
-        trained_set(first),
-        "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}",
-        "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}",
-        str(first.settings["training.rounds"]),
-        "the data" if not sent else f"{mean(sent):,.2f}",
-        f"{mean([run.seconds for run in runs]):,.1f}",
-        f"{max(epsilons):.4g} ({first.settings['privacy.unit']})" if epsilons else "none",
-    ]
-
-
-def trained_set(run: Run) -> str:
-    """Return what a method trains, and whether on pooled data."""
-    return _adapted(run) + (", pooled data" if run.pooled else "")
-
-
-def _adapted(run: Run) -> str:
-    """Return the kind of adapter, where it sits, and a decoder that trains."""
-    found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
-    parts = [str(found["kind"])]
-    parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
-    decoder = found.get("decoder")
-    told = f"decoder {decoder}" if isinstance(decoder, str) else "decoder" if decoder is True else ""
-    parts += [told] if told and decoder != "freeze" else []  # a frozen one does not train, and some models have none
-    return ", ".join(parts)
 
 
 def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:

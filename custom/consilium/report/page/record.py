@@ -13,7 +13,7 @@ from consilium.messages import MetricKey, Stage
 from consilium.report.clean import shown
 from consilium.report.means import Results
 from consilium.report.page.files import Line, number, read_json, read_lines
-from consilium.report.progress import without_repeats
+from consilium.report.progress import ENDING, without_repeats
 from consilium.tasks.registry import TASKS, Scores
 
 OWNER = "owner.json"
@@ -23,6 +23,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "joined": ("site",), "started": ("round", "phase", "sites"), "concluded": ("round", "phase", "sites"),
     "result": ("site", "round", "phase", "metrics"), "held_out": ("site", "round", "metrics"),
     "final": ("site", "round", "metrics"), "refused": ("site", "round", "reason"), "resumed": ("round", "phase"),
+    "ended": ENDING,
 }  # fmt: skip
 """Events of metrics.jsonl that a page is made of, and what each must have."""
 Curve = dict[int, float]
@@ -66,6 +67,11 @@ class Record:
     def rounds(self) -> int:
         """How many rounds have ended."""
         return len({line["round"] for line in self.of("concluded") if line["phase"] == self._last_phase})
+
+    @cached_property
+    def ended(self) -> Line | None:
+        """Where and why the rounds have ended early; None where they have not."""
+        return next(self.of("ended"), None)
 
     @property
     def _last_phase(self) -> int:
@@ -134,7 +140,8 @@ def checked(line: Line) -> Line | None:
     if needed is None or any(name not in line for name in needed):
         return None
     round, phase = line.get("round", 0), line.get("phase", 0)
-    places = (isinstance(one, int) and not isinstance(one, bool) and -1 <= one <= MOST_ROUNDS for one in (round, phase))
+    counts = [round, phase, *([line[name] for name in ENDING] if event == "ended" else [])]
+    places = (isinstance(one, int) and not isinstance(one, bool) and -1 <= one <= MOST_ROUNDS for one in counts)
     sites = line.get("sites", [])
     if (
         not all(places)

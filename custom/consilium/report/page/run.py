@@ -17,6 +17,7 @@ from consilium.report.page.record import Record
 from consilium.report.page.render import render
 from consilium.report.page.scores import MEANT, gains, headline, losses, of_models
 from consilium.report.page.traffic import absences, parameters, tensors, times, traffic
+from consilium.report.progress import ending
 from consilium.report.study_cells import values_of_cell
 
 MOST_SITES = 24
@@ -113,15 +114,19 @@ def counted(count: int, what: str) -> str:
 def about(record: Record) -> list[tuple[str, str]]:
     """Return the run's facts as pairs of texts."""
     config = record.config
-    state = (
-        "finished"
-        if record.results is not None
-        else f"not finished: {record.rounds} of {config.training.rounds} rounds have ended"
-    )
+    state = _state(record)
     where = "a simulation: all sites were on one machine" if record.simulated else "the server of a federation, or its result"
     crossed = config.cross_site
     scored = [("scores", f"the models of the run {crossed.run}; nothing was trained here")] if crossed else []
     return [("state", state), ("kind of run", where), *scored, ("seed", str(config.training.seed))]
+
+
+def _state(record: Record) -> str:
+    """Return whether the run is finished, and after how many rounds."""
+    early = f": {ending(record.ended)}" if record.ended else ""
+    if record.results is not None:
+        return f"finished{early}"
+    return f"not finished{early or f': {record.rounds} of {record.config.training.rounds} rounds have ended'}"
 
 
 def warnings(record: Record, pictures: bool) -> list[str]:

@@ -144,9 +144,8 @@ def absences(record: Record) -> tuple[Table | None, Sequence[Mapping[str, Any]],
         for site in record.sites
     ]
     columns = ["site", "asked", "answered", "absent", "in the mean", "refused"]
-    told = [
-        {"site": x["site"], "when": when(x, record.config.training.rounds), "reason": shown(x["reason"], 600)} for x in lines
-    ]
+    last = record.ended["round"] if record.ended else record.config.training.rounds
+    told = [{"site": x["site"], "when": when(x, last), "reason": shown(x["reason"], 600)} for x in lines]
     return (
         (Table("Phases of training", columns, rows) if rows else None),
         told[:MOST_REFUSALS],

@@ -1,0 +1,59 @@
+"""What `consilium simulate` prints of a run that came to its end."""
+
+import json
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import Format, page
+from consilium.cli.privacy import claim_of
+from consilium.config.job import JobConfig
+
+METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
+
+
+def print_results(
+    results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
+) -> None:
+    """Print a run's closing scores, why it ended where that was early, what privacy it kept, and where its files are."""
+    from consilium.report.closing import result_table
+    from consilium.report.cross_sites import VALUES, WORDS, read, table
+    from consilium.report.predictions import PREDICTIONS
+    from consilium.report.progress import ended, ending
+    from consilium.report.runlog import test_only
+    from consilium.tasks.registry import TASKS
+
+    early = ended(folder)
+    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
+    told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
+    crossed = read(json.loads((folder / VALUES).read_text())) if (folder / VALUES).is_file() else None
+    if format is Format.JSON:
+        found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
+        found |= ({"cross_sites": crossed.to_dict()} if crossed else {}) | ({"ended": early} if early else {})
+        print(json.dumps(found, indent=1, sort_keys=True))
+        return
+    if told:
+        typer.echo((folder / "statistics.txt").read_text())
+        files += ["statistics.json", "statistics.png"]
+    console = page()
+    if crossed:
+        typer.echo(f"{crossed.title} ({WORDS})")
+        console.print(table(crossed, console.width))
+        _tell_files(folder, ["cross_sites.json", "cross_sites.png", "results.json"])
+        return
+    if not config.trains:
+        _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
+        return
+    scores = TASKS[config.task.name].scores(config.task)
+    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
+    if early:
+        typer.echo(ending(early).capitalize())
+    if claim := claim_of(folder):
+        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
+    files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
+    _tell_files(folder, files)
+
+
+def _tell_files(folder: Path, names: list[str]) -> None:
+    typer.echo(f"Everything of this run: {folder} ({', '.join(names)})")

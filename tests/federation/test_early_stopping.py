@@ -1,0 +1,304 @@
+"""A run that ends by validation: when, why, and the same whatever the order, the engine and interruptions."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from math import nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from consilium import __version__
+from consilium.cli.options import Format
+from consilium.cli.results import print_results
+from consilium.cli.watch import place
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig
+from consilium.errors import RefusedError
+from consilium.federation.build import Job
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.early_stopping import Validations
+from consilium.federation.engine import simulate
+from consilium.messages import HELD_OUT, Hello, Kind, Observer, Payload
+from consilium.privacy.authorized import Task
+from consilium.privacy.masking import FILE, FOLDER, Masking
+from consilium.privacy.places import check_place
+from consilium.report.compare.costs import cost_sheet
+from consilium.report.compare.groups import grouped
+from consilium.report.compare.runs import read_run
+from consilium.report.page.record import read_record
+from consilium.report.page.run import run_page
+from consilium.report.progress import progress, read_lines, when
+from consilium.report.view import LiveView
+from consilium.storage import load_state
+from consilium.strategies.strategy import Role
+from consilium.tasks.registry import TASKS
+from tests.conftest import assembled, small_config
+
+DICE = "validation/global/dice"
+ENDED = "ended after round 4 of 10: no better for 2 validations (best round 1)"
+FOUR = [(0.4, 0.6), (0.5, 0.9), (0.7, 0.7), (0.1, 0.2)]
+"""Means 0.5, 0.7, 0.7, 0.15: the second is the best, and two are no better."""
+
+
+def job_of(strategy: str = "fedit", rounds: int = 10, **validate: Any) -> Job:
+    return assembled(small_config(strategy, rounds=rounds, validate={"patience": 2} | validate))
+
+
+def opened(job: Job, folder: Path, sites: int = 2, resume: bool = False, seen: Observer = lambda event: None) -> Coordinator:
+    made = Coordinator(job, folder, seen, resume)
+    for index in range(sites):
+        made.welcome(Hello(f"site-{index}", 10 * (index + 1), False, __version__))
+    return made
+
+
+def phase(server: Coordinator, scores: Sequence[float], order: Sequence[int] | None = None, metric: str = DICE) -> None:
+    """Run a phase in which site i tells scores[i]."""
+    round, part, job = server.state.round, server.state.phase, server.job
+    server.start()
+    names = job.strategy.names(job.initial, Role.SHARED, round, part)
+    for index in order or range(len(scores)):
+        told = Payload(round, part, {n: torch.zeros_like(job.initial[n]) for n in names}, metrics={metric: scores[index]})
+        assert server.accept(f"site-{index}", told) is None
+    server.conclude()
+
+
+def after(scores: Sequence[float], metric: str = "dice") -> Validations:
+    known = Validations()
+    for round, score in enumerate(scores):
+        known = known.after(metric, round, score)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("scores", "metric", "best", "round", "worse"),
+    [
+        ([0.5], "dice", 0.5, 0, 0),
+        ([0.5, 0.6, 0.6, 0.59], "dice", 0.6, 1, 2),  # as good is no better
+        ([0.5, 0.4, 0.3, 0.51, 0.2], "dice", 0.51, 3, 1),  # a better one begins the count anew
+        ([0.9, 0.8, 0.8, 0.85], "loss", 0.8, 1, 2),  # of a loss less is better
+        ([0.5, nan, nan], "dice", 0.5, 0, 2),
+        ([nan, nan, 0.1, nan], "dice", 0.1, 2, 1),
+        ([-0.2, -0.1], "dice", -0.1, 1, 0),
+    ],
+)
+def test_the_rule_by_hand(scores: list[float], metric: str, best: float, round: int, worse: int) -> None:
+    assert after(scores, metric) == Validations(metric, best, round, worse)
+
+
+def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -> None:
+    seen: list[Mapping[str, Any]] = []
+    server = opened(job_of(), tmp_path, seen=seen.append)
+    for scores in FOUR:
+        assert not server.done
+        phase(server, scores)
+    assert server.done
+    assert {payload.round for payload in server.final().values()} == {4}
+    expected = {"round": 4, "rounds": 10, "validations": 2, "best_round": 1}
+    assert seen[-1] == {"event": "ended", **expected}
+    told = progress(tmp_path)
+    assert (told["ended"], told["eta_seconds"]) == (expected, None)
+    assert place(told) == f"{ENDED}; the closing evaluation goes on"
+    assert server.refuse("site-1", "gone")
+    assert when(read_lines(tmp_path / "metrics.jsonl")[-1], expected["round"]) == "in the closing evaluation"
+    server.finish()
+    assert place(progress(tmp_path)) == f"{ENDED}; the closing evaluation is done"
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    """It goes on after the third round, and once more after its end, before the closing evaluation."""
+    whole = opened(job_of(), tmp_path / "whole")
+    for scores in FOUR:
+        phase(whole, scores)
+    for scores in FOUR[:3]:
+        phase(server := opened(job_of(), tmp_path / "broken", resume=(tmp_path / "broken").exists()), scores)
+        server.close()
+    last = opened(job_of(), tmp_path / "broken", resume=True)
+    phase(last, FOUR[3])
+    assert (last.done, last.validations) == (True, whole.validations)
+    last.final()
+    last.close()
+    again = opened(job_of(), tmp_path / "broken", resume=True)
+    assert again.done
+    again.final()
+    again.finish()
+    assert place(progress(tmp_path / "broken")).startswith(ENDED)
+    again.close()
+    longer = opened(job_of(rounds=20), tmp_path / "broken", resume=True)  # it would have ended there as well
+    assert longer.done
+
+
+def test_the_order_in_which_sites_report_changes_nothing(tmp_path: Path) -> None:
+    """Added up as they come, 0.1, 0.2 and 0.3 have two sums."""
+    found = set()
+    for number, order in enumerate(itertools.permutations(range(3))):
+        server = opened(job_of(patience=1), tmp_path / str(number), 3)
+        phase(server, [0.1, 0.2, 0.3])
+        phase(server, [0.1, 0.2, 0.3], order)
+        found.add(server.validations)
+    assert [(one.best, one.round, one.worse) for one in found] == [(pytest.approx(0.2), 0, 1)]
+
+
+def test_only_rounds_that_validate_count(tmp_path: Path) -> None:
+    server = opened(job_of(every=2, patience=1), tmp_path)
+    for scores in [(0.9, 0.9), (0.5, 0.5), (0.9, 0.9)]:
+        phase(server, scores)
+    assert server.validations == Validations("dice", 0.5, 1, 0)
+    phase(server, [0.4, 0.4])
+    assert server.done
+
+
+def test_it_goes_by_the_metric_of_the_first_validation(tmp_path: Path) -> None:
+    """A round in which no site has that score is no better, whatever the losses are."""
+    server = opened(job_of(patience=3), tmp_path)
+    phase(server, [0.5, 0.5])
+    phase(server, [9.0, 9.0], metric="validation/global/loss")
+    assert server.validations == Validations("dice", 0.5, 0, 1)
+
+
+def test_the_last_round_is_no_early_end(tmp_path: Path) -> None:
+    server = opened(job_of(rounds=2, patience=1), tmp_path)
+    phase(server, [0.5, 0.5])
+    phase(server, [0.4, 0.4])
+    server.final()
+    assert server.done
+    assert progress(tmp_path)["ended"] is None
+
+
+def test_a_round_of_two_phases_is_never_cut(tmp_path: Path) -> None:
+    """What the second phase is sent is half of a round: its score does not count."""
+    server = opened(job_of("deer", patience=1), tmp_path)
+    for scores in [(0.5, 0.5), (0.9, 0.9), (0.4, 0.4)]:
+        phase(server, scores)
+    assert (server.validations, server.state.phase, server.done) == (Validations("dice", 0.5, 0, 1), 1, False)
+    phase(server, [0.9, 0.9])
+    assert (server.state.round, server.state.phase, server.done) == (2, 0, True)
+
+
+def test_a_warm_up_does_not_count(tmp_path: Path) -> None:
+    """FedDBE finds its common mean in the first round."""
+    server = opened(job_of("feddbe", patience=1), tmp_path)
+    phase(server, [0.9, 0.9])
+    phase(server, [0.5, 0.5])
+    assert server.validations == Validations("dice", 0.5, 1, 0)
+
+
+def test_without_any_score_the_run_goes_on_and_says_it_once(tmp_path: Path) -> None:
+    seen: list[Mapping[str, Any]] = []
+    server = opened(job_of(rounds=4, patience=1, every=2), tmp_path, seen=seen.append)
+    for _ in range(4):
+        assert not server.done
+        phase(server, [1.0, 1.0], metric="train/loss")
+    (said,) = [one["text"] for one in seen if one["event"] == "warning"]
+    assert said.startswith("training.validate.patience: no site told a validation score")
+
+
+PRIVATE = [{"unit": "site", "epsilon": 3, "clip": 0.5}, {"unit": "record", "epsilon": 8}]
+
+
+@pytest.mark.parametrize("privacy", PRIVATE)
+def test_no_score_without_noise_ends_a_private_job(privacy: dict[str, Any]) -> None:
+    raw = small_config("fedit", validate={"patience": 2}).model_dump() | {"privacy": privacy}
+    with pytest.raises(ValueError, match=r"training.validate.patience: 2 would let .* no noise covers.*leave it out"):
+        JobConfig.model_validate(raw)
+
+
+@pytest.mark.parametrize("stages", [[], ["personalized"]])
+def test_it_needs_the_global_models_score(stages: list[str]) -> None:
+    with pytest.raises(ValueError, match="patience: 2: goes by the global model's score; add global to stages"):
+        small_config("fedit", validate={"patience": 2, "stages": stages})
+
+
+def test_a_job_without_it_has_the_digest_that_it_had() -> None:
+    """Runs and studies of before are known by it."""
+    plain, off, on = (small_config("fedit", validate=one) for one in ({}, {"patience": 0}, {"patience": 2}))
+    assert plain.model_dump()["training"]["validate"].keys() == {"every", "stages", "full"}
+    assert plain.digest == off.digest != on.digest
+
+
+def test_a_site_lets_its_closing_scores_out_earlier_in_such_a_job_alone() -> None:
+    def ask(job: Job, *at: int) -> None:
+        check_place("a", job.config, job.strategy, Task(Kind.EVALUATE, "run", Payload(*at, {})), False)
+
+    ask(job_of(), 4, 0)
+    ask(job_of(), 10, 0)
+    for job, at in ((job_of(patience=0), (4, 0)), (job_of(), (0, 0)), (job_of(), (4, 1)), (job_of(), (11, 0))):
+        with pytest.raises(RefusedError, match="the job has no task evaluate"):
+            ask(job, *at)
+
+
+STILL = {"rounds": 6, "lr": 1e-30, "local_steps": 1, "validate": {"patience": 1, "stages": ["global"]}}
+"""Nothing moves, so that the second validation is no better than the first."""
+SAID = "ended after round 2 of 6: no better for 1 validation (best round 0)"
+SITES = {f"site-{i}": SiteConfig() for i in (1, 2)}
+
+
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)])
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder of a whole run that has ended early, and what was shown meanwhile."""
+    folder, shown = tmp_path_factory.mktemp("ended") / "run", StringIO()
+    job = assembled(small_config("fedit", **STILL))
+    with LiveView(Console(file=shown, width=200), 6, "small", TASKS["segmentation"].scores(job.config.task)) as view:
+        simulate(job, SITES, folder, view, workers=request.param)
+    return folder, shown.getvalue()
+
+
+def test_the_closing_evaluation_and_the_adapters_are_those_of_its_last_round(ended: tuple[Path, str]) -> None:
+    folder, _ = ended
+    results = json.loads((folder / "results.json").read_text())
+    assert all("test/global/dice" in one for one in results.values())
+    _, meta = load_state(folder / "sites/site-1/adapters/global/consilium.safetensors")
+    assert (meta["card"]["rounds"], meta["card"]["of_rounds"]) == (2, 6)
+
+
+def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, live = ended
+    assert live.count(f"{SAID}\n") == 1
+    assert place(progress(folder)) == f"{SAID}; the closing evaluation is done"
+    results, config = json.loads((folder / "results.json").read_text()), load_job(folder / "job.yaml")
+    print_results(results, {}, config, folder, Format.TXT)
+    assert f"E{SAID[1:]}\n" in capsys.readouterr().out
+    print_results(results, {}, config, folder, Format.JSON)
+    told = json.loads(capsys.readouterr().out)["ended"]
+    assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
+    assert f"finished: {SAID}" in run_page(read_record(folder))
+    ((group,), _) = grouped([read_run(folder)])
+    sheet = cost_sheet(group)
+    assert [row[4] for row in sheet.rows] == ["2 of 6"]
+    assert f"fedit, seed 0: {SAID}" in sheet.notes
+
+
+def test_a_run_that_ended_early_can_be_scored_across(ended: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(ended[0], tmp_path / "run")
+    config = small_config("fedit", **STILL)
+    crossing = JobConfig.model_validate(config.model_dump() | {"cross_site": {"run": "run", "split": "test"}})
+    simulate(assembled(crossing), SITES, tmp_path / "across", lambda event: None)
+    one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "across"))
+    assert all(other[site]["test/global/dice"] == one[site]["test/global/dice"] for site in SITES)
+
+
+def test_a_site_forgets_its_masks_keys_at_an_early_end_too(tmp_path: Path) -> None:
+    config = small_config("fedit", rounds=6, validate={"patience": 1})
+    guard: Any = SimpleNamespace(masks=True, config=config, folder=tmp_path)
+    record = tmp_path / "run" / FOLDER / FILE
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    for at, there in (((2, HELD_OUT), "{}"), ((2, 0), '{"ended": true}')):
+        Masking._end_masks(guard, Task(Kind.EVALUATE, "run", Payload(*at, {})))
+        assert record.read_text() == there
+
+
+@pytest.mark.slow
+def test_a_masked_run_ends_early_as_a_plain_one_does(tmp_path: Path) -> None:
+    raw = small_config("fedit", **STILL).model_dump() | {"secure_aggregation": {"colluders": 1}}
+    raw["federation"]["min_sites"] = 3
+    simulate(assembled(JobConfig.model_validate(raw)), SITES | {"site-3": SiteConfig()}, tmp_path, lambda event: None)
+    assert place(progress(tmp_path)) == f"{SAID}; the closing evaluation is done"
+    (record,) = (tmp_path / "sites/site-1").glob("*/masks/masks.json")
+    assert json.loads(record.read_text()) == {"ended": True}
