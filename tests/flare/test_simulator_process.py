@@ -2,14 +2,18 @@
 
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
@@ -40,10 +44,12 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.
     assert simulator._cores(3) == {}
 
 
+ROOT = Path(__file__).parents[2]
 FAILS = """
 import sys
 from multiprocessing import connection
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from consilium.federation.processes import receive
 told = receive(connection.Connection(int(sys.argv[1])))
@@ -117,3 +123,45 @@ def test_sites_are_forks_where_there_is_no_gpu(gpu: bool, method: str, tmp_path:
     simulator_process.sites_by_fork()
     assert simulator_process.SiteProcess.context.get_start_method() == method
     assert simulator_runner.subprocess.Popen is simulator_process.SiteProcess
+
+
+def mistaken() -> None:
+    raise KeyError("a plugin's own mistake")
+
+
+@pytest.mark.slow
+def test_what_is_asked_meets_nothing_of_the_current_folder_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('the folder of the data was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
+    with simulator.Simulator(["a"]) as one:
+        assert one.ask(divmod, 7, 2) == (3, 1)
+        temporary = Path(one._temporary.name)
+        assert list(temporary.iterdir()) != []
+        with pytest.raises(ConsiliumError, match=r"its process ended \(exit code 1\)$"):
+            one.ask(mistaken)
+    assert 'KeyError: "a plugin\'s own mistake"' in capfd.readouterr().err
+    assert not temporary.exists()
+
+
+def drawn(pipe: connection.Connection) -> None:
+    with patch("nvflare.fuel.f3.mpm.MainProcessMonitor.run"), patch.object(simulator_process, "_write_log"):
+        simulator_process._work([simulator_process.WORKER, *GIVEN], {})
+    pipe.send(np.random.random())
+
+
+GIVEN = ["-o", "w", "--logging_config", "l", "--client", "c", "--token", "t", "--port", "1", "--parent_pid", "1"]
+GIVEN += ["--decomposer_module", "d"]
+
+
+def test_two_sites_draw_their_own_from_numpy() -> None:
+    found = []
+    for _ in range(2):
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=drawn, args=(theirs,))
+        process.start()
+        found.append(ours.recv())
+        process.join()
+    assert found[0] != found[1]

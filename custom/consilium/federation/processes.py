@@ -42,7 +42,13 @@ class Child:
             self.process.kill()
             self.process.join()
         self.pipe.close()
-        return f"its process ended (exit code {self.process.exitcode}); was there memory enough?"
+        return ended(self.process.exitcode)
+
+
+def ended(code: int | None) -> str:
+    """Return in words how a process ended."""
+    killed = code is None or code < 0 or code == 255  # the last is how a fork server tells of one that it lost
+    return f"its process ended (exit code {code})" + ("; was there memory enough?" if killed else "")
 
 
 def elsewhere(context: Context, work: Callable[..., Any], *given: Any) -> Any:

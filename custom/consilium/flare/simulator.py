@@ -1,5 +1,6 @@
 """Run a job in the FLARE simulator from a finished workspace layout, and hand its events to an observer."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from consilium.config.job import JobConfig, job_file
 from consilium.config.site import SIMULATION, Given, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
-from consilium.federation.processes import deaf, receive, send
+from consilium.federation.processes import deaf, ended, receive, send
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.messages import Observer, loading
 from consilium.storage import private_folder, write_atomic
@@ -33,6 +34,8 @@ MARK = "CONSILIUM_SIMULATION"
 """Environment variable by which the processes of a simulation are found."""
 LOG = Path("flare", "simulator.log")
 """Where in the workspace of a simulation its processes say what goes on."""
+LONGEST = 60
+"""Bytes of the folder of temporary files, at most, where a simulation uses it."""
 PATIENCE = 10.0
 """Seconds that processes have to end by themselves."""
 
@@ -56,13 +59,17 @@ class Simulator:
     def __init__(self, sites: list[str], threads: int | None = None) -> None:
         self._sites, self._threads, self._mark = sites, threads or len(sites), uuid.uuid4().hex
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        environment = os.environ | _cores(self._threads) | {MARK: self._mark}
+        self._temporary = tempfile.TemporaryDirectory(prefix="cs-", dir=_short())  # what FLARE and Python leave goes with it
+        environment = os.environ | _cores(self._threads) | {MARK: self._mark, "TMPDIR": self._temporary.name}
         self._pipe, theirs = multiprocessing.Pipe()
         with deaf(), theirs:
-            command, passed = [*_command(), str(theirs.fileno())], [theirs.fileno()]
+            # a command that was started with closed streams has the pipe in the place of one
+            passed = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)
             self._process = subprocess.Popen(
-                command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT
-            )
+                [*_command(), str(passed)], pass_fds=[passed], env=environment,
+                stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            os.close(passed)
         self._began = psutil.Process(self._process.pid).create_time()
 
     def __enter__(self) -> Self:
@@ -73,12 +80,18 @@ class Simulator:
         self._process.wait()
         self._pipe.close()
         self._said.close()
+        self._temporary.cleanup()
 
     def ask(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Return `work(*given)` of a process that has loaded PyTorch, which this one need not. Raises as `elsewhere` does."""
+        """Return `work(*given)` of a process that has loaded PyTorch, which this one need not. Raises as `elsewhere` does.
+
+        Where it ends in what nobody foresaw, such as a mistake in a plugin, all that it said is on standard error.
+        """
         with self._alive():
             send(self._pipe, (work, given))
             found = receive(self._pipe)
+        if type(found) is ConsiliumError:
+            sys.stderr.write(self._words())
         if isinstance(found, Exception):
             raise found
         return found
@@ -116,9 +129,13 @@ class Simulator:
         try:
             yield
         except (EOFError, OSError):
-            self._said.seek(0)
-            lines = self._said.read().decode(errors="replace").splitlines()
-            raise ConsiliumError(f"FLARE's simulator did not start: {lines[-1] if lines else 'it said nothing'}") from None
+            lines = self._words().splitlines()
+            why = lines[-1] if lines else ended(self._process.wait(PATIENCE))
+            raise ConsiliumError(f"FLARE's simulator did not start: {why}") from None
+
+    def _words(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")
 
     def _check(self, workspace: Path, observer: Observer) -> None:
         """Say which sites were lost. Raises ConsiliumError where the job did not complete."""
@@ -161,7 +178,12 @@ def _identities(job: Path, workspace: Path, sites: list[str]) -> Iterator[None]:
 
 
 def _command() -> list[str]:
-    return [sys.executable, "-m", "consilium.flare.simulator_process"]
+    return [sys.executable, "-P", "-m", "consilium.flare.simulator_process"]  # -P: the current folder has no modules of ours
+
+
+def _short() -> str | None:
+    """Return where temporary files go: a socket among them may have a path of 107 characters, of which 44 are its own."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST else "/tmp"
 
 
 def _cores(processes: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ that checks the job. Everything else is FLARE's: the same modules run, with the 
 
 import multiprocessing
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from consilium.errors import ConsiliumError
 from consilium.federation.processes import SPAWN, Context, elsewhere, receive, send
@@ -68,6 +71,7 @@ def _work(command: list[str], env: dict[str, str]) -> None:
     from nvflare.private.fed.app.simulator import simulator_worker
 
     os.setsid()
+    np.random.seed()  # libraries may draw from it; a fork has its parent's state, where a process of its own has a new one
     os.environ.clear()
     os.environ.update(env)
     _write_log()
@@ -90,6 +94,8 @@ def sites_by_fork() -> None:
 
 def main() -> int:
     """Load all that takes time, do what is asked, and run what is told; return how that ended, 0 for well."""
+    pipe = connection.Connection(int(sys.argv[1]))
+    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
     sites_by_fork()
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
@@ -98,7 +104,6 @@ def main() -> int:
     import consilium.flare.aggregator
     import consilium.flare.controller  # noqa: F401 - what a server's job loads
 
-    pipe = connection.Connection(int(sys.argv[1]))
     try:
         while isinstance(told := receive(pipe), tuple):
             send(pipe, _answer(*told))
@@ -106,7 +111,6 @@ def main() -> int:
         return 0
     os.environ.update(told["environment"])
     _write_log()
-    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
     runner = SimulatorRunner(**told["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
     where = told["run"]["workspace"]  # all has ended when it returns, so that there is nothing to give time to
     return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=where, shutdown_grace_time=0)
@@ -129,7 +133,9 @@ def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
 
 def _follow(pipe: connection.Connection) -> None:
     """End this process, whose sites end with it, when its pipe is closed: who started it is gone."""
-    connection.wait([pipe])
+    hung_up = select.poll()
+    hung_up.register(pipe, 0)  # what it is told is for others to read
+    hung_up.poll()
     os._exit(1)
 
 
