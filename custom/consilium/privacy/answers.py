@@ -27,8 +27,8 @@ class Answers(Masking):
         if said.row and self.ledger.spend(row, self.policy.budgets):
             self._note("refusal", spends=True, again=True, reason=said.word.value, round=round, phase=phase)
 
-    def _given(self, task: Task) -> tuple[Payload | None, bool]:
-        """Return the release that a place has had, and whether it costs; None where it has had no answer.
+    def _given(self, task: Task) -> Payload | None:
+        """Return the release that a place has had, None where it has had no answer.
 
         A place has one answer. What another process finds there, or another training on what the server sends the next time,
         must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, and
@@ -39,11 +39,11 @@ class Answers(Masking):
             self._pay(task, said)
             what = f"{place} has failed here before, and that answer stays ({folder})"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
-        stored, spends = kept.at(folder, task.place)
+        stored = kept.at(folder, task.place)
         gone = stored is None and self.ledger.released(self._entry(self._attempt, *task.place))
         if gone or self._attempt != self._next_attempt(task):
             raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
-        return stored, spends
+        return stored
 
     def _next_attempt(self, task: Task) -> str:
         return words.attempt(self.ledger.entries(self.dataset), task.run, task.place)
