@@ -141,7 +141,7 @@ class Guard(Answers):
         shown = {
             "name": self.name,
             "num_samples": self.shown_samples,
-            "joined": bool(hello["joined"]),
+            "joined": bool(hello["joined"]) and (self.plan is None or self._has_released(task.run)),
             "version": str(hello["version"]),
             "checkpoint": str(hello["checkpoint"]),
             "capacity": capacity,
