@@ -11,7 +11,7 @@ import torch
 
 from consilium import __version__
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, RefusedError
+from consilium.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
@@ -139,6 +139,17 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
     assert server.state.round == 0
     with pytest.raises(ConsiliumError, match="1 sites are here"):
         coordinator(job, tmp_path / "few", sites=1).start()
+
+
+def test_where_every_site_is_ahead_of_the_checkpoint_nobody_is_told_to_resume(small_job: MakeJob, tmp_path: Path) -> None:
+    for others, match in ((Reason.TASK, "bring the newer one back, or begin a new run"), (Reason.DATA, "then resume the run")):
+        server = coordinator(small_job("fedit"), tmp_path / others.value)
+        server.start()
+        for name, reason in (("site-0", Reason.TASK), ("site-1", others)):
+            server.refuse(name, reason.text)
+        server.refuse("late", Reason.JOB.text, joining=True)
+        with pytest.raises(ConsiliumError, match=match):
+            server.conclude()
 
 
 def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:

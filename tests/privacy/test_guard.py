@@ -302,13 +302,13 @@ def test_a_server_that_asks_for_more_rounds_than_the_job_has_gets_nothing(make: 
             guard.authorize(Kind.TRAIN, "r", Payload(*place, {}))
 
 
-def test_a_first_phase_a_with_b_zero_releases_zeros_and_spends_nothing(make: Make) -> None:
-    """PITFALL: B = 0 has no inverse; nothing of the update shows in the product, so nothing may be told or charged."""
+def test_a_first_phase_a_with_b_zero_releases_zeros_and_costs_what_any_does(make: Make) -> None:
+    """PITFALL: B = 0 has no inverse; nothing of the update shows, but that there is one does, and for nothing it is no more."""
     job = private_job()
     guard = make(job)
     released = train(guard, "r", broadcast(job, 0, 1), result(job, 0, 1))
     assert all(t.abs().max() == 0 for t in released.tensors.values())
-    assert guard.ledger.entries() == []
+    assert [(row.round, row.phase, row.count) for row in guard.ledger.entries()] == [(0, 1, 1)]
 
 
 def test_a_server_cannot_have_a_release_for_nothing_by_replaying_it_with_zero_peers(make: Make) -> None:

@@ -5,14 +5,14 @@ All of it comes from somebody else: kinds are checked before values are touched,
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.federation.versions import check_versions
 from consilium.linalg.together import norm, unusable
@@ -239,3 +239,10 @@ def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
         name = wrong[0]
         shapes = f"shape {tuple(after[name].shape)}, expected {tuple(before[name].shape)}"
         raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+
+
+def next_step(reasons: Sequence[str]) -> str:
+    """Return what to do about a round that too few sites answered, by the reasons of the others."""
+    if reasons and all(reason == Reason.TASK.text for reason in reasons):
+        return "every refusal is `task`: sites that are ahead of this checkpoint; bring the newer one back, or begin a new run"
+    return "see the refusals above, then resume the run"

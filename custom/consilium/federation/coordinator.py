@@ -15,7 +15,7 @@ from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job
 from consilium.federation.checkpoint import Saved
-from consilium.federation.checks import check_evaluation, check_hello, check_update
+from consilium.federation.checks import check_evaluation, check_hello, check_update, next_step
 from consilium.federation.diagnostics import deviation
 from consilium.federation.early_stopping import ending, unheard, validated
 from consilium.federation.saved_model import SavedModel, keeps_local
@@ -59,7 +59,7 @@ class Coordinator:
         self.asked: dict[str, SiteInfo] = {}
         self.sent: dict[str, Payload] = {}
         self._results: dict[str, SiteResult] = {}
-        self.accepted, self._trained = set[str](), list[dict[str, float]]()
+        self.accepted, self._trained, self._reasons = set[str](), list[dict[str, float]](), list[str]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
@@ -130,7 +130,7 @@ class Coordinator:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in names or self._sample()}
-            self.accepted, self._results, self._trained = set(), {}, []
+            self.accepted, self._results, self._trained, self._reasons = set(), {}, [], []
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
             self._announce()
@@ -197,6 +197,7 @@ class Coordinator:
     def refuse(self, name: str, reason: str, joining: bool = False) -> str:
         """Note that a site gave nothing usable now, or may not join, and return the reason, in one line of bounded length."""
         reason = shown(reason, 1000)
+        self._reasons += [] if joining else [reason]
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
@@ -220,7 +221,7 @@ class Coordinator:
         with self._lock:
             if not self.has_quorum:
                 got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                raise ConsiliumError(f"round {self.state.round}: {got}; see the refusals above, then resume the run")
+                raise ConsiliumError(f"round {self.state.round}: {got}; {next_step(self._reasons)}")
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)

@@ -21,14 +21,15 @@ class Answers(Masking):
     _attempt: str
 
     def _pay(self, task: Task, said: words.Said) -> None:
-        """Pay for a kept word, once, and put it on record."""
+        """Pay for a kept word, once, and put what it cost on record, once; its row tells one try from another."""
         (round, phase), row = task.place, self._entry(said.row, *task.place)
         row = replace(row, digest=words.ROW, count=0 if self._in_steps else row.count)  # in steps paid when the task came
-        if said.row and self.ledger.spend(row, self.policy.budgets):
-            self._note("refusal", spends=True, again=True, reason=said.word.value, round=round, phase=phase)
+        if said.row:
+            self.ledger.spend(row, self.policy.budgets)
+            self._note("refusal", spends=True, reason=said.word.value, round=round, phase=phase, row=said.row)
 
-    def _given(self, task: Task) -> tuple[Payload | None, bool]:
-        """Return the release that a place has had, and whether it costs; None where it has had no answer.
+    def _given(self, task: Task) -> Payload | None:
+        """Return the release that a place has had, None where it has had no answer.
 
         A place has one answer. What another process finds there, or another training on what the server sends the next time,
         must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, and
@@ -39,11 +40,16 @@ class Answers(Masking):
             self._pay(task, said)
             what = f"{place} has failed here before, and that answer stays ({folder})"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
-        stored, spends = kept.at(folder, task.place)
+        stored = kept.at(folder, task.place)
         gone = stored is None and self.ledger.released(self._entry(self._attempt, *task.place))
         if gone or self._attempt != self._next_attempt(task):
             raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
-        return stored, spends
+        return stored
+
+    def _has_released(self, run: str) -> bool:
+        """Tell whether a release of this run was paid for; what the site keeps of it besides, nobody paid for."""
+        rows = self.ledger.entries(self.dataset)
+        return any(words.run_of(row) == run and row.digest not in ("", words.ROW) for row in rows)
 
     def _next_attempt(self, task: Task) -> str:
         return words.attempt(self.ledger.entries(self.dataset), task.run, task.place)

@@ -141,7 +141,7 @@ class Guard(Answers):
         shown = {
             "name": self.name,
             "num_samples": self.shown_samples,
-            "joined": bool(hello["joined"]),
+            "joined": bool(hello["joined"]) and (self.plan is None or self._has_released(task.run)),
             "version": str(hello["version"]),
             "checkpoint": str(hello["checkpoint"]),
             "capacity": capacity,
@@ -161,21 +161,23 @@ class Guard(Answers):
             what = f"a result for round {result.round} phase {result.phase} nobody asked for; nothing was sent"
             raise RefusedError(f"{self.name}: {what}")
         with locked(self.folder / task.run):  # a job process FLARE has given up may still be at it beside its successor
-            stored, spends = self._private(self.plan, task, result) if self.plan else (self._checked(result), False)
-            released = self._leaving(task, stored, spends)
+            released = self._leaving(task, self._private(self.plan, task, result) if self.plan else self._checked(result))
         self._asked = None
         return released
 
-    def _leaving(self, task: Task, released: Payload, spends: bool) -> Payload:
-        """Return a release as it leaves: paid for, under masks, on record."""
-        if spends:
+    def _leaving(self, task: Task, released: Payload) -> Payload:
+        """Return a release as it leaves: paid for, under masks, on record.
+
+        One of zeros (all public peers are zero) costs what any does: it tells that training went well.
+        """
+        if self.plan is not None:
             entry = replace(self._entry(self._attempt, *task.place), digest=digest(released.tensors))
             entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
             self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
         if self.masks:
             released = self._masked(task, released, self.config.weight(self.shown_samples))
         released = replace(released, ledger=self.ledger.seal())
-        self._note("update", released, spends, **self._masks_said)
+        self._note("update", released, self.plan is not None, **self._masks_said)
         return released
 
     def release_scores(self, task: Task, result: Payload) -> Payload:
@@ -225,32 +227,26 @@ class Guard(Answers):
         """Return the answer of a place where training has failed: the one that it has had, or this word, kept and paid for."""
         with locked(self.folder / task.run):
             try:
-                stored, spends = self._given(task)
-                if stored is None:
+                if (stored := self._given(task)) is None:
                     words.keep(self.folder / task.run, task.place, said := words.Said(reason, self._attempt))
                     self._pay(task, said)
                     return reason
             except ConsiliumError as error:  # the same that would leave had training gone well
                 self._note("refusal", again=True, reason=error.reason.value)
                 return error.reason
-            return task, self._leaving(task, stored, spends)
+            return task, self._leaving(task, stored)
 
-    def _private(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
-        """Return the one release of this phase, made or kept, and whether it costs anything."""
-        stored, spends = self._given(task)
-        if stored is None:
-            stored, spends = self._prepare(plan, task, result)
-            kept.keep(self.folder / task.run, stored, spends)
-        return stored, spends
+    def _private(self, plan: Plan, task: Task, result: Payload) -> Payload:
+        """Return the one release of this phase, made or kept."""
+        if (stored := self._given(task)) is None:
+            kept.keep(self.folder / task.run, stored := self._prepare(plan, task, result))
+        return stored
 
-    def _prepare(self, plan: Plan, task: Task, result: Payload) -> tuple[Payload, bool]:
-        """Return a new release of `result`, checked whole, and whether it tells anything.
-
-        One of zero dimensions (all public peers are zero) does not, and costs nothing.
-        """
+    def _prepare(self, plan: Plan, task: Task, result: Payload) -> Payload:
+        """Return a new release of `result`, checked whole."""
         checked = self._checked(result)
         if self._in_steps and not plan.by_step:
-            return checked, True
+            return checked
         check_complete(self.name, self.strategy, checked, task.payload)
         if plan.by_step:
             checked = replace(checked, tensors=self._within_room(task, checked.tensors, plan))
@@ -262,7 +258,7 @@ class Guard(Answers):
             with room_for(self.folder / task.run / noise.FILE):
                 note(self.folder / task.run / noise.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
-        return replace(checked, tensors=released), outcome.dimensions > 0
+        return replace(checked, tensors=released)
 
     def _checked(self, result: Payload) -> Payload:
         check_upload(result, self.strategy, self.metrics)

@@ -9,23 +9,22 @@ from consilium.storage import load_state, room_for, save_state
 FILE = "released.safetensors"
 
 
-def keep(folder: Path, released: Payload, spends: bool) -> None:
-    """Write a release and whether it costs anything into the run's private folder. Raises RefusedError where it cannot."""
+def keep(folder: Path, released: Payload) -> None:
+    """Write a release into the run's private folder. Raises RefusedError where it cannot."""
     meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
     with room_for(folder / FILE):
-        save_state(folder / FILE, released.tensors, meta | {"spends": spends})
+        save_state(folder / FILE, released.tensors, meta)
 
 
-def at(folder: Path, place: tuple[int, int]) -> tuple[Payload | None, bool]:
-    """Return the release of a round and phase and whether it costs anything, as decided then; None where none is kept.
+def at(folder: Path, place: tuple[int, int]) -> Payload | None:
+    """Return the release of a round and phase, None where it is not kept.
 
     Raises RefusedError behind a later one, because only the last is kept; CheckpointError.
     """
     if not (folder / FILE).exists():
-        return None, True
+        return None
     tensors, meta = load_state(folder / FILE)
     if (last := (meta["round"], meta["phase"])) > place:
         what = "round {} phase {} is stale, the last that left is round {} phase {}".format(*place, *last)
         raise RefusedError(f"{folder / FILE}: {what}; nothing was sent", Reason.TASK)
-    released = Payload(*last, tensors, meta["scalars"], meta["metrics"])
-    return (released, meta["spends"]) if last == place else (None, True)
+    return Payload(*last, tensors, meta["scalars"], meta["metrics"]) if last == place else None

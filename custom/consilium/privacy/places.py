@@ -37,12 +37,23 @@ def claim(name: str, records: Path, folder: Path, run: str) -> None:
     """
     home = os.path.relpath(folder, records)
     with room_for(records / HOMES), locked(records):
-        known = json.loads((records / HOMES).read_text(encoding="utf-8")) if (records / HOMES).is_file() else {}
+        known = _homes(records / HOMES)
         if run not in known:
             note(records / HOMES, run, {"folder": home})
-    if run in known and known[run]["folder"] != home:
-        what = f"run {run} is at home in {known[run]['folder']}, see {records / HOMES}"
-        raise RefusedError(f"{name}: {what}; nothing was sent; give the new job a run of its own", Reason.LEDGER)
+    if known.get(run, home) != home:
+        what = f"run {run} is at home in {known[run]}, see {records / HOMES}; nothing was sent"
+        remedy = "give the new job a run of its own, or, if the folder was moved, correct its entry"
+        raise RefusedError(f"{name}: {what}; {remedy}", Reason.LEDGER)
+
+
+def _homes(file: Path) -> dict[str, str]:
+    """Return each run's folder as noted. Raises RefusedError where nobody can read it."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return {run: home["folder"] for run, home in found.items()}
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+        what = f"{file}: cannot be read; nothing was sent; restore it, or remove it where no run goes on"
+        raise RefusedError(what, Reason.LEDGER) from None
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, test_only: bool) -> None:

@@ -16,8 +16,11 @@ ROWS = ".after-word-"
 """Stands in the ledger between a run's name and how many words its round and phase had before."""
 ROW = "word"
 """Digest of a row of the ledger for a word; of a former version it has none, at site level."""
-TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR})
-"""Words that a site's data may decide together with what the server sent."""
+TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR, Reason.LEDGER})
+"""Words that a site's data may decide together with what the server sent.
+
+`ledger` is one: a disk may have room for a word and none for what a training that went well leaves.
+"""
 
 
 class Said(NamedTuple):
@@ -47,9 +50,14 @@ def said(run: Path, place: tuple[int, int]) -> Said | None:
 
 def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
     """Return the run's name in the ledger for what is tried at a place now: behind a word that left, another."""
-    here = [row for row in rows if (row.round, row.phase) == place and row.run.partition(ROWS)[0] == run]
+    here = [row for row in rows if (row.round, row.phase) == place and run_of(row) == run]
     said = sum(row.digest == ROW or (row.unit == "site" and row.count > 0 and not row.digest) for row in here)
     return f"{run}{ROWS}{said}" if said else run
+
+
+def run_of(row: Entry) -> str:
+    """Return the run's name without the number of its words."""
+    return row.run.partition(ROWS)[0]
 
 
 def ended(run: Path, place: tuple[int, int]) -> bool:

@@ -21,6 +21,8 @@ from consilium.privacy.composition import epsilon_for
 from consilium.storage import digest
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
 
+KEPT = "consilium.privacy.kept"
+
 
 class Failing(Trainer):
     """Training that the data let fail, in one of two ways."""
@@ -151,17 +153,17 @@ def test_what_fails_behind_a_paid_release_costs_nothing_more_and_loses_no_round(
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
-@pytest.mark.parametrize("where", ["words.write_atomic", "kept.save_state"])
-def test_what_cannot_be_kept_is_not_paid(where: str, privacy: dict, client: MakeClient) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_cannot_be_kept_is_not_paid(fails: bool, privacy: dict, client: MakeClient) -> None:
     """A run's folder on a full disk, the ledger on another: every ask cost a release, and nothing left."""
-    site = failing(client(privacy)) if where.startswith("words") else client(privacy)
+    site = failing(client(privacy)) if fails else client(privacy)
     task = admitted(site)
-    rows = site.guard.ledger.entries()
-    with patch(f"consilium.privacy.{where}", side_effect=OSError(errno.ENOSPC, "full")):
+    rows, full = site.guard.ledger.entries(), OSError(errno.ENOSPC, "full")
+    with patch("consilium.privacy.words.write_atomic", side_effect=full), patch(f"{KEPT}.save_state", side_effect=full):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
         assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     assert site.guard.ledger.entries() == rows
-    assert wire.reason_of(answered(site, admitted(site))) is (Reason.TRAINING if where.startswith("words") else None)
+    assert wire.reason_of(answered(site, admitted(site))) is (Reason.TRAINING if fails else None)
 
 
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
