@@ -232,3 +232,26 @@ def test_what_fit_counts_is_as_large_as_the_real_layers(bitsandbytes: None) -> N
         own(torch.zeros(1, 64))
         scales: Any = own.weight.quant_state.absmax if dtype == "nf4" else own.state.SCB
         assert own.weight.nbytes + scales.nbytes == counted.weight.nbytes
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+@pytest.mark.parametrize("shape", [(2, 64), (0, 64), (2, 3, 64), (4, 1, 1, 64), (2, 3, 5, 64), (1, 2, 3, 5, 64)])
+def test_any_shape_is_scored_as_its_rows_are(dtype: str, shape: tuple[int, ...]) -> None:
+    """SAM's windows have four dimensions, of which bitsandbytes' int8 product makes something else."""
+    torch.manual_seed(0)
+    model = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu").eval()
+    x = torch.randn(shape)
+    with torch.no_grad():
+        rows = [model(row[None]) for row in x.reshape(-1, 64)]
+        found = model(x)
+    assert found.shape == (*shape[:-1], 32)
+    assert torch.allclose(found.reshape(-1, 32), torch.cat([torch.empty(0, 32), *rows]), atol=1e-5)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_numbers_cast_to_a_weights_type_are_refused(dtype: str) -> None:
+    model = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu")
+    with pytest.raises(ConfigError, match="use bf16 or fp32"):
+        model(torch.zeros(1, 64, dtype=torch.uint8))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MambaConfig, MambaForCausalLM
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
@@ -13,7 +14,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job, build_model, build_task, laid_out
 from consilium.federation.samples import site_data
-from consilium.models.stored import StoredLinear, store
+from consilium.models.stored import StoredLinear, replace, store
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
 
@@ -103,3 +104,21 @@ def test_a_weight_that_an_embedding_shares_stays_as_it_is() -> None:
     model = store(nn.ModuleDict({"embedding": embedding, "out": out}), "bf16", [])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert type(out) is nn.Linear
+
+
+def test_what_writes_the_output_is_not_quantized_and_what_code_reads_by_itself_stays() -> None:
+    """As transformers leaves the output layer; Mamba multiplies with dt_proj's weight past the layer."""
+    base = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False))
+    texts = torch.arange(12).reshape(1, 12)
+    seen = list[str]()
+    replace(base, [], "nf4", lambda layer, dtype: seen.append(f"{layer.in_features}x{layer.out_features} {dtype}"))
+    mixer = base.backbone.layers[0].mixer
+    assert isinstance(base.lm_head, StoredLinear)
+    assert type(mixer.dt_proj) is nn.Linear
+    assert mixer.dt_proj.weight.dtype == torch.float32
+    assert sorted(seen) == ["16x33 nf4", "16x8 nf4", "8x32 nf4"]  # x_proj (a step of 1 and two states of 16), out_proj, in_proj
+    torch.manual_seed(0)
+    plain = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=False)).eval()
+    wanted = plain(texts).logits
+    found = store(plain, "bf16", [])(texts).logits
+    assert float((found - wanted).detach().norm() / wanted.detach().norm()) < 0.05  # eight bits a weight

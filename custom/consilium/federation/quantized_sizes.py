@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.stored import computing, frozen_linear
+from consilium.models.stored import computing, replace
 
 BLOCK = 64
 """Numbers that share a scale in NF4."""
@@ -51,8 +51,11 @@ class Packed(nn.Linear):
 
 def pack(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Put such layers, of "nf4" or "int8", in the place of those that `store` would quantize."""
-    for layer in frozen_linear(model, trained):
-        numbers = layer.in_features * layer.out_features
-        size = -(-numbers // 2) + 4 * -(-numbers // BLOCK) if dtype == "nf4" else numbers + 4 * layer.out_features
-        layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=layer.weight.device), requires_grad=False)
-        layer.__class__ = Packed
+    replace(model, trained, dtype, _pack)
+
+
+def _pack(layer: nn.Linear, dtype: str) -> None:
+    numbers = layer.in_features * layer.out_features
+    size = -(-numbers // 2) + 4 * -(-numbers // BLOCK) if dtype == "nf4" else numbers + 4 * layer.out_features
+    layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=layer.weight.device), requires_grad=False)
+    layer.__class__ = Packed

@@ -11,6 +11,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
+from consilium.errors import ConfigError
 from consilium.models.stored import computing
 
 OUTLIERS = 6.0
@@ -38,12 +39,19 @@ class _Product(torch.autograd.Function):
         return (rows @ layer.whole(rows.dtype)).view(*gradient.shape[:-1], layer.in_features), None
 
 
+def _computed(x: Tensor, layer: nn.Module) -> Tensor:
+    """Return (..., out) of x (..., in). Raises ConfigError for x of integers, which a model has cast to the weight's type."""
+    if not x.is_floating_point():
+        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
+    return cast(Tensor, _Product.apply(x.to(computing(x)), layer))
+
+
 class Nf4Linear(bnb.nn.Linear4bit):
     """A linear layer whose weight is NF4."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's. The parent's would round the bias for good."""
-        return cast(Tensor, _Product.apply(x.to(computing(x)), self))
+        return _computed(x, self)
 
     def product(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), without gradients."""
@@ -63,12 +71,15 @@ class Int8Linear(bnb.nn.Linear8bitLt):
         self.state.is_training = self.training
         if self.weight.SCB is not None:  # what PEFT's DoRA has looked at has numbers without scales, which are here already
             self.init_8bit_state()
-        return cast(Tensor, _Product.apply(x.to(computing(x)), self))
+        return _computed(x, self)
 
     def product(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), without gradients."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return bnb.matmul(x, self.weight, bias=bias, state=self.state)
+        rows = bnb.matmul(
+            x.reshape(-1, self.in_features), self.weight, bias=bias, state=self.state
+        )  # it takes no four dimensions
+        return cast(Tensor, rows).view(*x.shape[:-1], self.out_features)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) that is computed with."""

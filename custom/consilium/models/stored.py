@@ -6,6 +6,7 @@ a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from consilium.errors import ConfigError
 
 QUANTIZED = frozenset({"nf4", "int8"})
 """Types that bitsandbytes keeps; see quantized.py."""
+_READ = frozenset({"dt_proj", "prediction_coefs", "correction_coefs"})
+"""Layers whose numbers their model's code takes by itself (Mamba, Gemma 3n), so that they stay as they are."""
 
 
 class StoredLinear(nn.Linear):
@@ -40,41 +43,50 @@ def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
     A layer that shares its weight with another module (an output layer with the embedding) stays as it is. Raises ConfigError
     for nf4 and int8 where bitsandbytes is missing.
     """
-    if dtype == "fp32":
-        return model
-    if dtype in QUANTIZED:
-        quantize = _quantizer(dtype)
-        for layer in frozen_linear(model, trained):
-            quantize(layer, dtype)
-        return model
-    for layer in frozen_linear(model, trained):
-        layer.to(torch.bfloat16)
-        layer.__class__ = StoredLinear
+    if dtype != "fp32":
+        replace(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
     return model
 
 
+def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
+    """Keep the frozen linear layers as bfloat16, or as `quantize` does, in place.
+
+    A layer that writes the output is not quantized: it counts most, and Mamba-2 and xLSTM cast what goes into it to its type.
+    """
+    outputs = {id(cast(Any, m).get_output_embeddings()) for m in model.modules() if hasattr(m, "get_output_embeddings")}
+    for layer in frozen_linear(model, trained):
+        if quantize is not None and id(layer) not in outputs:
+            quantize(layer, dtype)
+        else:
+            layer.to(torch.bfloat16)
+            layer.__class__ = StoredLinear
+
+
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
-    """Return the plain linear layers of which nothing is `trained` or shared."""
+    """Return the plain linear layers of which nothing is `trained`, shared, or read by the model's own code."""
     kept = {id(tensor) for tensor in trained}
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     found: list[nn.Linear] = []
-    for module in model.modules():
+    for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        if type(module) is nn.Linear and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
-            found.append(module)
+        plain = type(module) is nn.Linear and name.rpartition(".")[2] not in _READ
+        if plain and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
+            found.append(cast(nn.Linear, module))
     return found
 
 
 def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
 
-    So it is with experts that are one block of numbers.
+    So it is with experts that are one block of numbers. And for int8 where the model's code divides weights in place.
     """
     if dtype == "fp32":
         return
+    if dtype == "int8" and any(getattr(getattr(m, "config", None), "model_type", "") == "rwkv" for m in model.modules()):
+        raise ConfigError("model.dtype: 'int8': RWKV's code rescales its weights, which int8 has no place for; use bf16 or nf4")
     kept = list(trained)
     linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
     aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
