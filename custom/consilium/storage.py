@@ -69,13 +69,6 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 
     The file, and what folders it needs, are the user's alone; with PUBLIC they are as the umask says.
     """
-    with written(path, data, mode):
-        pass
-
-
-@contextmanager
-def written(path: Path, data: bytes, mode: int = PRIVATE) -> Iterator[None]:
-    """Have bytes on disk while the block runs, as `write_atomic`; they take the name when it ends, and go if it fails."""
     private_folder(path.parent) if mode == PRIVATE else path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of an earlier process of the same number, with whatever mode
@@ -84,7 +77,6 @@ def written(path: Path, data: bytes, mode: int = PRIVATE) -> Iterator[None]:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        yield
         os.replace(temporary, path)
     except BaseException:  # a full disk would otherwise keep half a file
         temporary.unlink(missing_ok=True)
@@ -93,7 +85,7 @@ def written(path: Path, data: bytes, mode: int = PRIVATE) -> Iterator[None]:
 
 @contextmanager
 def room_for(what: Path) -> Iterator[None]:
-    """Make a disk on which `what` cannot be written a refusal whose word tells nothing of data: the job fixes its size."""
+    """Make a disk on which `what` cannot be written a refusal with the word `ledger`, as where nothing can be put on record."""
     try:
         yield
     except OSError as error:

@@ -22,7 +22,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import NodesConfig, SiteConfig
 from consilium.errors import ConsiliumError, Reason
 from consilium.federation.nodes import Joined, gather
-from consilium.federation.processes import Child, receive, send
+from consilium.federation.processes import Child, ended, receive, send
 from consilium.federation.rank import (
     LOOPBACK,
     PATIENCE,
@@ -232,7 +232,7 @@ def _said(child: Child | Joined) -> str:
         return "it is gone; see what `consilium rank` says there" if gone else ""
     child.process.join(1)
     code = child.process.exitcode
-    return "" if code is None else f"its process ended (exit code {code}); was there memory enough?"
+    return "" if code is None else ended(code)
 
 
 class JointTask:

@@ -124,7 +124,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
 
 
-def site_names(names: Iterable[str], source: Path) -> dict[str, str]:
+def renamed_sites(names: Iterable[str], source: Path) -> dict[str, str]:
     """Return sites' names by those of a source's folders or lines, which stay where they can be a site's.
 
     Raises DataError for one of which nothing is left, and for two that would be one site.

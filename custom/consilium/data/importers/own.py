@@ -18,7 +18,7 @@ from consilium.data.importers.base import (
     files,
     partner,
     renamed_notes,
-    site_names,
+    renamed_sites,
     wrong_layout,
 )
 from consilium.data.opening import open_picture, reading
@@ -39,7 +39,7 @@ def read_own(source: Path, options: Options) -> Reading:
     pairs = {folder.name: some for folder in sorted(source.iterdir()) if folder.is_dir() and (some := _pairs(folder))}
     if not pairs:
         raise wrong_layout(source, LAYOUT)
-    names = site_names(pairs, source)
+    names = renamed_sites(pairs, source)
     found = [Found(names[folder], image.stem, image, mask) for folder, some in pairs.items() for image, mask in some]
     values = sorted(set().union(*(_values(one.label) for one in found if isinstance(one.label, Path))) - {0})
     if not values:

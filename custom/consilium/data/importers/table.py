@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, site_names
+from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, renamed_sites
 from consilium.errors import ConfigError, DataError
 from consilium.schema import nearest
 
@@ -33,7 +33,7 @@ class Row:
 def read_table(source: Path, options: Options) -> Reading:
     """Read pictures by their lines; the labels become the classes, sorted. Raises DataError, and ConfigError for a column."""
     rows = _rows(source, options.columns)
-    sites = site_names({row.values.get("site", "") or source.stem for row in rows}, source)
+    sites = renamed_sites({row.values.get("site", "") or source.stem for row in rows}, source)
     found = [_sample(source, row, sites) for row in rows]
     _check_once(source, rows, found)
     notes = renamed_notes(sites) + ([] if "site" in rows[0].values else [ONE])
