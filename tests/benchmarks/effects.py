@@ -23,7 +23,7 @@ Term = Labels | Best
 class Effect:
     """Sum of `plus` minus sum of `minus`, cells that differ in these labels and share the seed; `level` is taken off too.
 
-    `expect`: where the interval should lie; "0": it should hold 0, as in a control. `seeds`: these alone count.
+    `expect`: where the interval should lie; "0": it should hold 0, as in a control.
     """
 
     about: str
@@ -32,7 +32,6 @@ class Effect:
     minus: tuple[Term, ...] = ()
     expect: Side = "over 0"
     level: float = 0.0
-    seeds: tuple[str, ...] = ()
 
     @property
     def cells(self) -> list[Labels]:
@@ -129,8 +128,8 @@ def _noise() -> list[Effect]:
 
 
 def _cells() -> list[Effect]:
-    best, counted = "FedIT + prior + kept state", ("1", "2", "3")
-    return [Effect(f"{best} minus {other}, accuracy", ACCURACY, ({"method": best},), ({"method": other},), seeds=counted)
+    best = "FedIT + prior + kept state"
+    return [Effect(f"{best} minus {other}, accuracy", ACCURACY, ({"method": best},), ({"method": other},))
             for other in ("local only", "FedIT")]  # fmt: skip
 
 
