@@ -162,6 +162,10 @@ def _nuclei() -> list[Effect]:
     ]
 
 
+def _converged() -> list[Effect]:
+    return [_pair(f"{one} minus local only", DICE, "method", one, "local only", {}) for one in ("FedIT", "FedSA", "IAT", "pooled")]
+
+
 def _new_site() -> list[Effect]:
     alone = {"brightfield": "alone", "method": "local only"}
     joins = [Effect(f"joining: {one} minus training alone", BRIGHTFIELD, ({"brightfield": "joins", "method": one},), (alone,))
@@ -220,6 +224,7 @@ EFFECTS = {
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
     "learning_curve_nuclei": _nuclei(),
+    "converged_nuclei": _converged(),
     "new_site_nuclei": _new_site(),
     "privacy_utility_rbc12": _utility(),
     "privacy_smears_rbc12": _private(ACCURACY, "over 0", "FedIT by SGD", ("8", "3", "1")),

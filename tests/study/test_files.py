@@ -35,7 +35,17 @@ def test_the_smoke_of_a_study_runs(path: Path, tmp_path: Path) -> None:
     """
     small = load(path, "small", tmp_path).cells()
     assert len(Planner(Given(None, None), tmp_path).plan(small)) == len(small) <= 24
-    planned = Planner(Given(None, None), tmp_path).plan(load(path, "smoke", tmp_path).cells())
+    _run(path, "smoke", tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["iat_table2", "deer_table3", "fedsca_table4", "fedhera_table2"])
+def test_the_small_size_of_a_study_of_each_paper_runs(name: str, tmp_path: Path) -> None:
+    _run(JOBS / "studies" / f"{name}.yaml", "small", tmp_path)
+
+
+def _run(path: Path, size: Size, folder: Path) -> None:
+    planned = Planner(Given(None, None), folder).plan(load(path, size, folder).cells())
     ended = {one.cell.name: run_cell(one, lambda event: None) for one in planned}
     assert {name: record.reason for name, record in ended.items() if record.state != "done"} == {}
     assert all((one.cell.folder / "results.json").is_file() for one in planned)
