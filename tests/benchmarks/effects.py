@@ -163,7 +163,9 @@ def _nuclei() -> list[Effect]:
 
 
 def _converged() -> list[Effect]:
-    return [_pair(f"{one} minus local only", DICE, "method", one, "local only", {}) for one in ("FedIT", "FedSA", "IAT", "pooled")]
+    return [
+        _pair(f"{one} minus local only", DICE, "method", one, "local only", {}) for one in ("FedIT", "FedSA", "IAT", "pooled")
+    ]
 
 
 def _new_site() -> list[Effect]:
