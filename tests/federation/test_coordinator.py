@@ -152,6 +152,17 @@ def test_where_every_site_is_ahead_of_the_checkpoint_nobody_is_told_to_resume(sm
             server.conclude()
 
 
+def test_a_job_that_no_site_can_run_is_to_be_changed(small_job: MakeJob, tmp_path: Path) -> None:
+    """Its own text in a simulation, the word in a federation."""
+    for others, match in ((Reason.JOB, r"every refusal is `job`.*change the job"), (Reason.DATA, "then resume the run")):
+        server = coordinator(small_job("fedit"), tmp_path / others.value)
+        server.start()
+        server.refuse("site-0", Reason.JOB.text)
+        server.refuse("site-1", "model.dtype: this model casts numbers", word=others)
+        with pytest.raises(ConsiliumError, match=match):
+            server.conclude()
+
+
 def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
     server = coordinator(small_job(), tmp_path, sites=0)
     with pytest.raises(RefusedError, match=r"consilium 0\.0\.0, the server has"):
