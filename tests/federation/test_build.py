@@ -87,6 +87,17 @@ def test_what_does_not_go_together_is_one_line(adapter: dict[str, Any], strategy
         job("sam", adapter, strategy)
 
 
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_a_base_that_trains_whole_is_not_quantized(dtype: str) -> None:
+    """Nothing of it would be, and what was trained could not be handed on."""
+    raw = small_cells("fedit").model_dump() | {"adapter": {"kind": "full"}}
+    raw["model"]["dtype"] = dtype
+    with pytest.raises(
+        ConfigError, match=rf"model\.dtype: '{dtype}' .*adapter\.kind 'full' .*; use dtype fp32, or adapter\.kind lora"
+    ):
+        assemble_job(JobConfig.model_validate(raw))
+
+
 def test_a_model_without_a_decoder_or_linear_layers_is_named() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
         job("clip", LORA | {"decoder": "share"})

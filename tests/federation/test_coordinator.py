@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from consilium.errors import CheckpointError, ConfigError, ConsiliumError, Reaso
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import _exchange
 from consilium.messages import Hello, Payload
 from consilium.privacy.mechanism import system_normal
 from consilium.report.progress import read_lines
@@ -148,6 +150,17 @@ def test_where_every_site_is_ahead_of_the_checkpoint_nobody_is_told_to_resume(sm
         for name, reason in (("site-0", Reason.TASK), ("site-1", others)):
             server.refuse(name, reason.text)
         server.refuse("late", Reason.JOB.text, joining=True)
+        with pytest.raises(ConsiliumError, match=match):
+            server.conclude()
+
+
+def test_a_job_that_no_site_can_run_is_to_be_changed(small_job: MakeJob, tmp_path: Path) -> None:
+    """Its own text in a simulation, the word in a federation."""
+    for other, match in ((ConfigError, r"every refusal is `job`.*change the job"), (CheckpointError, "then resume the run")):
+        server = coordinator(small_job("fedit"), tmp_path / other.__name__)
+        server.start()
+        server.refuse("site-0", Reason.JOB.text)
+        _exchange(server, "site-1", Mock(side_effect=other("model.dtype: this model casts numbers")), Mock())
         with pytest.raises(ConsiliumError, match=match):
             server.conclude()
 

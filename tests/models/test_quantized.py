@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft.utils.integrations import dequantize_module_weight
 from torch import nn
+from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
@@ -65,6 +67,31 @@ def test_nf4_is_the_papers(bitsandbytes: None) -> None:
     nearest = torch.tensor(NF4)[((weight / scale)[..., None] - torch.tensor(NF4)).abs().argmin(-1)] * scale
     x = torch.randn(5, 64)
     assert torch.allclose(model(x), F.linear(x, nearest, bias), atol=1e-5)
+
+
+def _papers(weight: torch.Tensor) -> torch.Tensor:
+    """Return NF4's numbers by the paper's definition: of each 64 in the order of the memory, wherever a row ends."""
+    blocks = torch.cat([weight.flatten(), torch.zeros(-weight.numel() % 64)]).view(-1, 64)
+    scale = blocks.abs().amax(1, keepdim=True)
+    nearest = torch.tensor(NF4)[((blocks / scale)[..., None] - torch.tensor(NF4)).abs().argmin(-1)] * scale
+    return nearest.flatten()[: weight.numel()].view(weight.shape)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 64), (80, 33), (4304, 12), (72, 3), (97, 6)])
+def test_a_scale_may_go_over_the_end_of_a_row(inputs: int, outputs: int) -> None:
+    """Rows of unequal size show whose scale a number has; 4304 is SigLIP's MLP. Output, gradient and what DoRA measures."""
+    torch.manual_seed(0)
+    own = nn.Linear(inputs, outputs)
+    own.weight.data *= torch.logspace(-2, 1, outputs)[torch.randperm(outputs)][:, None]
+    wanted = _papers(own.weight.detach())
+    model, x = store(nn.Sequential(own), "nf4", []).to("cpu"), torch.randn(5, inputs, requires_grad=True)
+    with torch.no_grad():
+        assert torch.allclose(model(x), F.linear(x, wanted, own.bias), rtol=1e-4, atol=1e-4)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, wanted.sum(0).expand(5, -1), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(dequantize_module_weight(own), wanted, rtol=1e-6)
 
 
 def test_int8_is_within_the_papers_rounding(bitsandbytes: None) -> None:
@@ -252,6 +279,28 @@ def test_any_shape_is_scored_as_its_rows_are(dtype: str, shape: tuple[int, ...])
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("dtype", ["nf4", "int8"])
 def test_numbers_cast_to_a_weights_type_are_refused(dtype: str) -> None:
-    model = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu")
-    with pytest.raises(ConfigError, match="use bf16 or fp32"):
-        model(torch.zeros(1, 64, dtype=torch.uint8))
+    """By the layer, and where memory is counted, as the doctor does before a site joins."""
+    model, counted = store(nn.Sequential(nn.Linear(64, 32)), dtype, []).to("cpu"), nn.Sequential(nn.Linear(64, 32))
+    pack(counted, dtype, [])
+    for one in (model, counted):
+        with pytest.raises(ConfigError, match="use bf16 or fp32"):
+            one(torch.zeros(1, 64, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_siglip_2_sees_the_same_picture(dtype: str) -> None:
+    """Its code casts the picture to the type of the layer that cuts it, of which bytes would leave nothing."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96, "patch_size": 8}
+    plain = Siglip2VisionModel(Siglip2VisionConfig(num_patches=16, **shape)).eval()
+    inputs = {
+        "pixel_values": torch.randn(1, 16, 192),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+    }
+    with torch.no_grad():
+        wanted = plain(**inputs).last_hidden_state
+        found = store(plain, dtype, []).to("cpu")(**inputs).last_hidden_state
+    assert type(plain.encoder.layers[0].mlp.fc1) is not nn.Linear
+    assert float((found - wanted).norm() / wanted.norm()) < 0.15

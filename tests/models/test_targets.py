@@ -7,11 +7,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import layers, lora
-from consilium.adapters.targets import _READ_PAST, linear_layers
+from consilium.adapters.targets import linear_layers
 from consilium.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, saving
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
@@ -110,7 +109,7 @@ def test_a_model_without_attention_says_so() -> None:
 
 MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
 UNREAD = [
-    ("mamba", MAMBA, "all-linear", "dt_proj, out_proj", "in_proj|x_proj"),
+    ("mamba", MAMBA, "all-linear", "x_proj, dt_proj, out_proj", "in_proj"),
     ("mamba", MAMBA, r".*\.dt_proj", "dt_proj", ""),
     ("mamba2", MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 1}, "all-linear", "out_proj", "in_proj"),
 ]
@@ -128,17 +127,6 @@ def test_layers_whose_weight_is_read_past_them_are_refused(
     assert str(error.value) == f"adapter.targets: {layer}: {kind}'s code reads such weights past an adapter; {remedy}"
     if rest:
         lora.inject(_laid_out(kind, sizes), 2, 4.0, CAUSAL_LM.target(rf".*\.({rest})"))
-
-
-def test_every_architecture_whose_code_reads_such_a_weight_is_known() -> None:
-    """By the code of the transformers that is installed: an adapter in such a layer would train nothing on a GPU."""
-    found: dict[str, set[str]] = {"out_proj": set(), "dt_proj": set()}
-    for file in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
-        code, kind = file.read_text(encoding="utf-8"), file.parent.name
-        found["out_proj"] |= {kind} if "outproj_weight=self.out_proj.weight" in code else set()
-        found["dt_proj"] |= {kind} if re.search(r"self\.dt_proj\.weight", code) else set()
-    assert found["out_proj"] <= {*_READ_PAST["out_proj"]}
-    assert found["dt_proj"] <= {*_READ_PAST["dt_proj"]}
 
 
 def test_every_layer_of_a_decoder_that_stands_alone_gets_a_gradient() -> None:

@@ -8,13 +8,8 @@ from torch import nn
 
 from consilium.adapters.names import HEAD
 from consilium.errors import ConfigError
+from consilium.models.reading import architectures, user_of
 from consilium.models.registry import TargetSet
-
-_READ_PAST = {
-    "out_proj": ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2"),
-    "dt_proj": ("mamba", "falcon_mamba", "jamba"),
-}
-"""Layers whose weight goes into a kernel by itself, by architecture; PEFT refuses the first."""
 
 
 def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
@@ -43,13 +38,14 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
 
 def _require_read(model: nn.Module, linear: Mapping[str, nn.Linear]) -> None:
     """Raise ConfigError for a layer whose weight the model's code reads past the layer, so that an adapter does nothing."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kinds = architectures(model)
     own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    past = [name for name in own if kind in _READ_PAST.get(name, ())]
+    past = {name: kind for name in own if (kind := user_of(name, kinds))}
     if past:
         rest = "|".join(name for name in own if name not in past)
         remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
-        raise ConfigError(f"adapter.targets: {', '.join(past)}: {kind}'s code reads such weights past an adapter; {remedy}")
+        who = min(past.values())
+        raise ConfigError(f"adapter.targets: {', '.join(past)}: {who}'s code reads such weights past an adapter; {remedy}")
 
 
 def _compiled(pattern: str) -> Any:

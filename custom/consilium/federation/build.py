@@ -26,7 +26,7 @@ from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
-from consilium.models.stored import require_stored, store
+from consilium.models.stored import QUANTIZED, require_stored, store
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
@@ -93,8 +93,11 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
 
 
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
-    """Raise ConfigError where the adapter cannot do what strategy or privacy ask of it."""
-    kind, strategy = config.adapter.kind, config.strategy
+    """Raise ConfigError where the adapter cannot do what model, strategy or privacy ask of it."""
+    kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
+    if kind == "full" and dtype in QUANTIZED:
+        what = "keeps frozen layers so, and adapter.kind 'full' trains them all"
+        raise ConfigError(f"{source}: model.dtype: {dtype!r} {what}; use dtype fp32, or adapter.kind lora")
     if strategy.ranks_differ and not (adapter.unequal_ranks or (strategy.one_rank and kind == "lora")):
         what = f"strategy {strategy.name!r} gives sites unequal ranks"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")

@@ -245,4 +245,7 @@ def next_step(reasons: Sequence[str]) -> str:
     """Return what to do about a round that too few sites answered, by the reasons of the others."""
     if reasons and all(reason == Reason.TASK.text for reason in reasons):
         return "every refusal is `task`: sites that are ahead of this checkpoint; bring the newer one back, or begin a new run"
+    if reasons and all(reason == Reason.JOB.text for reason in reasons):
+        what = "where a log names a site's own settings, mend them and resume the run"
+        return f"every refusal is `job`: {what}; else change the job and begin a new one"
     return "see the refusals above, then resume the run"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from consilium.config.site import SiteConfig
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation import checkpoint
 from consilium.federation.aggregate import RoundAggregate, penalized
 from consilium.federation.build import Job
@@ -194,10 +194,10 @@ class Coordinator:
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
-    def refuse(self, name: str, reason: str, joining: bool = False) -> str:
-        """Note that a site gave nothing usable now, or may not join, and return the reason, in one line of bounded length."""
+    def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
+        """Note why a site gives nothing usable now, or may not join, by `word` where it is its own text; return it, bounded."""
         reason = shown(reason, 1000)
-        self._reasons += [] if joining else [reason]
+        self._reasons += [] if joining else [word.text if word else reason]
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)

@@ -211,7 +211,7 @@ def _ask(
         try:
             take(name, answer())
         except ConsiliumError as error:
-            coordinator.refuse(name, str(error))
+            coordinator.refuse(name, str(error), word=error.reason)
 
 
 def _exchange(
@@ -221,7 +221,7 @@ def _exchange(
     try:
         result = answer()
     except ConsiliumError as error:
-        coordinator.refuse(name, str(error))
+        coordinator.refuse(name, str(error), word=error.reason)
     else:
         take(name, result)
 

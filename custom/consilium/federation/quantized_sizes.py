@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.stored import computing, replace
-
-BLOCK = 64
-"""Numbers that share a scale in NF4."""
+from consilium.models.stored import BLOCK, computing, replace
 
 
 class _Unpacked(torch.autograd.Function):
@@ -43,7 +40,7 @@ class Packed(nn.Linear):
         return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out) of input (..., in)."""
+        """Return (..., out) of input (..., in). Raises ConfigError, see computing."""
         x = input.to(computing(input))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]

@@ -5,14 +5,15 @@ NF4 (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2
 a row, with columns of inputs over 6 computed apart. Products are in autocast's type, or that of what comes in.
 """
 
+from copy import copy
 from typing import Any, cast
 
 import bitsandbytes as bnb
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.errors import ConfigError
-from consilium.models.stored import computing
+from consilium.models.stored import BLOCK, computing
 
 OUTLIERS = 6.0
 """From where on LLM.int8() computes a column of inputs in 16 bits, as in the paper."""
@@ -40,14 +41,15 @@ class _Product(torch.autograd.Function):
 
 
 def _computed(x: Tensor, layer: nn.Module) -> Tensor:
-    """Return (..., out) of x (..., in). Raises ConfigError for x of integers, which a model has cast to the weight's type."""
-    if not x.is_floating_point():
-        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
+    """Return (..., out) of x (..., in). Raises ConfigError, see computing."""
     return cast(Tensor, _Product.apply(x.to(computing(x)), layer))
 
 
 class Nf4Linear(bnb.nn.Linear4bit):
     """A linear layer whose weight is NF4."""
+
+    W_q = None
+    """By which PEFT's DoRA knows that it must ask for the whole weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's. The parent's would round the bias for good."""
@@ -56,11 +58,25 @@ class Nf4Linear(bnb.nn.Linear4bit):
     def product(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), without gradients."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if x.device.type == "cpu":
+            return F.linear(x, self.whole(x.dtype), bias)
         return bnb.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state, bias=bias)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (out, in) that is computed with."""
-        return bnb.functional.dequantize_4bit(self.weight, self.weight.quant_state).to(dtype)
+        """Return the weight (out, in) that is computed with.
+
+        A scale's 64 numbers may go over the end of a row, where bitsandbytes' code for a CPU begins with the next scale. So
+        rows are given to it that end with a scale, or a single one.
+        """
+        state, numbers = copy(self.weight.quant_state), self.out_features * self.in_features
+        width = BLOCK if numbers % BLOCK == 0 else numbers
+        state.shape = torch.Size((numbers // width, width))
+        whole = bnb.functional.dequantize_4bit(self.weight, state)
+        return whole.reshape(self.out_features, self.in_features).to(dtype)
+
+    def dequantize(self) -> Tensor:
+        """Return the whole weight (out, in), float32."""
+        return self.whole(torch.float32)
 
 
 class Int8Linear(bnb.nn.Linear8bitLt):

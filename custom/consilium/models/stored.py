@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.errors import ConfigError
+from consilium.models.reading import architectures, is_read
 
 QUANTIZED = frozenset({"nf4", "int8"})
 """Types that bitsandbytes keeps; see quantized.py."""
-_READ = frozenset({"dt_proj", "prediction_coefs", "correction_coefs"})
-"""Layers whose numbers their model's code takes by itself (Mamba, Gemma 3n), so that they stay as they are."""
+BLOCK = 64
+"""Numbers that share a scale in NF4, counted through a whole weight, from row to row."""
 
 
 class StoredLinear(nn.Linear):
@@ -32,7 +33,12 @@ class StoredLinear(nn.Linear):
 
 
 def computing(input: Tensor) -> torch.dtype:
-    """Return the type in which a layer computes: autocast's, or that of what comes in."""
+    """Return the type in which a quantized layer computes: autocast's, or that of what comes in.
+
+    Raises ConfigError for integers, which a model has cast to the type of a weight's bytes.
+    """
+    if not input.is_floating_point():
+        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
     kind = input.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
@@ -53,13 +59,19 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 
     A layer that writes the output is not quantized: it counts most, and Mamba-2 and xLSTM cast what goes into it to its type.
     """
-    outputs = {id(cast(Any, m).get_output_embeddings()) for m in model.modules() if hasattr(m, "get_output_embeddings")}
+    outputs = _outputs(model)
     for layer in frozen_linear(model, trained):
         if quantize is not None and id(layer) not in outputs:
             quantize(layer, dtype)
         else:
             layer.to(torch.bfloat16)
             layer.__class__ = StoredLinear
+
+
+def _outputs(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that write a model's output, with what is in them: an adapter may be around the layer."""
+    found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    return {id(part) for output in found if output is not None for part in output.modules()}
 
 
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
@@ -69,10 +81,10 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    found: list[nn.Linear] = []
+    found, architecture = list[nn.Linear](), architectures(model)
     for name, module in model.named_modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        plain = type(module) is nn.Linear and name.rpartition(".")[2] not in _READ
+        plain = type(module) is nn.Linear and not is_read(name, architecture)
         if plain and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
             found.append(cast(nn.Linear, module))
     return found
@@ -81,12 +93,12 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
 def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
 
-    So it is with experts that are one block of numbers. And for int8 where the model's code divides weights in place.
+    So it is with experts that are one block of numbers. And for quantized types where the model's code scales weights in place.
     """
     if dtype == "fp32":
         return
-    if dtype == "int8" and any(getattr(getattr(m, "config", None), "model_type", "") == "rwkv" for m in model.modules()):
-        raise ConfigError("model.dtype: 'int8': RWKV's code rescales its weights, which int8 has no place for; use bf16 or nf4")
+    if dtype in QUANTIZED and "rwkv" in architectures(model):
+        raise ConfigError(f"model.dtype: {dtype!r}: RWKV's code rescales its weights before it scores; use bf16")
     kept = list(trained)
     linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
     aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,0 +1,45 @@
+"""Linear layers whose weight a model's code reads by itself, past the layer: what adapters and stored types must know of them.
+
+By the code of `transformers`, which tests/models/test_reading.py reads.
+"""
+
+from collections.abc import Set
+
+from torch import nn
+
+_USED = {
+    "out_proj": (
+        "mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2",
+    ),
+    "x_proj": ("mamba", "falcon_mamba"),
+    "dt_proj": ("mamba", "falcon_mamba", "jamba"),
+    "classifier": ("longcat_flash",),
+}  # fmt: skip
+"""Layers whose weight is multiplied with, at least by a kernel, by architecture: an adapter in one does nothing."""
+_ASKED = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
+"""Layers, in any architecture, whose weight is asked for its type (SigLIP 2, DeepSeek 3.2) or cut to a range (Gemma 3n)."""
+_WRAPPED = (".base_layer", ".base")
+"""What an adapter calls the layer that it is put around."""
+
+
+def architectures(model: nn.Module) -> set[str]:
+    """Return the `model_type` of a model of `transformers` and of its parts."""
+    found = (getattr(getattr(module, "config", None), "model_type", None) for module in model.modules())
+    return {kind for kind in found if isinstance(kind, str)}
+
+
+def user_of(name: str, kinds: Set[str]) -> str | None:
+    """Return which of these architectures multiplies with the weight of the layer of this full name, None if none does."""
+    return min(kinds & set(_USED.get(_own(name), ())), default=None)
+
+
+def is_read(name: str, kinds: Set[str]) -> bool:
+    """Tell whether code of these architectures reads the weight of the layer of this full name, which must stay as it is."""
+    return _own(name) in _ASKED or user_of(name, kinds) is not None
+
+
+def _own(name: str) -> str:
+    """Return what a layer is called in its module, whatever adapter is around it."""
+    for wrapped in _WRAPPED:
+        name = name.removesuffix(wrapped)
+    return name.rpartition(".")[2]
