@@ -5,11 +5,13 @@ import hashlib
 import io
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from consilium import strategies as package
 from consilium.config.code import code_of
@@ -17,10 +19,11 @@ from consilium.config.site import Given
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
-from consilium.study.cell import Record, _begun, finished, outdated, record_of
+from consilium.study.cell import Record, _begun, _set_aside, finished, outdated, record_of, run_cell
 from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
 from consilium.study.study import Cell, Study, load
+from consilium.study.view import StudyView
 from consilium.use.model import cell_folder
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
@@ -182,20 +185,66 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     assert run(monkeypatch, "study", "show", path, "--workspace", w, "--format", "json") == 0
     assert [cell["outdated"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [False, True]
     own = planned(again=True)[1]
+    _set_aside(own)
     assert (_begun(own).state, _begun(own).code, own.code != first[1].code) == ("running", own.code, True)
     aside = w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}"
     assert (aside / "results.json").is_file()
     source.write_text(PLUGIN)
     done(own.cell, 0.75, data=own.data, code=own.code)
-    assert _begun(planned(again=True)[1]).code == first[1].code
+    assert run_cell(planned(again=True)[1], print).seconds == 0  # done as it is, and not run again
+    assert record_of(own.cell.folder).code == first[1].code
     assert json.loads((own.cell.folder / "results.json").read_text())["s"]["test/global/accuracy"] == 0.5  # it came back
     (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}").mkdir()
     source.write_text(PLUGIN + "    mu: float = 0.25\n")
     Record("done", data=own.data, code=first[1].code).save(own.cell.folder)
-    _begun(planned(again=True)[1])  # the place is taken: both are kept
+    _set_aside(planned(again=True)[1])  # the place is taken: both are kept
     assert (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}-former" / "results.json").is_file()
     record = record_of(first[0].cell.folder)
     assert not outdated(replace(record, code=""), "any")  # of a version that noted none
+
+
+class Gone(BaseException):
+    """What ends a process."""
+
+
+@pytest.mark.parametrize(("end", "state"), [(ZeroDivisionError, "failed"), (Gone, "broken")])
+def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
+    end: type[BaseException],
+    state: str,
+    study_file: MakeStudy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
+
+    def planned(code: str) -> Planned:
+        for place in ("consilium.config.code.code_of", "consilium.study.plan.code_of"):
+            monkeypatch.setattr(place, lambda config: code)
+        return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
+
+    def simulate(planned: Planned, observer: object) -> None:
+        with (planned.cell.folder / "metrics.jsonl").open("a") as log:
+            log.write(planned.code)
+        raise end
+
+    monkeypatch.setattr("consilium.study.cell._simulate", simulate)
+    first = planned("old")
+    for _ in range(2):  # by the same code it goes on
+        with suppress(Gone):
+            run_cell(first, print)
+    assert (record_of(first.cell.folder).state, (w / "set-aside").exists()) == (state, False)
+    second = planned("new")
+    told = "1 cell begun by code that has changed since: seed=3; `consilium study run` sets that aside and begins anew"
+    assert run(monkeypatch, "study", "show", path, "--workspace", w) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert StudyView(Console(), "", [second], 1).records[first.cell.id].state == "waiting"
+    monkeypatch.setattr("consilium.study.run.run_study", lambda cells, *_: {one.cell.id: run_cell(one, print) for one in cells})
+    with suppress(Gone):
+        assert run(monkeypatch, "study", "run", path, "--workspace", w) == 1
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert (w / "set-aside" / f"{first.cell.id}-{first.data}-old" / "metrics.jsonl").read_text() == "oldold"
+    assert (first.cell.folder / "metrics.jsonl").read_text() == record_of(first.cell.folder).code == "new"
 
 
 def test_the_code_of_an_algorithm_is_its_files_and_those_of_its_bases_alone(study_file: MakeStudy, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,7 +127,6 @@ def _standing(study: "Study", given: Given) -> "tuple[dict[str, Record], dict[st
 def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, int | None]) -> None:
     from consilium.config.code import code_of
     from consilium.report.study_cells import earlier_cells
-    from consilium.study.cell import outdated
     from consilium.study.study import named
     from consilium.study.view import cells_table, duration
 
@@ -140,7 +140,7 @@ def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, 
         _say("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
         _say(f"{_cells(len(older))} of an earlier form of this study: {', '.join(map(str, older))}")
-    _tell_outdated([cell.name for cell in cells if outdated(records[cell.id], code_of(cell.load()))])
+    _tell_outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
@@ -175,7 +175,7 @@ def study_run(
 def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> int:
     """Run the cells that `only` leaves; return how many failed."""
     from consilium.report.study_cells import keep_cells
-    from consilium.study.cell import log_of, outdated
+    from consilium.study.cell import held, log_of, record_of
     from consilium.study.plan import Planner
     from consilium.study.run import run_study
     from consilium.study.study import pick
@@ -183,22 +183,33 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
 
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
+    there = {one.cell.name: (held(record_of(one.cell.folder), one.data), one.code) for one in cells}
+    _tell_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"})
     with StudyView(Console(), study.name, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     _say(f"{len(cells) - len(failed)} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
-    _tell_outdated([one.cell.name for one in cells if outdated(ended[one.cell.id], one.code)])
+    _tell_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells})
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
             _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
     return len(failed)
 
 
-def _tell_outdated(names: list[str]) -> None:
+def _tell_outdated(standing: "Mapping[str, tuple[Record, str]]") -> None:
+    """Say which cells, by name, ran by other code than theirs is now."""
+    from consilium.study.cell import outdated
+
+    older = {name: record.state == "done" for name, (record, code) in standing.items() if outdated(record, code)}
+    begun, done = ([name for name, whole in older.items() if whole is wanted] for wanted in (False, True))
+    _tell_older("begun", begun, "`consilium study run` sets that aside and begins anew")
+    _tell_older("done", done, "`consilium study run --again` runs them anew")
+
+
+def _tell_older(how: str, names: list[str], remedy: str) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        told = f"{_cells(len(names))} done by code that has changed since: {'; '.join(names[:3])}{more}"
-        _say(f"{told}; `consilium study run --again` runs them anew", "yellow")
+        _say(f"{_cells(len(names))} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}", "yellow")
 
 
 def _cells(count: int) -> str:

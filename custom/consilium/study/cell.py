@@ -93,7 +93,12 @@ def log_of(folder: Path) -> Path:
 def finished(planned: Planned) -> bool:
     """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
     record = _stored(planned.cell.folder)
-    return record.state == "done" and record.data == planned.data and not (planned.again and outdated(record, planned.code))
+    return record.state == "done" and record.data == planned.data and not _unwanted(record, planned)
+
+
+def _unwanted(record: Record, planned: Planned) -> bool:
+    """Tell whether a run is by other code and makes room: a part always, what is done only if that is asked for."""
+    return outdated(record, planned.code) and (planned.again or record.state != "done")
 
 
 def renewed(planned: Planned) -> Record:
@@ -105,8 +110,8 @@ def renewed(planned: Planned) -> Record:
 
 
 def outdated(record: Record, code: str) -> bool:
-    """Tell whether a cell is done by other code than this. One of a version that noted none is not."""
-    return record.state == "done" and record.code not in ("", code)
+    """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
+    return record.state not in ("elsewhere", "other data") and record.code not in ("", code)
 
 
 def run_cell(planned: Planned, observer: Observer) -> Record:
@@ -114,7 +119,9 @@ def run_cell(planned: Planned, observer: Observer) -> Record:
     private_folder(planned.cell.folder.parent)
     try:
         with _lock(planned.cell.folder):
-            return _stored(planned.cell.folder) if finished(planned) else _run(planned, observer)
+            if not finished(planned):
+                _set_aside(planned)
+            return renewed(planned) if finished(planned) else _run(planned, observer)  # what came back may be done
     except Timeout:
         return Record("elsewhere")
 
@@ -152,13 +159,18 @@ def _reason(error: Exception, refused: str) -> str:
     return shown(refused + text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}", MOST_REASON)
 
 
-def _begun(planned: Planned) -> Record:
-    """Return the record of a cell that begins or goes on; a run on other data, or by other code, is set aside."""
+def _set_aside(planned: Planned) -> None:
+    """Set a run aside that is on other data, or by other code, and bring back what ran with these."""
     folder, before = planned.cell.folder, _stored(planned.cell.folder)
     if before.data and before.data != planned.data:
         before = _exchanged(folder, before.data, planned.data)
-    if planned.again and outdated(before, planned.code):
-        before = _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
+    if _unwanted(before, planned):
+        _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
+
+
+def _begun(planned: Planned) -> Record:
+    """Return the record of a cell that begins or goes on."""
+    before = _stored(planned.cell.folder)
     return replace(_described(before, planned), state="running", data=planned.data, code=planned.code)
 
 

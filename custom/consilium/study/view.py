@@ -14,7 +14,7 @@ from rich.text import Text
 
 from consilium.report.clean import line, shown
 from consilium.report.tables import fit
-from consilium.study.cell import Record, finished, record_of
+from consilium.study.cell import Record, finished, outdated, record_of
 from consilium.study.plan import Planned
 from consilium.study.study import Cell
 from consilium.study.worker import Progress as Part
@@ -134,7 +134,7 @@ def _before(planned: Planned) -> Record:
     record = record_of(planned.cell.folder)
     if finished(planned) or record.state in ("waiting", "elsewhere"):
         return record
-    goes_on = record.data == planned.data and record.state != "done"
+    goes_on = record.data == planned.data and record.state != "done" and not outdated(record, planned.code)
     return replace(record, state="broken" if goes_on else "waiting")
 
 
