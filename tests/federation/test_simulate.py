@@ -15,6 +15,7 @@ from consilium.config.site import SiteConfig
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConsiliumError
 from consilium.federation.build import Job, assemble_job
+from consilium.federation.cost import compare, whole_run
 from consilium.federation.engine import simulate
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
@@ -71,6 +72,15 @@ def test_a_workspace_holds_what_the_readme_promises(finished: Callable[[str], Pa
     assert first["metrics"]["comm/bytes_down"] == 4 * sum(t.numel() for t in small_job("fediat").initial.values())
     plain = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 2), str(workspace / "sites/site-1/adapters/global"))
     assert torch.isfinite(plain(torch.rand(1, 3, 64, 64) * 255)).all()
+
+
+@pytest.mark.parametrize("strategy", ["fedit", "ffa_lora", "local_only", "fediat", "deer", "scaffold"])
+def test_a_run_moves_the_bytes_that_cost_counts(strategy: str, finished: Callable[[str], Path], small_job: MakeJob) -> None:
+    """A whole run of two rounds and sites, in one phase a round or two, with and without something that only joining brings."""
+    lines = [json.loads(line) for line in (finished(strategy) / "metrics.jsonl").read_text().splitlines()]
+    told = [line["metrics"] for line in lines if line["event"] == "result"]
+    job = small_job(strategy, rounds=2)
+    assert whole_run(job, compare(job)[0], 2)["run"] == sum(one["comm/bytes_up"] + one["comm/bytes_down"] for one in told) > 0
 
 
 @pytest.mark.parametrize(("strategy", "whole"), [("fedit", True), ("ffa_lora", True), ("deer", True), ("fediat", False)])

@@ -60,16 +60,26 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
 
 
 def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
-    """Return what the job's own strategy trains and sends, in bytes of float32 and over all rounds.
+    """Return what the job's own strategy trains and sends, in bytes and over all rounds.
 
     "trained": the numbers of one site. "run_site": one site's up and down, its start included; "run": of all `sites`, each
     taking part in every round. FedSCA's Table 3 counts otherwise, "one_way": all that a site trains, one way, once a round, its
     decoder included, whatever travels of it; and "one_way_each", that over the number of adapters (0 for LoRA).
     """
     rounds, trained = job.config.training.rounds, 4 * own.trainable
-    once = rounds * (own.bytes_up + own.bytes_down) + 4 * own.start
+    once = moved(job, own, rounds, 1)
     found = {"trained": trained, "run_site": once, "run": sites * once, "one_way": rounds * trained}
     return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
+
+
+def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
+    """Return the bytes up and down of `sites` that take part so many times, all together.
+
+    What a site receives first, on joining, comes in the place of its first download and not beside it.
+    """
+    start = job.strategy.init_state(job.initial)
+    sent = [job.strategy.broadcast(start, SiteInfo("site", 1, joined)).tensors for joined in (False, True)]
+    return parts * (own.bytes_up + own.bytes_down) + min(sites, parts) * (payload_bytes(sent[0]) - payload_bytes(sent[1]))
 
 
 def adapters(job: Job) -> dict[str, float] | None:
@@ -96,10 +106,18 @@ def compare(job: Job) -> list[Cost]:
     plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
     others = [(one, job.initial if one.parts else plain) for one in every if one.label != own.label]
     fitting = [(one, tensors) for one, tensors in others if _fits(one, tensors)]
-    mine = cost_of(own, job.initial, own.label)
+    return [own_cost(job), *(cost_of(one, tensors, one.label) for one, tensors in fitting)]
+
+
+def own_cost(job: Job) -> Cost:
+    """Return the cost of the job's own strategy; of unequal ranks, the mean over its tiers."""
+    own = job.strategy
+    if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
+        return next(one for one in compare_unequal(own, job.initial) if one.strategy == f"{own.name} mean")
+    found = cost_of(own, job.initial, own.label)
     if job.config.secure_aggregation is not None:  # 64-bit integers, and a weight in every phase
-        mine = replace(mine, bytes_up=8 * (mine.up + own.phases(0)))
-    return [mine, *(cost_of(one, tensors, one.label) for one, tensors in fitting)]
+        found = replace(found, bytes_up=8 * (found.up + own.phases(0)))
+    return found
 
 
 def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:

@@ -4,10 +4,9 @@ import json
 import math
 
 from consilium.federation.build import assemble_job
-from consilium.federation.cost import compare_unequal, cost_of
+from consilium.federation.cost import moved, own_cost
 from consilium.federation.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.participants import site_names
-from consilium.strategies.unequal.ranks import UnequalRanks
 from consilium.study.counted import record
 from consilium.study.study import Cell, Study
 
@@ -65,12 +64,8 @@ def bytes_of(cell: Cell, count: int = 0) -> int | None:
         count = len(site_names(cell.sites, None))
     if not count:
         return None
-    strategy, federation = job.strategy, job.config.federation
-    if strategy.pools_data:
+    if job.strategy.pools_data:
         return 0
-    if isinstance(strategy, UnequalRanks):
-        one = next(row for row in compare_unequal(strategy, job.initial) if row.strategy == f"{strategy.name} mean")
-    else:
-        one = cost_of(strategy, job.initial, strategy.name)
+    federation = job.config.federation
     asked = min(count, max(federation.min_sites, math.ceil(federation.fraction_train * count)))
-    return (one.bytes_up + one.bytes_down) * asked * job.config.training.rounds
+    return moved(job, own_cost(job), asked * job.config.training.rounds, count)
