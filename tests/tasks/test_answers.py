@@ -58,6 +58,13 @@ def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str
         ("#### 6/4", "3/2"),
         ("#### 4/2", "2"),
         ("1/0", "1/0"),
+        ("The answer is 1/2.", "1/2"),
+        ("3/4.", "3/4"),
+        ("It is -6/4. That is all.", "-3/2"),
+        ("#### 3/4. Done", "3/4"),
+        ("1/2.5", "2.5"),  # no fraction of whole numbers, as before
+        ("1/2/3", "3"),
+        ("12/25/2020.", "2020"),
         (r"\boxed{x + y}", "x+y"),
         (r"so \frac12", "1/2"),
         (r"\boxed{\frac{1}3}", "1/3"),

@@ -7,7 +7,7 @@ from fractions import Fraction
 _NUMBER = r"(?:(?<![\w)\]}])-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 """Behind a digit or a word "-" is no sign: "3-5" ends with 5. Nor does "." begin a number there: "Fig.5" ends with 5."""
 _FRACTION = re.compile(
-    r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/.])"
+    r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/]|\.\d)"
 )
 _STATED = re.compile(
     rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[)\]]+\.?\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
