@@ -24,11 +24,11 @@ from consilium.report.compare.costs import cost_sheet, trained_set
 from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
-from consilium.report.compare.paired import comparisons, holm, p_value
+from consilium.report.compare.paired import Comparison, comparisons, holm, p_value
 from consilium.report.compare.published import published_for, published_sheet, read_floor, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
-from consilium.report.compare.sheets import score_sheet, sheets
+from consilium.report.compare.sheets import _test_row, score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.predictions import write_predictions
@@ -249,22 +249,23 @@ def test_means_spread_and_weights_by_hand(tmp_path: Path) -> None:
     assert row[:5] == ["fedit", "2/2", "0.300 ± 0.141", "0.700 ± 0.141", "0.500 ± 0.141"]
 
 
-def test_a_seed_without_all_sites_is_in_no_mean_and_what_is_missing_is_listed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_seed_without_all_sites_is_in_no_mean_and_what_is_missing_is_listed(score: float, tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]], "fedprox": [[0.3, 0.3]]})
-    change(folders[1], "s1", test__global__accuracy=math.nan)
+    change(folders[1], "s1", test__global__accuracy=score)
     results = json.loads((folders[2] / "results.json").read_text())
     (folders[2] / "results.json").write_text(json.dumps({"s0": results["s0"]}))
     table = accuracy(*folders)
     assert [table.means(m) for m in table.methods] == [pytest.approx([0.4]), pytest.approx([0.9]), pytest.approx([0.3])]
     assert table.missing == {
-        ("fedit", "1", "s1"): "NaN",
+        ("fedit", "1", "s1"): "not finite",
         ("ffa_lora", "0", "s1"): "not scored there",
         ("fedprox", "1", "s0"): "no run with this seed",
         ("fedprox", "1", "s1"): "no run with this seed",
     }
     page = formats.markdown(sheets([table.group], Stage.GLOBAL))
     assert "| fedit | 1/2 | 0.300 ± 0.141 | 0.600 | 0.400\\* |" in page
-    assert "| fedit | 1 | s1 | NaN |" in page
+    assert "| fedit | 1 | s1 | not finite |" in page
 
 
 def test_the_bootstrap_over_few_seeds_is_over_all_resamples() -> None:
@@ -432,6 +433,19 @@ def test_a_floor_is_a_row_of_its_own_and_no_methods(tmp_path: Path) -> None:
     assert first.rows[-1][0] == "fedit"
     assert published_sheet(accuracy(*folders), numbers) == []
     assert published_for(numbers, group_of(*folders), "fedit", "accuracy") is None
+
+
+def test_sites_called_as_a_column_is_do_not_pass_for_it(tmp_path: Path) -> None:
+    """A floor of 0.31 is of the mean, not of the site `mean`; 0.5 and 0.7 are the sites', 0.6 their mean."""
+    folder = make(tmp_path / "a", {"mean": 0.5, "rank": 0.7})
+    found = sheets([group_of(folder)], Stage.GLOBAL, published=read_floor({"accuracy": 0.31, "about": "chance"}))[0]
+    assert [column.heading for column in found.columns][:5] == ["method", "seeds", "site mean", "site rank", "mean"]
+    assert [list(row)[2:5] for row in found.rows[1:]] == [["-", "-", "0.310"], ["0.500", "0.700", "0.600"]]
+
+
+def test_a_p_that_is_no_number_is_not_the_smallest() -> None:
+    row = _test_row(Comparison("a", "b", 6, 0.1, 3, 3, math.nan, 0.0004))
+    assert row[-2:] == ["-", "<0.001"]
 
 
 EVIL = "=SUM(A1)|50%_of $x & {y}#~^\\ " + "n" * 40

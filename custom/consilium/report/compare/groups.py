@@ -284,5 +284,5 @@ def renamed(runs: Sequence[Run]) -> list[Run]:
 
 
 def known(value: float | None) -> float | None:
-    """Return a score, None for one that is not a number."""
-    return None if value is None or math.isnan(value) else value
+    """Return a score, None for one that is not finite."""
+    return None if value is None or not math.isfinite(value) else value

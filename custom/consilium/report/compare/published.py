@@ -47,7 +47,7 @@ def read_floor(floor: Mapping[str, str | float]) -> list[Published]:
 def floor_rows(numbers: Sequence[Published], metric: str, columns: Sequence[Column]) -> list[list[str]]:
     """Return a row for every floor of a metric, which has a mean and nothing else."""
     floors = [one for one in numbers if one.floor and one.metric == metric]
-    means = [column.heading == "mean" for column in columns[1:]]
+    means = [column.heading == "mean" and column.rank == 0 for column in columns[1:]]  # a site may be called so
     return [[f"floor: {one.floor}", *(number(one.value) if mean else "-" for mean in means)] for one in floors]
 
 

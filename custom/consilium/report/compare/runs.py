@@ -84,7 +84,7 @@ class Run:
         return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
-        """Return a closing score, which may be NaN; None where there is none."""
+        """Return a closing score, which may not be finite; None where there is none."""
         return self.results.get(site, {}).get(str(MetricKey(self.split or "test", stage, metric)))
 
     def curve(self, stage: Stage, metric: str) -> Curve:

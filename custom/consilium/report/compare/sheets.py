@@ -1,7 +1,9 @@
 """A comparison as tables of text, the same in every format: scores, costs, ranks, paired tests, what is missing."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from consilium.messages import Stage
 from consilium.report.compare import Test
@@ -82,7 +84,7 @@ def score_sheet(table: Table, pretrained: Table, published: Sequence[Published] 
     above += floor_rows(published, table.metric, columns)
     rows = [*above, *(_score_row(table, m, m, placed, against[m], columns) for m in group.methods)]
     title = titled(group, f"{heading_of(group, table.metric)}, {table.stage} model, {group.first.split} split")
-    return Sheet(title, columns, rows, _score_notes(table, blocks, printed), _best(table, len(above), columns))
+    return Sheet(title, _headed(columns), rows, _score_notes(table, blocks, printed), _best(table, len(above), columns))
 
 
 def _frozen(table: Table) -> dict[str, str]:
@@ -102,6 +104,14 @@ def _score_columns(sites: Sequence[str], printed: bool) -> list[Column]:
     found = [Column("method", right=False), Column("seeds", 1), *(Column(site, AT_SITES) for site in sites)]
     found += [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
     return found + ([Column("published", 0), Column("difference", 0)] if printed else [])
+
+
+def _headed(columns: Sequence[Column]) -> list[Column]:
+    """Return columns whose headings differ: that of a site called as another column is, "mean" or "rank", says "site mean"."""
+    taken = {column.heading for column in columns if column.rank != AT_SITES}
+    return [
+        replace(one, heading=f"site {one.heading}") if one.rank == AT_SITES and one.heading in taken else one for one in columns
+    ]
 
 
 def _score_row(
@@ -196,8 +206,13 @@ def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:
 
 
 def _test_row(one: Comparison) -> list[str]:
-    ps = ["too few" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001" for p in (one.p, one.holm)]
-    return [one.one, one.other, str(one.pairs), f"{one.difference:+.3f}", f"{one.wins}/{one.losses}", *ps]
+    return [one.one, one.other, str(one.pairs), f"{one.difference:+.3f}", f"{one.wins}/{one.losses}", _p(one.p), _p(one.holm)]
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "too few"
+    return "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 
 def _test_notes(found: Sequence[Comparison], test: Test, table: Table) -> list[str]:

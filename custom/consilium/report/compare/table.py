@@ -130,7 +130,7 @@ def table_of(group: Group, stage: Stage, metric: str) -> Table:
 def _why(group: Group, values: Mapping[tuple[str, str, str], float | None], key: tuple[str, str, str]) -> str:
     if key[:2] not in group.runs:
         return group.absent.get(key[:2], "no run with this seed")
-    return "not scored there" if values.get(key) is None else "NaN"
+    return "not scored there" if values.get(key) is None else "not finite"
 
 
 def _on_one_split(run: Run, sites: Sequence[str]) -> list[set[str]]:
@@ -141,7 +141,7 @@ def _on_one_split(run: Run, sites: Sequence[str]) -> list[set[str]]:
     found: dict[tuple[float | None, ...], set[str]] = {}
     for site in sites:
         scores = tuple(known(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
-        if scores[-1] not in (None, 0.0, math.inf, run.score(site, Stage.PRETRAINED, "loss")):
+        if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
             found.setdefault(scores, set()).add(site)
     return [one for one in found.values() if len(one) > 1]
 
