@@ -6,16 +6,20 @@ drawn stays where the runs are.
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from rich.cells import cell_len
 
 from consilium.messages import Stage
+from consilium.report.clean import shown
 from consilium.report.compare.groups import Group
-from consilium.report.panels import BLACK, WHITE, above, beside, words
+from consilium.report.panels import BLACK, WHITE, above, beside, fit, font, words
 from consilium.report.predictions import CUTS, GAP, LINE, MARGIN, NAMES, PANEL, POINTS, PREDICTIONS, SIDE, SMALL
+from consilium.report.tables import shortened
 from consilium.storage import write_atomic
 
 MOST_METHODS = 8
@@ -24,8 +28,8 @@ PICTURES = 3
 
 
 def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[list[Path], list[str]]:
-    """Write examples-SITE.png for every site at which it can be done; return the files, and why others are not there."""
-    seed = group.seeds[0]
+    """Write examples-SITE.png for every site at which it can be done; return the files, and what is not there and why."""
+    seed = _seed(group)
     runs = {m: group.runs[m, seed] for m in group.methods if (m, seed) in group.runs}
     files: list[Path] = []
     undrawn: dict[str, list[str]] = {}
@@ -39,14 +43,26 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
         path = folder / f"examples{end}-{_file_name(site)}.png"
         _save(path, _joined(pages, stage))
         files.append(path)
-    notes = [
-        f"no examples of {', '.join(sites[:3])}{' and others' if len(sites) > 3 else ''}: {why}"
-        for why, sites in undrawn.items()
-    ]
-    left = len(group.methods) - MOST_METHODS
-    return files, notes + (
-        [f"examples show the first {MOST_METHODS} methods; {left} more are left out"] if files and left > 0 else []
-    )
+    notes = [f"no examples of {_few(sites)}: {why}" for why, sites in undrawn.items()]
+    return files, notes + (_left_out(group, seed, len(runs)) if files else [])
+
+
+def _seed(group: Group) -> str:
+    """Return the seed that most methods have, the first of several."""
+    counts = Counter(seed for _, seed in group.runs)
+    return max(group.seeds, key=lambda seed: counts[seed])
+
+
+def _left_out(group: Group, seed: str, runs: int) -> list[str]:
+    """Return which methods the examples of a seed do not show, that has so many runs."""
+    lacking = [method for method in group.methods if (method, seed) not in group.runs]
+    notes = [f"examples show seed {seed}; no run with it: {_few(lacking)}"] if lacking else []
+    left = runs - MOST_METHODS
+    return notes + ([f"examples show the first {MOST_METHODS} methods; {left} more are left out"] if left > 0 else [])
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
 
 
 class _Page:
@@ -118,7 +134,8 @@ def _joined(pages: Mapping[str, _Page], stage: Stage) -> Image.Image:
 
 def _masks(pages: Mapping[str, _Page], first: _Page, stage: Stage) -> Image.Image:
     """Return a row per picture: itself, its reference, and each method's masks with their Dice."""
-    titles = [_heading(name) for name in ("picture", "reference", *pages)]
+    written = _written(pages, lambda name: all(_fits(line, PANEL, POINTS, True) for line in _two_lines(name)))
+    titles = [_heading(name) for name in ("picture", "reference", *written)]
     rows = [
         beside([first.reference(i), *(page.said(i, stage) for page in pages.values())], GAP)
         for i in range(min(PICTURES, len(first.ends) - 1))
@@ -128,16 +145,34 @@ def _masks(pages: Mapping[str, _Page], first: _Page, stage: Stage) -> Image.Imag
 
 
 def _heading(name: str) -> Image.Image:
-    """Return a name over a column, in two lines where it needs them."""
+    """Return a name over a column."""
+    return above([words(one, (PANEL, LINE), POINTS, BLACK, True) for one in _two_lines(name)])
+
+
+def _two_lines(name: str) -> list[str]:
+    """Return a name in two lines; the second is empty where it needs one."""
     half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
-    lines = [half, name[len(half) :].strip()]
-    return above([words(one, (PANEL, LINE), POINTS, BLACK, True) for one in lines])
+    return [half, name[len(half) :].strip()]
+
+
+def _written(names: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+    """Return names as they are written where each must fit: whole, or its two ends; see `shortened`."""
+    whole = list(names)
+    tried = (shortened(whole, width) for width in range(max(map(cell_len, whole)), 0, -1))
+    found = next((one for one in tried if all(map(fits, one.values()))), shortened(whole, 1))
+    return [found[name] for name in whole]
+
+
+def _fits(text: str, width: int, points: int, bold: bool = False) -> bool:
+    face = font(points, bold)
+    return fit(text, width, face) == shown(text)
 
 
 def _classes(pages: Mapping[str, _Page], first: _Page, stage: Stage) -> Image.Image:
     """Return pictures above their classes, and below a line per method: its class and probability."""
     lines = [first.reference(0)]
-    for name, page in pages.items():
+    written = _written(pages, lambda name: _fits(name, NAMES, POINTS - 6))
+    for name, page in zip(written, pages.values(), strict=True):
         lines.append(beside([words(name, (NAMES, LINE), POINTS - 6), page.said(0, stage)], 0))
     return above(lines)
 
