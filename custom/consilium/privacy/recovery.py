@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
 
     The file as it was is kept beside it. One that is no ledger at all is replaced by an empty one.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = _stamp(records, ledger)
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
@@ -58,6 +59,14 @@ def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
     }
     Record(records / FILE).add(said, again=True)
     return said
+
+
+def _stamp(records: Path, ledger: Ledger) -> str:
+    """Return the time in UTC as the end of a file's name, with a number where files of another acceptance have it."""
+    now = time.strftime("%Y%m%d-%H%M%SZ", time.gmtime())
+    taken = {path.name for path in (*records.rglob(f"{FILE}.*"), *ledger.path.parent.glob(f"{ledger.path.name}.*"))}
+    names = (now if number == 1 else f"{now}-{number}" for number in count(1))
+    return next(name for name in names if not taken & {f"{FILE}.{name}", f"{ledger.path.name}.{name}"})
 
 
 def _reseal(ledger: Ledger) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: L
     said = recovery.accept(tmp_path, ledger, "disk failed")
     recovery.check(tmp_path, ledger)
     assert Path(said["records_set_aside"][0]).read_bytes() == text
+
+
+def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hour that clocks repeat in October is two hours in UTC, and a second may see two acceptances."""
+    monkeypatch.setattr(recovery.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
+    record, kept = tmp_path / audit.FILE, []
+    for content in ("first", "second"):
+        ledger.path.write_text(content)
+        record.write_text(content)
+        said = recovery.accept(tmp_path, Ledger(ledger.path), "look")
+        kept += [Path(one) for one in (said["kept"], *said["records_set_aside"])]
+    names = ["ledger.sqlite", "audit.jsonl"]
+    assert [one.name for one in kept] == [
+        *(f"{name}.20261025-013000Z" for name in names),
+        *(f"{name}.20261025-013000Z-2" for name in names),
+    ]
+    assert [one.read_text() for one in kept] == ["first", "first", "second", "second"]
 
 
 def test_accepting_while_a_job_writes_loses_no_row(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
