@@ -143,15 +143,28 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
         coordinator(job, tmp_path / "few", sites=1).start()
 
 
-def test_where_every_site_is_ahead_of_the_checkpoint_nobody_is_told_to_resume(small_job: MakeJob, tmp_path: Path) -> None:
-    for others, match in ((Reason.TASK, "bring the newer one back, or begin a new run"), (Reason.DATA, "then resume the run")):
-        server = coordinator(small_job("fedit"), tmp_path / others.value)
-        server.start()
-        for name, reason in (("site-0", Reason.TASK), ("site-1", others)):
-            server.refuse(name, reason.text)
-        server.refuse("late", Reason.JOB.text, joining=True)
-        with pytest.raises(ConsiliumError, match=match):
-            server.conclude()
+@pytest.mark.parametrize(
+    ("reasons", "match"),
+    [
+        ([Reason.TASK.text] * 2, "bring the newer checkpoint back, or begin a new run"),
+        (
+            [Reason.TASK.text, Reason.TASK.text, "left the federation"],
+            "2 of 3 sites say `task`.*bring the newer checkpoint back",
+        ),
+        ([Reason.TASK.text, Reason.DATA.text], "then resume the run"),
+    ],
+)
+def test_where_too_few_sites_are_not_ahead_of_the_checkpoint_nobody_is_told_to_resume(
+    reasons: list[str], match: str, small_job: MakeJob, tmp_path: Path
+) -> None:
+    """Of three sites two must answer; a third that was dead had the other two resume for ever."""
+    server = coordinator(small_job("fedit"), tmp_path)
+    server.start()
+    for number, reason in enumerate(reasons):
+        server.refuse(f"site-{number}", reason)
+    server.refuse("late", Reason.JOB.text, joining=True)
+    with pytest.raises(ConsiliumError, match=match):
+        server.conclude()
 
 
 def test_a_job_that_no_site_can_run_is_to_be_changed(small_job: MakeJob, tmp_path: Path) -> None:

@@ -220,8 +220,8 @@ class Coordinator:
         """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
         with self._lock:
             if not self.has_quorum:
-                got = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                raise ConsiliumError(f"round {self.state.round}: {got}; {next_step(self._reasons)}")
+                few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self._reasons, self.asked, self.quorum)}")
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
