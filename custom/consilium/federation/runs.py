@@ -34,10 +34,11 @@ def default_name(job: str, job_id: str) -> str:
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
 
 
-def run_folder(state: Path, name: str, submitter: str) -> Path:
-    """Return STATE/runs/NAME, made if need be, and from then on `submitter`'s.
+def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
+    """Return STATE/runs/NAME, made if need be, and from then on `submitter`'s and, at a state of its own, the `site`'s.
 
-    Raises ConfigError for a name that cannot be, that is another submitter's, or that differs from another in case only.
+    Raises ConfigError for a name that cannot be, that is another submitter's or site's, or that differs from another in case
+    only.
     """
     runs = private_folder(state / RUNS)
     runs.chmod(0o700)
@@ -47,24 +48,49 @@ def run_folder(state: Path, name: str, submitter: str) -> Path:
         if twins:
             raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
         owner = _owner(folder)
-        if owner is None:
-            write_atomic(folder / OWNER, json.dumps({"submitter": submitter}).encode())
-        elif owner != submitter:
-            raise ConfigError(f"experiment: {name!r} is a run of {shown(owner)}, not of {shown(submitter)}; give another name")
+        if owner is not None and owner["submitter"] != submitter:
+            who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
+            raise ConfigError(f"experiment: {name!r} is a run of {who}; give another name")
+        _check_site(folder, owner, site)
+        if (told := {"submitter": submitter} | ({"site": site} if site else {})) != owner:
+            write_atomic(folder / OWNER, json.dumps(told).encode())
     return folder
 
 
-def known_run(state: Path, name: str, submitter: str) -> Path | None:
-    """Return STATE/runs/NAME if it is there. Raises ConfigError for a name that cannot be, or another submitter's run."""
+def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | None:
+    """Return STATE/runs/NAME if it is there. Raises ConfigError for a name that cannot be, or another's run; see run_folder."""
     folder = state / RUNS / check_name(name)
-    if (owner := _owner(folder)) is not None and owner != submitter:
-        raise ConfigError(f"cross_site.run: {name!r} is a run of {shown(owner)}, not of {shown(submitter)}; give one of yours")
-    return None if owner is None else folder
+    if (owner := _owner(folder)) is None:
+        return None
+    if owner["submitter"] != submitter:
+        who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
+        raise ConfigError(f"cross_site.run: {name!r} is a run of {who}; give one of yours")
+    _check_site(folder, owner, site)
+    return folder
 
 
-def _owner(folder: Path) -> str | None:
+def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
+    """Raise ConfigError where a run's folder is another site's than `site`; a former version's is whose record lies in it."""
+    if owner is None or not site:
+        return
+    known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
+    if known and site not in known:
+        what = f"is the state of {shown(min(known))}, not of {shown(site)}, in this run"
+        raise ConfigError(f"{folder}: {what}; give each site on this machine a `state` of its own in its site.yaml")
+
+
+def _recorded_sites(folder: Path) -> set[str]:
+    """Return the sites whose messages a run's records hold."""
+    from consilium.privacy.audit import FILE, verified  # loads PyTorch, for a folder of a former version only
+
+    lines = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
+    return {str(line["site"]) for line in lines if "site" in line}
+
+
+def _owner(folder: Path) -> dict[str, str] | None:
     try:
-        return str(json.loads((folder / OWNER).read_text(encoding="utf-8"))["submitter"])
+        found = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        return {key: str(found[key]) for key in ("submitter", "site") if key in found or key == "submitter"}
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):

@@ -214,18 +214,24 @@ def _published(fl_ctx: FLContext) -> Path:
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     """Return the site's private folder for this run: where it wants its state, else beside FLARE's run folders.
 
-    Raises ConfigError for a name that cannot be, or that is another submitter's.
+    Raises ConfigError for a name that cannot be, that is another submitter's, or another site's.
     """
-    if site.state:
-        return _run_folder(fl_ctx, job, site.state)
+    if (own := _own_state(site)) is not None:
+        return _run_folder(fl_ctx, job, own, name)
     return _run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
 
 
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None where it took no part. Raises ConfigError."""
-    former = _former(fl_ctx, job, site.state or state_folder(fl_ctx))
-    found = former if former is None or site.state else former / "sites" / name
+    own = _own_state(site)
+    former = _former(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
+    found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
+
+
+def _own_state(site: SiteConfig) -> Path | None:
+    """Return the folder that a site wants for its state; a simulation, which writes into its workspace only, has none."""
+    return None if simulated() else site.state
 
 
 def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
@@ -233,13 +239,13 @@ def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
     return _former(fl_ctx, job, state_folder(fl_ctx))
 
 
-def _former(fl_ctx: FLContext, job: Job, state: Path) -> Path | None:
+def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
     """Return a run of the same submitter under `state`; in a simulation the folder of that name beside its own."""
     if job.config.cross_site is None:
         return None
-    if simulated() and state == state_folder(fl_ctx):
+    if simulated():
         return former_run(job.config, state)
-    return known_run(state, job.config.cross_site.run, submitter(fl_ctx))
+    return known_run(state, job.config.cross_site.run, submitter(fl_ctx), site)
 
 
 def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
@@ -275,13 +281,16 @@ def state_folder(fl_ctx: FLContext) -> Path:
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
-def _run_folder(fl_ctx: FLContext, job: Job, state: Path) -> Path:
-    """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone."""
+def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
+    """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone.
+
+    `site`: whose it is, where `state` is a folder that two sites could name.
+    """
     os.umask(0o077)
-    if simulated() and state == state_folder(fl_ctx):
+    if simulated():
         return state
     private_folder(state_folder(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
-    found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx))
+    found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found
 

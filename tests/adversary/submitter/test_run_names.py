@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +10,15 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
+from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.runs import check_name, run_folder
 from consilium.flare import context
+from consilium.flare.simulator import OUTPUT
+from consilium.privacy.audit import Record
 from consilium.privacy.composition import Entry
 from consilium.privacy.ledger import Ledger
 from tests.conftest import small_config
@@ -87,8 +91,8 @@ def test_nobody_resumes_or_writes_into_a_run_of_another(resume: bool, submitted:
     mine = context.server_folder(submitted("ann"), named("study"))
     Coordinator(named("study"), mine, lambda event: None).close()
     private = context.site_folder(submitted("ann"), named("study"), "site-1", site)
-    for place in (mine, private):
-        assert json.loads((place / "owner.json").read_text()) == {"submitter": "ann"}
+    for place, site_name in ((mine, {}), (private, {"site": "site-1"})):
+        assert json.loads((place / "owner.json").read_text()) == {"submitter": "ann"} | site_name
     before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match="is a run of ann, not of eve"):
         context.server_folder(submitted("eve", "second"), named("study"), resume)
@@ -103,6 +107,40 @@ def test_names_that_differ_in_case_only_are_one_on_some_disks_so_the_second_is_r
     run_folder(tmp_path, "Study", "ann")
     with pytest.raises(ConfigError, match="there is a run 'Study'"):
         run_folder(tmp_path, "study", "ann")
+
+
+@pytest.mark.parametrize("former", [False, True], ids=["new", "former version"])
+def test_two_sites_with_one_state_are_not_one(former: bool, submitted: Place, tmp_path: Path) -> None:
+    """The second would go on in the first's folder, and send its update; a former version's is found by who is on record."""
+    site = SiteConfig(state=tmp_path / "state")
+    first = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    if former:
+        (first / "owner.json").write_text(json.dumps({"submitter": "ann"}))
+        Record(first / "run-1.0123" / "audit.jsonl").add({"site": "site-1", "kind": "hello"})
+    with pytest.raises(ConfigError, match=r"is the state of site-1, not of site-2, in this run; give each site .* `state`"):
+        context.site_folder(submitted("ann", "second"), named("study"), "site-2", site)
+    assert context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == first
+    crossing = named(None)
+    crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="study")}))
+    assert context.former_site(submitted("ann", "fourth"), crossing, "site-1", site) == first
+    with pytest.raises(ConfigError, match="is the state of site-1, not of site-2"):
+        context.former_site(submitted("ann", "fourth"), crossing, "site-2", site)
+
+
+def test_a_simulation_writes_nothing_into_a_site_s_state(
+    submitted: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rehearsals lay beside what counts, and the ledger of the site was theirs."""
+    monkeypatch.setenv(OUTPUT, str(tmp_path / "run"))
+    site, fl_ctx = SiteConfig(state=tmp_path / "state"), submitted("")
+    own = tmp_path / "run" / "sites" / "site-1"
+    assert context.site_folder(fl_ctx, named("study"), "site-1", site) == own
+    assert context.site_root(fl_ctx, named("study"), "site-1", site) == own
+    crossing = named(None)
+    crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="before")}))
+    (tmp_path / "before" / "sites" / "site-1").mkdir(parents=True)
+    assert context.former_site(fl_ctx, crossing, "site-1", site) == tmp_path / "before" / "sites" / "site-1"
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed_and_takes_no_name(submitted: Place, tmp_path: Path) -> None:
