@@ -130,6 +130,25 @@ def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
 
 
+def noted(path: Path, remedy: str) -> dict[str, Any]:
+    """Return what a JSON file of keys and values holds, {} where there is none.
+
+    Raises RefusedError, which names the file and the `remedy`, where nobody can read it.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise unreadable(path, remedy)
+    return found
+
+
+def unreadable(path: Path, remedy: str) -> RefusedError:
+    """Return the refusal of what depends on a file that nobody can read."""
+    return RefusedError(f"{path}: cannot be read; nothing was sent; {remedy}", Reason.LEDGER)
+
+
 def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
     """Open a text file as `open` does; a new one is the user's alone."""
     return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE))

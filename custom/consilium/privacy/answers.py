@@ -23,6 +23,8 @@ class Answers(Masking):
     def _pay(self, task: Task, said: words.Said) -> None:
         """Pay for a kept word, once, and put what it cost on record, once; its row tells one try from another."""
         (round, phase), row = task.place, self._entry(said.row, *task.place)
+        if said.row:
+            self._check_terms(said.terms, row)
         row = replace(row, digest=words.ROW, count=0 if self._in_steps else row.count)  # in steps paid when the task came
         if said.row:
             self.ledger.spend(row, self.policy.budgets)
@@ -32,19 +34,40 @@ class Answers(Masking):
         """Return the release that a place has had, None where it has had no answer.
 
         A place has one answer. What another process finds there, or another training on what the server sends the next time,
-        must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, and
-        where the answer's bytes are gone; CheckpointError.
+        must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, where
+        the answer's bytes are gone or were made on other terms, and behind a newer place unless it was paid; CheckpointError.
         """
         folder, place = self.folder / task.run, "round {} phase {}".format(*task.place)
-        if (said := words.said(folder, task.place)) is not None:
+        said = words.said(folder, task.place)
+        row = self._entry(said.row if said else self._attempt, *task.place)
+        paid = self.ledger.released(row) or (said is not None and not said.row)
+        if not paid:
+            kept.check_newest(folder, task.place)
+        if said is not None:
             self._pay(task, said)
             what = f"{place} has failed here before, and that answer stays ({folder})"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
         stored = kept.at(folder, task.place)
-        gone = stored is None and self.ledger.released(self._entry(self._attempt, *task.place))
-        if gone or self._attempt != self._next_attempt(task):
+        if (stored is None and (paid or task.answered)) or self._attempt != self._next_attempt(task):
             raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
-        return stored
+        if stored is None:
+            return None
+        self._check_terms(stored.terms, row)
+        return stored.payload
+
+    def _check_terms(self, terms: Entry | None, row: Entry) -> None:
+        """Raise RefusedError where what is kept was made to be paid with another row: it would leave at a price not its own.
+
+        Of a former version, which noted no terms, the ledger alone knows them: what it has no row of is refused.
+        """
+        if terms == row or (terms is None and self.ledger.released(row)):
+            return
+        was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
+        raise RefusedError(
+            f"{row.name} was answered on other terms ({was}, now {row.noise_multiplier:.6g}); nothing was sent; give the new "
+            "job a run of its own",
+            Reason.LEDGER,
+        )
 
     def _has_released(self, run: str) -> bool:
         """Tell whether a release of this run was paid for; what the site keeps of it besides, nobody paid for."""

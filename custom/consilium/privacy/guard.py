@@ -6,6 +6,7 @@ answer again and spends nothing, see answers.py. On any doubt nothing is sent.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,7 @@ class Guard(Answers):
         if kind is Kind.EVALUATE and self.config.cross_site:
             lending.check_once(self.folder, task.place, task.payload)  # a run is the server's word
         if kind is Kind.TRAIN:
-            if self.plan is not None:
-                places.claim(self.name, self.records, self.folder, task.run)
-                self._attempt = self._next_attempt(task)
-                self._given(task)
-            self._open_masks(task)
-            self._charge(task)
+            task = self._admit_training(task)
         self._end_masks(task)
         self._task = self._asked = task
         return task
@@ -121,10 +117,24 @@ class Guard(Answers):
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
             rows = [row for row in self.ledger.entries(self.dataset) if row.run.startswith(run)]
-            left = [place for place in places if not words.ended(self.folder / run, place)]
-            planned = [self._entry(words.attempt(rows, run, place), *place) for place in left]
-            self.ledger.check(planned, self.policy.budgets)
+            said = {place: words.said(self.folder / run, place) for place in places}
+            names = {at: word.row if word else words.attempt(rows, run, at) for at, word in said.items()}
+            self.ledger.check([self._entry(name, *at) for at, name in names.items() if name], self.policy.budgets)
         self._admitted = run
+
+    def _admit_training(self, task: Task) -> Task:
+        """Return a training task that may begin, marked where its answer is kept. Raises RefusedError, CheckpointError."""
+        self._open_masks(task)  # before the answer is looked for: what is wrong with them must not depend on it
+        if self.plan is None:
+            return task
+        folder = self.folder / task.run
+        places.claim(self.name, self.records, self.folder, task.run)
+        self._attempt = self._next_attempt(task)
+        with room_for(folder), locked(folder):
+            task = replace(task, answered=self._given(task) is not None)
+        self._charge(task)
+        kept.begin(folder, task.place)
+        return task
 
     def _charge(self, task: Task) -> None:
         if self._in_steps:
@@ -174,6 +184,7 @@ class Guard(Answers):
             entry = replace(self._entry(self._attempt, *task.place), digest=digest(released.tensors))
             entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
             self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
+            kept.paid(self.folder / task.run, task.place)
         if self.masks:
             released = self._masked(task, released, self.config.weight(self.shown_samples))
         released = replace(released, ledger=self.ledger.seal())
@@ -188,7 +199,11 @@ class Guard(Answers):
         self._take(task, Kind.EVALUATE)
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
-        checked = self._checked(Payload(*task.place, {}, metrics=result.metrics))
+        return self._scores(task, result.metrics)
+
+    def _scores(self, task: Task, metrics: Mapping[str, float]) -> Payload:
+        """Return an evaluation's answer as it leaves, on record."""
+        checked = self._checked(Payload(*task.place, {}, metrics=dict(metrics)))
         checked = replace(checked, ledger=self.ledger.seal())
         self._note("evaluation", checked)
         return checked
@@ -212,23 +227,35 @@ class Guard(Answers):
         """Put a refusal on record before it leaves, each one; return the word that leaves, or the answer in its place.
 
         A word that data decide is an answer like any other. In a private job it is final for its round and phase and costs what
-        a release costs; of an evaluation whose scores stay here nothing is told. Raises RefusedError if it cannot be kept.
+        a release costs; of an evaluation whose scores stay here nothing is told, whatever the word. Raises RefusedError if it
+        cannot be kept.
         """
         task, self._task, self._asked = self._asked, None, None
-        telling = task if self.plan is not None and reason in words.TELLING else None
-        if telling is not None and telling.kind is Kind.TRAIN:
-            return self._settle(telling, reason)
+        if self.plan is not None and task is not None:
+            if task.kind is Kind.TRAIN and reason in words.TELLING:
+                return self._settle(task, reason)
+            if task.kind is Kind.EVALUATE and not self.share_metrics:
+                return task, self._silenced(task, reason)
         self._note("refusal", again=True, reason=reason.value)
-        if telling is None or telling.kind is not Kind.EVALUATE or self.share_metrics:
-            return reason
-        return telling, Payload(*telling.place, {}, ledger=self.ledger.seal())
+        return reason
+
+    def _silenced(self, task: Task, reason: Reason) -> Payload:
+        """Return the answer of an evaluation whose scores stay: the one that it has had gone well, on record as that would be.
+
+        The word stands behind it in the record where there is room: for want of that the answer must be no other one.
+        """
+        answer = self._scores(task, {})
+        with suppress(RefusedError):
+            self._note("refusal", again=True, reason=reason.value)
+        return answer
 
     def _settle(self, task: Task, reason: Reason) -> Reason | tuple[Task, Payload]:
         """Return the answer of a place where training has failed: the one that it has had, or this word, kept and paid for."""
         with locked(self.folder / task.run):
             try:
                 if (stored := self._given(task)) is None:
-                    words.keep(self.folder / task.run, task.place, said := words.Said(reason, self._attempt))
+                    terms = self._entry(self._attempt, *task.place)
+                    words.keep(self.folder / task.run, task.place, said := words.Said(reason, self._attempt, terms))
                     self._pay(task, said)
                     return reason
             except ConsiliumError as error:  # the same that would leave had training gone well
@@ -239,7 +266,8 @@ class Guard(Answers):
     def _private(self, plan: Plan, task: Task, result: Payload) -> Payload:
         """Return the one release of this phase, made or kept."""
         if (stored := self._given(task)) is None:
-            kept.keep(self.folder / task.run, stored := self._prepare(plan, task, result))
+            stored = self._prepare(plan, task, result)
+            kept.keep(self.folder / task.run, stored, self._entry(self._attempt, *task.place))
         return stored
 
     def _prepare(self, plan: Plan, task: Task, result: Payload) -> Payload:

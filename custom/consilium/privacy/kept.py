@@ -1,30 +1,104 @@
-"""The bytes of a site's last release in a run: a replayed task gets them again, whatever comes now."""
+"""The bytes of a site's releases in a run: a replayed task gets them again, whatever comes now.
 
+A release is kept before it is paid for, in a file of its own, and takes the place of the one before when it is paid. So what
+was paid can be repeated until a newer one is, and whether a newer one waits does not show.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload
-from consilium.storage import load_state, room_for, save_state
+from consilium.privacy.composition import Entry
+from consilium.storage import load_state, noted, room_for, save_state, unreadable, write_atomic
 
 FILE = "released.safetensors"
+"""The last release that was paid."""
+BEGUN = "begun.json"
+"""The newest round and phase that training has begun in, whatever has become of it."""
 
 
-def keep(folder: Path, released: Payload) -> None:
-    """Write a release into the run's private folder. Raises RefusedError where it cannot."""
+class Kept(NamedTuple):
+    """A release, and the row that it was made to be paid with, but for the digest; None in a file of a former version."""
+
+    payload: Payload
+    terms: Entry | None
+
+
+def keep(folder: Path, released: Payload, terms: Entry) -> None:
+    """Write a release that is not paid yet into the run's private folder. Raises RefusedError where it cannot."""
     meta = {"round": released.round, "phase": released.phase, "scalars": released.scalars, "metrics": released.metrics}
+    path = _unpaid(folder, (released.round, released.phase))
+    with room_for(path):
+        save_state(path, released.tensors, meta | {"terms": asdict(terms)})
+
+
+def paid(folder: Path, place: tuple[int, int]) -> None:
+    """Let a release that has been paid take the place of the last one; what waits behind it is of no more use."""
     with room_for(folder / FILE):
-        save_state(folder / FILE, released.tensors, meta)
+        if _unpaid(folder, place).is_file():
+            os.replace(_unpaid(folder, place), folder / FILE)
+            for path in [path for at, path in _waiting(folder) if at < place]:
+                path.unlink()
 
 
-def at(folder: Path, place: tuple[int, int]) -> Payload | None:
+def at(folder: Path, place: tuple[int, int]) -> Kept | None:
     """Return the release of a round and phase, None where it is not kept.
 
-    Raises RefusedError behind a later one, because only the last is kept; CheckpointError.
+    Raises RefusedError behind a later one that was paid, because only the last is kept; CheckpointError.
     """
+    if _unpaid(folder, place).is_file():
+        return _read(_unpaid(folder, place))
     if not (folder / FILE).exists():
         return None
-    tensors, meta = load_state(folder / FILE)
-    if (last := (meta["round"], meta["phase"])) > place:
+    found = _read(folder / FILE)
+    if (last := (found.payload.round, found.payload.phase)) > place:
         what = "round {} phase {} is stale, the last that left is round {} phase {}".format(*place, *last)
         raise RefusedError(f"{folder / FILE}: {what}; nothing was sent", Reason.TASK)
-    return Payload(*last, tensors, meta["scalars"], meta["metrics"]) if last == place else None
+    return found if last == place else None
+
+
+def begin(folder: Path, place: tuple[int, int]) -> None:
+    """Note that training begins at a place. Raises RefusedError where it cannot."""
+    if _begun(folder) < place:
+        with room_for(folder / BEGUN):
+            write_atomic(folder / BEGUN, json.dumps(dict(zip(("round", "phase"), place, strict=True))).encode())
+
+
+def check_newest(folder: Path, place: tuple[int, int]) -> None:
+    """Raise RefusedError behind the newest place that training has begun in.
+
+    Only what was paid is repeated there: how training went at a later place, and what that left here, must not show.
+    """
+    if (newest := _begun(folder)) > place:
+        what = "round {} phase {} is stale, the site has begun round {} phase {}".format(*place, *newest)
+        raise RefusedError(f"{folder}: {what}; nothing was sent", Reason.TASK)
+
+
+def _begun(folder: Path) -> tuple[int, int]:
+    remedy = "restore it, or remove it where no run goes on"
+    found = noted(folder / BEGUN, remedy) or {"round": -1, "phase": -1}
+    place = found.get("round"), found.get("phase")
+    if not (isinstance(place[0], int) and isinstance(place[1], int)):
+        raise unreadable(folder / BEGUN, remedy)
+    return place[0], place[1]
+
+
+def _read(path: Path) -> Kept:
+    tensors, meta = load_state(path)
+    payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
+    return Kept(payload, Entry(**terms) if (terms := meta.get("terms")) else None)
+
+
+def _unpaid(folder: Path, place: tuple[int, int]) -> Path:
+    return folder / "unpaid-{}-{}.safetensors".format(*place)
+
+
+def _waiting(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
+    for path in folder.glob("unpaid-*-*.safetensors"):
+        _, round, phase = path.stem.split("-")
+        yield (int(round), int(phase)), path

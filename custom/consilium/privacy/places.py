@@ -1,6 +1,5 @@
 """Which tasks a job has, of what kind, in which round and phase; and what a site calls the run they belong to."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.messages import HELD_OUT, Kind
 from consilium.privacy.authorized import Task
 from consilium.privacy.lending import MODELS
-from consilium.storage import locked, note, room_for
+from consilium.storage import locked, note, noted, room_for, unreadable
 from consilium.strategies.strategy import Strategy
 
 ASIDE = (-1, -1)
@@ -48,12 +47,11 @@ def claim(name: str, records: Path, folder: Path, run: str) -> None:
 
 def _homes(file: Path) -> dict[str, str]:
     """Return each run's folder as noted. Raises RefusedError where nobody can read it."""
+    remedy = "restore it, or remove it where no run goes on"
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return {run: home["folder"] for run, home in found.items()}
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        what = f"{file}: cannot be read; nothing was sent; restore it, or remove it where no run goes on"
-        raise RefusedError(what, Reason.LEDGER) from None
+        return {run: home["folder"] for run, home in noted(file, remedy).items()}
+    except (TypeError, KeyError):
+        raise unreadable(file, remedy) from None
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: Task, test_only: bool) -> None:

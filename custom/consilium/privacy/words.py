@@ -5,29 +5,35 @@ Otherwise a server could ask the same round again and again, each time with othe
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from consilium.errors import Reason
 from consilium.privacy.composition import Entry
-from consilium.storage import room_for, write_atomic
+from consilium.storage import noted, room_for, unreadable, write_atomic
 
 ROWS = ".after-word-"
 """Stands in the ledger between a run's name and how many words its round and phase had before."""
 ROW = "word"
 """Digest of a row of the ledger for a word; of a former version it has none, at site level."""
-TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR, Reason.LEDGER})
+TELLING = frozenset({Reason.TRAINING, Reason.RESULT, Reason.ERROR, Reason.LEDGER, Reason.CHECKPOINT})
 """Words that a site's data may decide together with what the server sent.
 
-`ledger` is one: a disk may have room for a word and none for what a training that went well leaves.
+`ledger` is one: a disk may have room for a word and none for what a training that went well leaves. `checkpoint` is one: what
+such a training has left may be what the tensors that the server sends lack.
 """
 
 
 class Said(NamedTuple):
-    """A word, and the run's name in the ledger's row that pays for it; "" for one of a former version, which paid first."""
+    """A word, and the run's name in the ledger's row that pays for it; "" for one of a former version, which paid first.
+
+    `terms`: that row, but for the digest, as it was when the word came; None for one of a former version.
+    """
 
     word: Reason
     row: str
+    terms: Entry | None = None
 
 
 def keep(run: Path, place: tuple[int, int], said: Said) -> None:
@@ -36,16 +42,22 @@ def keep(run: Path, place: tuple[int, int], said: Said) -> None:
     It is kept before it is paid for, and names its row: so whatever ends the process between them, the word that is repeated
     is paid, and once. A word that was paid and not kept would be paid again at every ask.
     """
+    told = {"word": said.word.value, "row": said.row, "terms": asdict(said.terms) if said.terms else None}
     with room_for(_file(run, place)):
-        write_atomic(_file(run, place), json.dumps({"word": said.word.value, "row": said.row}).encode())
+        write_atomic(_file(run, place), json.dumps(told).encode())
 
 
 def said(run: Path, place: tuple[int, int]) -> Said | None:
-    """Return the word in which this round and phase have ended, None where they have not."""
-    if not ended(run, place):
+    """Return the word in which this round and phase have ended, None where they have not. Raises RefusedError."""
+    if not (file := _file(run, place)).is_file():
         return None
-    found = json.loads(_file(run, place).read_text(encoding="utf-8"))
-    return Said(Reason(found["word"]), found.get("row", ""))
+    remedy = "restore it; to remove it allows another try, and what is then released costs again"
+    found = noted(file, remedy)
+    try:
+        terms = found.get("terms")
+        return Said(Reason(found["word"]), str(found.get("row", "")), None if terms is None else Entry(**terms))
+    except (KeyError, ValueError, TypeError):
+        raise unreadable(file, remedy) from None
 
 
 def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
@@ -58,11 +70,6 @@ def attempt(rows: Iterable[Entry], run: str, place: tuple[int, int]) -> str:
 def run_of(row: Entry) -> str:
     """Return the run's name without the number of its words."""
     return row.run.partition(ROWS)[0]
-
-
-def ended(run: Path, place: tuple[int, int]) -> bool:
-    """Tell whether this round and phase have ended in a word, so that no release will come of them."""
-    return _file(run, place).is_file()
 
 
 def _file(run: Path, place: tuple[int, int]) -> Path:

@@ -1,0 +1,178 @@
+"""A server that would know, or have, for nothing or too little what a site has kept and nobody has paid for."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+
+from consilium.config.site import SiteConfig
+from consilium.errors import CheckpointError, Reason, RefusedError
+from consilium.federation.build import build_site
+from consilium.flare import filters, wire
+from consilium.messages import Kind, Payload
+from consilium.privacy.kept import FILE
+from consilium.storage import digest, load_state, save_state
+from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
+from tests.adversary.server.test_words import Failing, admitted, answered, failing
+from tests.conftest import small_config
+
+BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
+SPEND = "consilium.privacy.ledger.Ledger.spend"
+OVER = RefusedError("over the budget", Reason.BUDGET)
+
+
+def rounds(number: int) -> dict:
+    return {"training": small_config("fedit", rounds=number).model_dump()["training"]}
+
+
+def asked(site: Client, round: int = 0, payload: Payload | None = None) -> Shareable:
+    """Return what the site, whose guard may not be the last that was made, answers to training."""
+    filters._guards[None, FLContext().get_identity_name()] = site.guard
+    return site.ask("train", wire.encode(payload or site.broadcast(round), "run-1", update=False))
+
+
+def unpaid(site: Client, fails: bool, round: int = 0) -> Client:
+    """Let the site do a round that cannot be paid when it is done."""
+    good, site.trainer = site.trainer, Failing(site.job) if fails else site.trainer
+    with patch(SPEND, side_effect=OVER):
+        assert wire.reason_of(asked(site, round)) is Reason.BUDGET
+    site.trainer = good
+    return site
+
+
+def training(site: Client, folder: Path) -> Client:
+    """Put real training, which remembers where it is, behind the guard."""
+    site.trainer = build_site(site.job, "site-1", SiteConfig(), folder / "one", lambda event: None, root=folder)
+    return site
+
+
+@BOTH
+def test_what_was_kept_unpaid_never_leaves_on_other_terms(fails: bool, client: MakeClient) -> None:
+    """The job came again with 100 rounds: old bytes, of one round's noise, left at a hundredth round's price."""
+    unpaid(client(SITE_LEVEL, more=rounds(1)), fails)
+    later = client(SITE_LEVEL, more=rounds(100))
+    assert wire.reason_of(asked(later)) is Reason.LEDGER
+    assert later.guard.ledger.entries() == []
+    site = client(SITE_LEVEL, more=rounds(1))
+    assert wire.reason_of(asked(site)) is (Reason.TRAINING if fails else None)
+    (row,) = site.guard.ledger.entries()
+    assert row.noise_multiplier == site.guard.plan.noise_multiplier != later.guard.plan.noise_multiplier
+
+
+@pytest.mark.parametrize("was_paid", [True, False])
+def test_a_release_of_a_former_version_leaves_again_where_the_ledger_has_its_row(
+    was_paid: bool, client: MakeClient, tmp_path: Path
+) -> None:
+    site = client(SITE_LEVEL)
+    first = asked(site)
+    (file,) = tmp_path.rglob(FILE)
+    tensors, meta = load_state(file)
+    save_state(file, tensors, {key: value for key, value in meta.items() if key != "terms"})
+    if not was_paid:
+        for path in tmp_path.rglob("ledger.sqlite"):
+            path.unlink()
+        for path in tmp_path.rglob("audit.jsonl"):
+            path.unlink()
+    again = asked(client(SITE_LEVEL))
+    assert wire.reason_of(again) is (None if was_paid else Reason.LEDGER)
+    assert not was_paid or digest(wire.decode(again)[0].tensors) == digest(wire.decode(first)[0].tensors)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["", "full"])
+def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: MakeClient) -> None:
+    """Tensors that only an unpaid training would have left were missing: `checkpoint`, for nothing. With no room as well."""
+    site = client(SITE_LEVEL)
+    message = wire.encode(site.broadcast(2), "run-1", update=False)
+    well = site.ask("evaluate", message)
+    assert (wire.reason_of(well), wire.decode(well)[0].metrics) == (None, {})
+    for reason in Reason:
+        with (
+            patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot", reason)),
+            patch("consilium.privacy.audit.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
+        ):
+            failed = site.ask("evaluate", message)
+        assert (failed["DXO"]["meta"], failed["__headers__"]) == (well["DXO"]["meta"], well["__headers__"])
+        assert wire.decode(failed)[0] == wire.decode(well)[0]
+        (record,) = (path.read_text() for path in site.guard.folder.rglob("audit.jsonl"))
+        assert (f'"reason": "{reason.value}"' in record) is not full
+
+
+@BOTH
+def test_a_paid_round_is_repeated_until_a_newer_one_is_paid(fails: bool, client: MakeClient, tmp_path: Path) -> None:
+    """Going back told for nothing whether the unpaid round went well, and where it had, the paid bytes were lost."""
+    site = training(client(SITE_LEVEL), tmp_path)
+    first = digest(wire.decode(asked(site))[0].tensors)
+    unpaid(site, fails, 1)
+    for one in (site, training(client(SITE_LEVEL), tmp_path)):
+        assert digest(wire.decode(asked(one))[0].tensors) == first
+    assert len(site.guard.ledger.entries()) == 1
+    assert wire.reason_of(asked(site, 1)) is (Reason.TRAINING if fails else None)
+    assert wire.reason_of(asked(site)) is (None if fails else Reason.TASK)  # told and paid by now
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2  # a state and the last release
+
+
+@BOTH
+@pytest.mark.parametrize("before", [False, True], ids=["nothing", "unpaid"])
+def test_behind_a_round_that_has_begun_nothing_is_trained(
+    before: bool, fails: bool, client: MakeClient, tmp_path: Path
+) -> None:
+    """The site's own state refused where the later round had gone well, and trained where not."""
+    site = training(client(SITE_LEVEL), tmp_path)
+    if before:
+        unpaid(site, fails, 0)
+    unpaid(site, fails, 1)
+    assert wire.reason_of(asked(site)) is Reason.TASK
+    assert site.guard.ledger.entries() == []
+
+
+@BOTH
+def test_tensors_that_are_missing_tell_of_no_unpaid_training(fails: bool, client: MakeClient, tmp_path: Path) -> None:
+    """A state has the others where the round before went well; where not, `checkpoint` was for nothing."""
+    site = unpaid(training(client(SITE_LEVEL), tmp_path), fails)
+    sent = site.broadcast(1)
+    less = replace(sent, tensors=dict(list(sent.tensors.items())[1:]))
+    told = [wire.reason_of(asked(site, payload=less)), wire.reason_of(asked(site, 1))]
+    assert told == [Reason.CHECKPOINT if fails else Reason.RESULT] * 2
+    assert len(site.guard.ledger.entries()) == 1
+
+
+@BOTH
+def test_a_job_over_the_budget_is_refused_with_unpaid_words_as_with_releases(fails: bool, client: MakeClient) -> None:
+    """A round that had ended in an unpaid word was not counted when the job was admitted: its hello told."""
+    policy = {"more": rounds(1), "budgets": {"site": {"epsilon": 3.1}}}
+    unpaid(client(SITE_LEVEL, **policy), fails)
+    other = client(SITE_LEVEL, folder="two", **policy)
+    assert wire.reason_of(other.ask("train", other.task(run="run-2"))) is None
+    site = client(SITE_LEVEL, **policy)
+    assert wire.reason_of(site.ask("hello", wire.encode_dict(wire.HELLO, {"run": "run-1"}))) is Reason.BUDGET
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_a_damaged_word_is_named_before_any_training(privacy: dict, client: MakeClient, tmp_path: Path) -> None:
+    """It was `error`, and a traceback in a simulation."""
+    site = failing(client(privacy))
+    assert wire.reason_of(answered(site, admitted(site))) is Reason.TRAINING
+    (word,) = tmp_path.rglob("refused/0-0.json")
+    later, message = client(privacy), r"0-0\.json: cannot be read; nothing was sent; restore it; to remove it"
+    for text in ("", "[]", '{"word": "nonsense"}', "{}", '{"word": "training", "row": "r", "terms": 3}'):
+        word.write_text(text)
+        for again in (site, later):
+            with pytest.raises(RefusedError, match=message) as error:
+                again.guard.authorize(Kind.TRAIN, "run-1", again.broadcast())
+            assert error.value.reason is Reason.LEDGER
+
+
+def test_a_damaged_note_of_what_has_begun_lets_nothing_out(client: MakeClient, tmp_path: Path) -> None:
+    site = client(SITE_LEVEL)
+    asked(site)
+    (begun,) = tmp_path.rglob("begun.json")
+    for text in ("", '{"round": 1}', '{"round": "1", "phase": 0}'):
+        begun.write_text(text)
+        with pytest.raises(RefusedError, match=r"begun\.json: cannot be read; nothing was sent; restore it") as error:
+            site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast(1))
+        assert error.value.reason is Reason.LEDGER
