@@ -76,21 +76,30 @@ def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
     known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
     if known and site not in known:
         what = f"is the state of {shown(min(known))}, not of {shown(site)}, in this run"
-        raise ConfigError(f"{folder}: {what}; give each site on this machine a `state` of its own in its site.yaml")
+        remedy = f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
+        raise ConfigError(f"{folder}: {what}; {remedy}")
 
 
 def _recorded_sites(folder: Path) -> set[str]:
     """Return the sites whose messages a run's records hold."""
     from consilium.privacy.audit import FILE, verified  # loads PyTorch, for a folder of a former version only
 
-    lines = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
-    return {str(line["site"]) for line in lines if "site" in line}
+    found = set[str]()
+    for path in folder.rglob(FILE):
+        try:
+            found |= {str(line["site"]) for line in verified(path)["messages"] if "site" in line}
+        except (OSError, ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
+    return found
 
 
 def _owner(folder: Path) -> dict[str, str] | None:
     try:
         found = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-        return {key: str(found[key]) for key in ("submitter", "site") if key in found or key == "submitter"}
+        told = {key: found[key] for key in ("submitter", "site") if key in found or key == "submitter"}
+        if not all(isinstance(one, str) for one in told.values()):
+            raise ValueError
+        return told
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):

@@ -59,7 +59,9 @@ class GuardTaskFilter(ClosedFilter):
             return shareable  # the first pair's
         if (reason := wire.reason_of(shareable)) is not None:  # the first pair's refusal
             return wire.refusal(reason)
-        return wire.hold(_authorize(_guard(self, fl_ctx), shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+        guard = _guard(self, fl_ctx)
+        guard.end_task()
+        return wire.hold(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
 
 class GuardResultFilter(ClosedFilter):

@@ -12,6 +12,7 @@ from consilium.privacy import kept, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.masking import Masking
+from consilium.storage import digest
 
 
 class Answers(Masking):
@@ -29,6 +30,13 @@ class Answers(Masking):
         if said.row:
             self.ledger.spend(row, self.policy.budgets)
             self._note("refusal", spends=True, reason=said.word.value, round=round, phase=phase, row=said.row)
+
+    def _pay_release(self, task: Task, released: Payload) -> None:
+        """Pay for a kept release, once; from here on it counts as released."""
+        entry = replace(self._entry(self._attempt, *task.place), digest=digest(released.tensors))
+        entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
+        self.ledger.spend(entry, self.policy.budgets)
+        kept.paid(self.folder / task.run, task.place)
 
     def _given(self, task: Task) -> Payload | None:
         """Return the release that a place has had, None where it has had no answer.

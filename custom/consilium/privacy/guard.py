@@ -24,7 +24,7 @@ from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.terms import Terms
-from consilium.storage import digest, locked, note, room_for
+from consilium.storage import locked, note, room_for
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -85,7 +85,7 @@ class Guard(Answers):
         Admits the job first. Raises RefusedError for a run, round or phase that the job does not have, by policy, and when the
         budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
-        self._task = self._asked = None
+        self.end_task()
         own = places.own_run(self.name, run, self._digest, self.job_id)
         task = Task(kind, own, payload or Payload(-1, -1, {}))
         self._run = task.run
@@ -104,6 +104,10 @@ class Guard(Answers):
         self._end_masks(task)
         self._task = self._asked = task
         return task
+
+    def end_task(self) -> None:
+        """Forget the task at hand, because another message has come: whatever becomes of that is no answer to this."""
+        self._task = self._asked = None
 
     def _admit(self, run: str) -> None:
         """Accept or refuse the whole job, with the numbers, before it touches any data."""
@@ -131,10 +135,12 @@ class Guard(Answers):
         places.claim(self.name, self.records, self.folder, task.run)
         self._attempt = self._next_attempt(task)
         with room_for(folder), locked(folder):
-            task = replace(task, answered=self._given(task) is not None)
-        self._charge(task)
+            stored = self._given(task)
+            self._charge(task)
+            if stored is not None:  # at the ask, as a kept word is: who comes between ask and answer finds the same budget
+                self._pay_release(task, stored)
         kept.begin(folder, task.place)
-        return task
+        return replace(task, answered=stored is not None)
 
     def _charge(self, task: Task) -> None:
         if self._in_steps:
@@ -181,10 +187,7 @@ class Guard(Answers):
         One of zeros (all public peers are zero) costs what any does: it tells that training went well.
         """
         if self.plan is not None:
-            entry = replace(self._entry(self._attempt, *task.place), digest=digest(released.tensors))
-            entry = replace(entry, count=0) if self._in_steps else entry  # paid when the task came
-            self.ledger.spend(entry, self.policy.budgets)  # from here on it counts as released
-            kept.paid(self.folder / task.run, task.place)
+            self._pay_release(task, released)
         if self.masks:
             released = self._masked(task, released, self.config.weight(self.shown_samples))
         released = replace(released, ledger=self.ledger.seal())
@@ -199,7 +202,9 @@ class Guard(Answers):
         self._take(task, Kind.EVALUATE)
         if result.tensors:
             raise RefusedError(f"{self.name}: an evaluation with tensors; nothing was sent")
-        return self._scores(task, result.metrics)
+        scores = self._scores(task, result.metrics)
+        self._asked = None
+        return scores
 
     def _scores(self, task: Task, metrics: Mapping[str, float]) -> Payload:
         """Return an evaluation's answer as it leaves, on record."""

@@ -41,9 +41,9 @@ def paid(folder: Path, place: tuple[int, int]) -> None:
     """Let a release that has been paid take the place of the last one; what waits behind it is of no more use."""
     with room_for(folder / FILE):
         if _unpaid(folder, place).is_file():
-            os.replace(_unpaid(folder, place), folder / FILE)
-            for path in [path for at, path in _waiting(folder) if at < place]:
+            for path in [path for at, path in _waiting(folder) if at < place]:  # first: an older one must not come later
                 path.unlink()
+            os.replace(_unpaid(folder, place), folder / FILE)
 
 
 def at(folder: Path, place: tuple[int, int]) -> Kept | None:

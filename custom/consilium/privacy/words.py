@@ -51,7 +51,7 @@ def said(run: Path, place: tuple[int, int]) -> Said | None:
     """Return the word in which this round and phase have ended, None where they have not. Raises RefusedError."""
     if not (file := _file(run, place)).is_file():
         return None
-    remedy = "restore it; to remove it allows another try, and what is then released costs again"
+    remedy = "restore it; to remove it allows another try until a newer round has begun, and what is then released costs again"
     found = noted(file, remedy)
     try:
         terms = found.get("terms")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -13,8 +14,11 @@ from nvflare.apis.shareable import Shareable
 from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, Reason, RefusedError
 from consilium.federation.build import build_site
+from consilium.federation.member import Member
 from consilium.flare import filters, wire
 from consilium.messages import Kind, Payload
+from consilium.privacy import kept
+from consilium.privacy.composition import Entry
 from consilium.privacy.kept import FILE
 from consilium.storage import digest, load_state, save_state
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
@@ -176,3 +180,39 @@ def test_a_damaged_note_of_what_has_begun_lets_nothing_out(client: MakeClient, t
         with pytest.raises(RefusedError, match=r"begun\.json: cannot be read; nothing was sent; restore it") as error:
             site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast(1))
         assert error.value.reason is Reason.LEDGER
+
+
+@BOTH
+def test_what_waits_is_paid_when_it_is_asked_for(fails: bool, client: MakeClient) -> None:
+    """A word was, and a release was when it left: another job that took the budget between them told them apart."""
+    site = unpaid(client(SITE_LEVEL), fails)
+    with suppress(RefusedError):
+        site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
+    assert len(site.guard.ledger.entries()) == 1
+
+
+def test_what_nobody_can_read_gets_no_answer_of_an_earlier_task(client: MakeClient) -> None:
+    site = client(SITE_LEVEL)
+    site.ask("evaluate", wire.encode(site.broadcast(2), "run-1", update=False))
+    assert wire.reason_of(site.ask("train", Shareable())) is Reason.TASK
+    site.guard.authorize(Kind.EVALUATE, "run-1", site.broadcast(2))  # never answered
+    assert wire.reason_of(site.ask("train", Shareable())) is Reason.TASK
+
+
+def test_an_older_release_never_comes_over_a_newer_one(tmp_path: Path) -> None:
+    """Killed as the newer one takes its place: the older was left beside it, and put over it when it was asked for."""
+    terms = Entry("d", "site", "replace-one", "local", "job", "run", 0, 0, 1.0, 1.0, 1, 1.0)
+    for round in (0, 1):
+        kept.keep(tmp_path, Payload(round, 0, {}), terms)
+    with patch("consilium.privacy.kept.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        kept.paid(tmp_path, (1, 0))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["unpaid-1-0.safetensors"]
+
+
+def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:
+    site = training(client(SITE_LEVEL), tmp_path)
+    member = Member(site.trainer, site.guard)
+    first = digest(member.train("run-1", site.broadcast(0)).tensors)
+    with patch(SPEND, side_effect=OVER), suppress(RefusedError):
+        member.train("run-1", site.broadcast(1))
+    assert digest(member.train("run-1", site.broadcast(0)).tensors) == first

@@ -127,6 +127,19 @@ def test_two_sites_with_one_state_are_not_one(former: bool, submitted: Place, tm
         context.former_site(submitted("ann", "fourth"), crossing, "site-2", site)
 
 
+def test_a_damaged_folder_of_a_former_version_is_named(submitted: Place, tmp_path: Path) -> None:
+    site = SiteConfig(state=tmp_path / "state")
+    folder = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    (folder / "owner.json").write_text(json.dumps({"submitter": "ann"}))
+    (folder / "run-1.0123").mkdir()
+    (folder / "run-1.0123" / "audit.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match=r"audit\.jsonl: cannot be read, so whose run it is of is not known; restore it"):
+        context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
+    (folder / "owner.json").write_text(json.dumps({"submitter": "ann", "site": None}))
+    with pytest.raises(ConfigError, match=r"owner\.json: is damaged"):
+        context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
+
+
 def test_a_simulation_writes_nothing_into_a_site_s_state(
     submitted: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
