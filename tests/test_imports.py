@@ -96,3 +96,23 @@ def test_nothing_below_us_asks_the_hub() -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize(
+    ("wish", "read"),
+    [
+        ({}, "1000"),
+        pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow),
+        pytest.param({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000", marks=pytest.mark.slow),
+    ],
+)
+def test_threads_of_torch_hardly_spin_unless_someone_wishes(wish: dict[str, str], read: str) -> None:
+    """What libgomp itself says that it read."""
+    rest = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(
+        [sys.executable, "-c", "import consilium, torch"],
+        env={**rest, **wish, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch's threads are not libgomp's here")
+    assert f"GOMP_SPINCOUNT = '{read}'" in done.stderr

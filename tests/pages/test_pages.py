@@ -188,5 +188,6 @@ def test_the_first_page_is_short_and_its_test_command_is_the_one_that_runs() -> 
     assert commands[1] in (ROOT / ".ci/run").read_text().splitlines()
 
 
-def test_the_picture_of_the_quickstart_is_light() -> None:
-    assert (ROOT / "jobs/quickstart/predictions.png").stat().st_size < 300_000
+@pytest.mark.parametrize("job", ["quickstart_cells", "quickstart"])
+def test_the_pictures_of_the_quickstarts_are_light(job: str) -> None:
+    assert (ROOT / "jobs" / job / "predictions.png").stat().st_size < 300_000
