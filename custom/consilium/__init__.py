@@ -6,7 +6,7 @@ __version__ = "0.2.0"
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched at run time; libraries below transformers would, some of them code
 
-# Threads that spin while they wait make a run several times slower where other work shares the cores. torch's libgomp reads this
+# Threads that spin while they wait make a run several times slower where other work shares the cores. torch's libgomp reads it
 # when it is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

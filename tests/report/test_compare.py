@@ -353,6 +353,8 @@ def test_only_common_pairs_are_tested_and_too_few_are_not(tmp_path: Path) -> Non
 def test_equal_scores_have_p_1() -> None:
     import numpy as np
 
+    tied = np.array([0.0] * 10 + [0.02, 0.04, 0.06, 0.08, 0.1])  # five signs: 2 / 2^5
+    assert p_value(tied, Kind.WILCOXON) == pytest.approx(0.0625)
     assert p_value(np.zeros(9), Kind.WILCOXON) == p_value(np.zeros(9), Kind.PERMUTATION) == 1.0
 
 

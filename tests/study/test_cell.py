@@ -39,6 +39,12 @@ def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy,
     lines = (one.cell.folder / "metrics.jsonl").read_text()
     assert run_cell(one, quiet).seconds == record.seconds
     assert (one.cell.folder / "metrics.jsonl").read_text() == lines
+    results = (one.cell.folder / "results.json").read_text()
+    for damage in ("{", "[]", None):  # a copy that was interrupted
+        (one.cell.folder / "results.json").unlink() if damage is None else (one.cell.folder / "results.json").write_text(damage)
+        assert record_of(one.cell.folder).state == "broken"
+        assert run_cell(one, quiet).state == "done"
+        assert (one.cell.folder / "results.json").read_text() == results
 
 
 def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(study_file: MakeStudy, tmp_path: Path) -> None:

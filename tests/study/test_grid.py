@@ -192,3 +192,10 @@ def test_two_values_of_one_name_are_refused_and_none_is_lost(study_file: MakeStu
 def test_a_date_is_no_value_of_a_job(study_file: MakeStudy) -> None:
     with pytest.raises(ConfigError, match="name: 2024-01-01: a date is no job's value"):
         cells_of(study_file(axes={"seed": {"x": {"name": date(2024, 1, 1)}}}))
+
+
+@pytest.mark.parametrize(("study", "first"), [("quickstart_cells", "0b73b1c93a4df583"), ("iat_table2", "8e34790da03320bf")])
+def test_an_upgrade_runs_no_finished_cell_again(study: str, first: str) -> None:
+    """A cell is known by its whole job: a new field leaves its default out of it (`exclude_if`), or days of a GPU run anew."""
+    jobs = Path(__file__).parents[2] / "jobs"
+    assert load(jobs / "studies" / f"{study}.yaml").cells()[0].id == first

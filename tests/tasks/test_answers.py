@@ -71,6 +71,18 @@ def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str
         (r"\boxed{\frac{x}{2}}", r"\frac{x}{2}"),
         (r"\boxed{\text{Sunday}}", "sunday"),
         (r"#### \boxed{7}", "7"),
+        (r"Hence $\boxed{\frac{\sqrt{2}}{2}}$.", r"\frac{\sqrt{2}}{2}"),
+        (r"\boxed{12} first. Finally $\boxed{\frac{\sqrt{\frac{3}{5}}}{2}}$", r"\frac{\sqrt{\frac{3}{5}}}{2}"),
+        (r"\boxed{1}, no: \boxed{\frac{\sqrt{3", r"\frac{\sqrt{3"),  # cut by max_new_tokens
+        (r"\boxed{1}, no: \boxed{12", "12"),
+        ("**#### 18**", "18"),
+        ("#### **18** apples", "18"),
+        ("#### `18`.", "18"),
+        ("#### __1,800__", "1800"),
+        (r"#### \(18\).", "18"),
+        (r"#### \[ \frac{1}{2} \]", "1/2"),
+        ("#### 2**x", "2**x"),
+        ("#### (3, 4)", "(3,4)"),
     ],
 )
 def test_fractions_and_boxes(text: str, answer: str) -> None:

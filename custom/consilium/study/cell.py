@@ -25,7 +25,7 @@ RECORD = "cell.json"
 MOST_REASON = 600
 """Characters of why a cell failed."""
 State = Literal["waiting", "running", "elsewhere", "broken", "failed", "done", "other data"]
-"""`elsewhere`: another process is at it; `broken`: it was interrupted and goes on from its checkpoint;
+"""`elsewhere`: another process is at it; `broken`: it was interrupted, or its scores are gone, and goes on from its checkpoint;
 `other data`: it will run anew, see `held`."""
 
 
@@ -69,9 +69,18 @@ def _stored(folder: Path) -> Record:
     try:
         raw = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         TypeAdapter(Record).validate_python(raw)
-        return Record(**raw)
+        record = Record(**raw)
     except (OSError, ValueError, TypeError):  # none yet, or damaged: it runs again
         return Record()
+    return replace(record, state="broken") if record.state == "done" and not _scored(folder) else record
+
+
+def _scored(folder: Path) -> bool:
+    """Tell whether the scores are there, and whole: a copy may have been interrupted."""
+    try:
+        return isinstance(json.loads((folder / "results.json").read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _lock(folder: Path) -> FileLock:

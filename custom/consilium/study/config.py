@@ -52,9 +52,11 @@ def _or(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-LABEL = "a name of 1 to 40 printable characters without = and , and /"
+LABEL = "a name of 1 to 40 printable characters without = and , and /, with no blank at an end"
 AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
-Label = Annotated[str, Field(pattern=r"^[^=,/\p{C}\p{Zl}\p{Zp}]+$", max_length=40), _or(LABEL)]
+Label = Annotated[
+    str, Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40), _or(LABEL)
+]
 AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _or(AXIS)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_labelled)]

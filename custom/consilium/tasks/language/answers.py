@@ -13,14 +13,14 @@ _STATED = re.compile(
     rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[)\]]+\.?\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
 )
 """A number that is an answer, and words behind it: "12 apples", not "2x + 3" or "1, 2"."""
-_LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ]|[$€£]")
-"""What changes no answer: degrees, money, LaTeX's spaces."""
+_LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
+"""What changes no answer: degrees, money, LaTeX's spaces and the bounds of its formulas, where Markdown's bold and code end."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
 """Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
 _SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
-_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BOX = re.compile(r"\\boxed\s*\{")
 
 
 def first_label(text: str, labels: Sequence[str]) -> str | None:
@@ -62,8 +62,8 @@ def final_answer(text: str) -> str | None:
     """
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
         return settled(marked)
-    if boxed := _BOXED.findall(text):
-        return settled(boxed[-1])
+    if (boxed := _boxed(text)) is not None:
+        return settled(boxed)
     found = [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", _spelt(text))]
     return plain(found[-1]) if found else None
 
@@ -74,13 +74,26 @@ def settled(answer: str) -> str | None:
     That is the number it begins with, if nothing but words follow; else all of its first line, so that "2x + 3" is no 2. A
     name before a sign, "x = 7", is left out.
     """
-    boxed = _BOXED.findall(answer)
-    first = next(iter(_spelt(boxed[-1] if boxed else answer).strip().splitlines()), "")
+    boxed = _boxed(answer)
+    first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
-    bare = re.sub(r"^\s*(?:[A-Za-z]\s*)?=\s*", "", bare).strip()
+    bare = re.sub(r"^\s*(?:[A-Za-z]\s*)?=\s*", "", bare.strip("*_` ")).strip()
     if (number := _STATED.match(bare)) is not None:
         return plain(number["number"])
     return plain(re.sub(r"\s*([^\w\s])\s*", r"\1", bare)) or None
+
+
+def _boxed(text: str) -> str | None:
+    """Return what stands in the last \\boxed{}, however deep its braces, to the end of a cut text; None without one."""
+    starts = [match.end() for match in _BOX.finditer(text)]
+    if not starts:
+        return None
+    rest, depth = text[starts[-1] :], 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return rest[:place]
+    return rest
 
 
 def _spelt(text: str) -> str:
