@@ -68,6 +68,19 @@ def test_pixels_that_fail_later_refuse_the_round_of_that_site(tmp_path: Path) ->
     assert "Muster_Erika_training_1.png: image cannot be read" in refused[0]["reason"]
 
 
+@pytest.mark.parametrize("privacy", [{"unit": "site", "epsilon": 3, "clip": 0.5}, {"unit": "record", "epsilon": 3}])
+def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: dict, tmp_path: Path) -> None:
+    """Pixels that fail amid a round would cost what the round costs."""
+    job = assemble_job(JobConfig.model_validate(config().model_dump() | {"privacy": privacy}))
+    refuses, skips = site(tmp_path / "a"), site(tmp_path / "b", bad_samples="skip")
+    pixels(tmp_path / "a", 1)
+    pixels(tmp_path / "b", 1)
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+        build_site(job, "a", refuses, tmp_path / "run", quiet)
+    assert build_site(job, "b", skips, tmp_path / "run", quiet).task.num_samples == 5
+    assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).task.num_samples == 5
+
+
 def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = site(tmp_path / "a", bad_samples="skip")
     (tmp_path / "a" / "Muster_Erika_training_1.png").unlink()

@@ -36,9 +36,10 @@ class SampleCache:
     """A site's samples; call it with a split and an index, or ask for `many` or for `parts` of a split.
 
     `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for what is bad at a
-    look, and every sample is looked at before this returns; without it every one is read instead. Where the list's loading
-    says `skip`, who made the list has looked already, and what cannot be read later is left out and counted. `settings`: all
-    that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check` raise.
+    look, and every sample is looked at before this returns; without it, or where the list's loading says `decode`, every one is
+    read too. Where it says `skip`, who made the list has looked already, and what cannot be read later is left out and counted.
+    `settings`: all that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check`
+    raise.
     """
 
     def __init__(self, data: DataList, read: Callable[[Item], Sample], check: Check | None = None, settings: str = "") -> None:
@@ -57,6 +58,7 @@ class SampleCache:
         if check is not None:
             for _, error in faults(self._data, check, self._settings, self._store):
                 raise error
+        if check is not None and not self._data.loading.decode:
             return
         for split, items in self._data.splits.items():
             self.many(split, range(len(items)), lambda index, raw: None)

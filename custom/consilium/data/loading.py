@@ -24,12 +24,14 @@ class Loading:
     """`folder`: under which decoded samples are kept, None for in memory only, and `most` bytes of them there.
 
     `workers`: threads that read, 0 for none. `skip`: a sample that cannot be read is left out instead of being an error.
+    `decode`: all samples are read before anything is trained on them, not only looked at.
     """
 
     folder: Path | None = None
     most: int = 0
     workers: int = 0
     skip: bool = False
+    decode: bool = False
 
     @property
     def ahead(self) -> int:

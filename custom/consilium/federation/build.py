@@ -1,6 +1,6 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,8 @@ def build_site(
         torch.set_num_threads(site.threads)
     observer(loading("data", name))
     data = site_data(job.config, name, site, folder, root)
-    task = build_task(job.config, data, site)
+    decoded = replace(data, loading=replace(data.loading, decode=job.config.privacy is not None))  # or it costs, see README
+    task = build_task(job.config, decoded, site)
     if warning := of_patients(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
     if model is None:

@@ -1,8 +1,8 @@
 """The training of one phase at a site: looks before it, its passes, and the model that the site then calls its own."""
 
 import math
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import cast
 
@@ -15,7 +15,7 @@ from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.data.patients import by_patient
-from consilium.errors import CheckpointError
+from consilium.errors import CheckpointError, DataError, Reason
 from consilium.federation.ranks import Ranks
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
@@ -70,6 +70,18 @@ class LocalTraining:
     def values(self, names: Collection[str]) -> Tensors:
         """Return those of the model's adapter tensors as they are now."""
         return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
+
+    @contextmanager
+    def data_in_training(self) -> Iterator[None]:
+        """Have data that fail once values were received tell `training` in a private job.
+
+        How far training came depends on those values, and `data` would tell it for nothing, however often a server asks.
+        """
+        try:
+            yield
+        except DataError as error:  # still one of the data: its text may name a file, and stays out of public logs
+            error.reason = Reason.TRAINING if self.config.privacy else error.reason
+            raise
 
     def prepare(self, own: Tensors, start: Tensors, kept: Tensors, payload: Payload) -> tuple[Tensors, Tensors]:
         """Let the strategy look at data before training; return what training starts from, and what the site keeps of it."""

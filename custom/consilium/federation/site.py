@@ -141,7 +141,7 @@ class Site(Scoring):
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
-        Raises RefusedError for a stale payload and on a full disk, CheckpointError for lost state.
+        Raises RefusedError for a stale payload and on a full disk, CheckpointError for lost state, DataError.
         """
         self.on_train(run, payload)
         held = self._restore(run)
@@ -149,6 +149,11 @@ class Site(Scoring):
             return held.reply
         self._check_not_stale(held.place, payload)
         start = self._receive(held.params, payload)
+        with self.data_in_training():
+            return self._train(run, payload, held, start)
+
+    def _train(self, run: str, payload: Payload, held: Held, start: Tensors) -> Payload:
+        """Train from what was received, keep what comes of it, and return the update."""
         metrics = self._validate(Stage.GLOBAL, payload)
         self.note_best(run, Stage.GLOBAL, self.received(start, payload), metrics)
         began = time.monotonic()

@@ -10,7 +10,7 @@ import torch
 from nvflare.apis.fl_context import FLContext
 
 from consilium.config.site import SiteConfig
-from consilium.errors import Reason, RefusedError
+from consilium.errors import DataError, Reason, RefusedError
 from consilium.federation.build import build_site
 from consilium.flare import filters, wire
 from consilium.messages import Kind
@@ -113,3 +113,22 @@ def test_a_damaged_list_of_homes_is_named_before_any_training(text: str, client:
     ) as error:
         site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
     assert error.value.reason is Reason.LEDGER
+
+
+@pytest.mark.parametrize(
+    ("privacy", "word"), [(None, Reason.DATA), (SITE_LEVEL, Reason.TRAINING), (RECORD_LEVEL, Reason.TRAINING)]
+)
+def test_a_picture_that_fails_amid_training_is_paid_for(
+    privacy: dict | None, word: Reason, client: MakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`data` told for nothing, at every ask, that no batch before the broken picture had failed on the values sent."""
+    site = _training(client(privacy), tmp_path)
+    broken = patch.object(site.trainer.task, "batch", side_effect=DataError("Muster_Erika.png: image cannot be read"))
+    for _ in range(2):
+        with broken:
+            assert wire.reason_of(answered(site, admitted(site))) is word
+    assert "the data cannot be used" in caplog.text
+    assert "Muster" not in caplog.text  # FLARE's log has many readers
+    rows = site.guard.ledger.entries()
+    assert [row.digest for row in rows if row.digest] == ["word"] * (privacy is not None)
+    assert [row.count > 0 for row in rows].count(True) == (privacy is not None)
