@@ -162,6 +162,7 @@ def test_where_too_few_sites_are_not_ahead_of_the_checkpoint_nobody_is_told_to_r
     server.start()
     for number, reason in enumerate(reasons):
         server.refuse(f"site-{number}", reason)
+        server.refuse(f"site-{number}", reason)  # a phase under masks asks a site several times
     server.refuse("late", Reason.JOB.text, joining=True)
     with pytest.raises(ConsiliumError, match=match):
         server.conclude()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -213,6 +214,33 @@ def test_too_few_at_the_end_stop_the_run_until_they_return(tmp_path: Path, ident
         Federation(job_of(secure={}), tmp_path / "masked", identities, lost).run()
     again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
     assert same_state(again.run(resume=True), plain())
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
+    prepared: bool, tmp_path: Path, identities: Path
+) -> None:
+    """The server got back the folder that it had amid round 0; the sites are at round 1, and stay there."""
+    kept, home = tmp_path / "kept", tmp_path / "run"
+    federation = Federation(job_of(secure={}), home, identities)
+    coordinator, rounds = federation.server()
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        steps = [] if kind is Kind.TRAIN else [one["step"] for one in messages.values()]
+        if coordinator.state.round == 0 and (kind is Kind.TRAIN if prepared else "prepare" in steps):
+            shutil.copytree(home / "server", kept)
+        _ask(coordinator, federation.members, kind, messages, take, enough)
+
+    assert rounds is not None
+    while not coordinator.done:
+        rounds.phase(ask, lambda: None)
+    coordinator.close()
+    shutil.rmtree(home / "server")
+    shutil.move(kept, home / "server")
+    what = "too few sites are left to open" if prepared else r"0 of 4 sites have prepared, a sum needs 3 \(threshold 3 of 4\)"
+    with pytest.raises(ConsiliumError, match=f"{what}.*; 4 of 4 sites say `task`.*bring the newer checkpoint back") as error:
+        Federation(federation.job, home, identities, joined=True).run(resume=True)
+    assert "resume the run" not in str(error.value)
 
 
 def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path, identities: Path, plain: Plain) -> None:

@@ -5,7 +5,7 @@ All of it comes from somebody else: kinds are checked before values are touched,
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Mapping, Set, Sized
 from typing import Any
 
 import torch
@@ -241,16 +241,16 @@ def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
         raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
 
 
-def next_step(reasons: Sequence[str], asked: Sized, quorum: int) -> str:
-    """Return what to do about a round that too few of the sites `asked` answered, by the reasons of the others.
+def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
+    """Return what to do about a round that too few of the sites `asked` answered, by the others' `reasons`, each one's last.
 
     A site that is ahead of this checkpoint stays so, whoever of the others comes back.
     """
-    ahead = reasons.count(Reason.TASK.text)
+    ahead = list(reasons.values()).count(Reason.TASK.text)
     if ahead and len(asked) - ahead < quorum:
         what = f"{ahead} of {len(asked)} sites say `task`: they are ahead of this checkpoint, and the others are too few"
         return f"{what}; bring the newer checkpoint back, or begin a new run"
-    if reasons and all(reason == Reason.JOB.text for reason in reasons):
+    if set(reasons.values()) == {Reason.JOB.text}:
         what = "where a log names a site's own settings, mend them and resume the run"
         return f"every refusal is `job`: {what}; else change the job and begin a new one"
     return "see the refusals above, then resume the run"

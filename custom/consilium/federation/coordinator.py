@@ -59,7 +59,7 @@ class Coordinator:
         self.asked: dict[str, SiteInfo] = {}
         self.sent: dict[str, Payload] = {}
         self._results: dict[str, SiteResult] = {}
-        self.accepted, self._trained, self._reasons = set[str](), list[dict[str, float]](), list[str]()
+        self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
         self._lock = threading.Lock()
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
@@ -130,7 +130,7 @@ class Coordinator:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
             self.asked = {name: self.sites[name] for name in names or self._sample()}
-            self.accepted, self._results, self._trained, self._reasons = set(), {}, [], []
+            self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
             self._announce()
@@ -197,7 +197,7 @@ class Coordinator:
     def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
         """Note why a site gives nothing usable now, or may not join, by `word` where it is its own text; return it, bounded."""
         reason = shown(reason, 1000)
-        self._reasons += [] if joining else [word.text if word else reason]
+        self.reasons |= {} if joining else {name: word.text if word else reason}
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
@@ -221,7 +221,7 @@ class Coordinator:
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self._reasons, self.asked, self.quorum)}")
+                raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
             central = self.plan if self.plan and self.plan.config.trust == "central" else None
             mean = self._noised_mean(central) if central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)

@@ -14,6 +14,7 @@ from cryptography import x509
 from consilium.errors import ConsiliumError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
+from consilium.federation.checks import next_step
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.privacy.mechanism import Geometry
@@ -94,7 +95,8 @@ class MaskedRounds:
         try:
             opened = self._attempted(ask, attempt, payloads) or self._attempted(ask, self._again(ask, attempt), payloads)
             if opened is None:
-                raise ConsiliumError("secure aggregation: too few sites stay to the end of a phase; see the refusals above")
+                what = "secure aggregation: too few sites stay to the end of a phase"
+                raise ConsiliumError(f"{what}; {self._next_step(attempt)}")
             self._conclude(opened)
         finally:
             self._part()
@@ -169,7 +171,11 @@ class MaskedRounds:
 
     def _fixed(self, attempt: Attempt) -> Sum:
         """Fix who is masked with whom. Raises ConsiliumError where too few have prepared."""
-        c, parties = self.coordinator, attempt.close_prepared()
+        c = self.coordinator
+        try:
+            parties = attempt.close_prepared()
+        except ConsiliumError as few:
+            raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
         sent = c.job.strategy.broadcast(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         return Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
@@ -200,8 +206,12 @@ class MaskedRounds:
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
             what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
-            raise ConsiliumError(f"secure aggregation: {what}; wait for sites to return, then resume the run")
+            raise ConsiliumError(f"secure aggregation: {what}; {self._next_step(attempt)}")
         return self.collector.again(attempt)
+
+    def _next_step(self, attempt: Attempt) -> str:
+        """Return what to do about a phase that too few sites brought to its end."""
+        return next_step(self.coordinator.reasons, self.coordinator.asked, attempt.terms.least)
 
     def _there(self, attempt: Attempt) -> list[str]:
         """Return the sites that answered what was asked last, or have cancelled."""

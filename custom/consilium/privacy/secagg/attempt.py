@@ -122,7 +122,7 @@ class Attempt:
     def _too_few(self, what: str, forget: str) -> ConsiliumError:
         (self.folder / f"{forget}.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
         need = f"a sum needs {self.terms.least} (threshold {self.terms.threshold} of {self.terms.asked})"
-        return ConsiliumError(f"secure aggregation: {what}, {need}; see the refusals above, then resume the run")
+        return ConsiliumError(f"secure aggregation: {what}, {need}")
 
     # train -------------------------------------------------------------------------------------------------------------
 
