@@ -126,7 +126,7 @@ def in_this_process(
 @contextmanager
 def own_process() -> Iterator[None]:
     """Leave what our components keep in their process, which here is the tests', as it was."""
-    tables = (filters._guards, filters._sent, wire._held, context._opened)
+    tables = (filters._guards, filters._sent, filters._refused, wire._held, context._opened)
     mask = os.umask(0o077)
     try:
         with ExitStack() as stack:

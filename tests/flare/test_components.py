@@ -54,7 +54,7 @@ def guard(job: Job, tmp_path: Path) -> Iterator[Guard]:
     """The guard that the filters of this context meet."""
     found = build_guard(job, "site-1", SiteConfig(), tmp_path, tmp_path, lambda event: None, job_id="flare-1")
     key = (FLContext().get_job_id(), FLContext().get_identity_name())
-    with patch.dict(filters._guards, {key: found}), patch.dict(filters._sent):
+    with patch.dict(filters._guards, {key: found}), patch.dict(filters._sent), patch.dict(filters._refused):
         yield found
 
 
@@ -125,7 +125,8 @@ def test_a_task_the_guard_refuses_reaches_the_executor_as_a_word(job: Job, guard
     refused = passed(GuardTaskFilter, job, wire.encode(Payload(-1, 0, {}), "r", update=False))
     assert wire.reason_of(refused) is Reason.TASK
     assert not set(refused) - {"__headers__"}
-    assert wire.reason_of(passed(GuardTaskFilter, job, wire.refusal(Reason.BUDGET))) is Reason.BUDGET  # the second pair
+    assert passed(GuardTaskFilter, job, refused) is refused  # the second pair
+    assert wire.reason_of(passed(GuardTaskFilter, job, wire.refusal(Reason.BUDGET))) is Reason.TASK  # a server's
 
 
 def bad_results(job: Job) -> dict[str, Payload]:

@@ -28,6 +28,9 @@ _guards: dict[tuple[str, str], Guard] = {}
 _sent: dict[tuple[str, str], Shareable] = {}
 """The last message that a guard has made, by the same key: the second pair lets exactly it pass."""
 
+_refused: dict[tuple[str, str], Shareable] = {}
+"""The last task that a guard has refused, by the same key: the refusal in its place, which the second pair lets pass."""
+
 
 class ClosedFilter(Filter):
     """A filter whose every failure becomes a reply that carries a word only. FLARE's DXOFilter would let the data pass."""
@@ -55,13 +58,16 @@ class GuardTaskFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a shareable that only names the task as authorized; what came is not passed on."""
-        if isinstance(wire.held(shareable), Task):
+        if isinstance(wire.held(shareable), Task) or _refused.get(_key(fl_ctx)) is shareable:
             return shareable  # the first pair's
-        if (reason := wire.reason_of(shareable)) is not None:  # the first pair's refusal
-            return wire.refusal(reason)
         guard = _guard(self, fl_ctx)
         guard.end_task()
         return wire.hold(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+
+    def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a refusal that the second pair knows for the first's: one that a server sends is no task."""
+        _refused[_key(fl_ctx)] = refusal = super().refused(reason, shareable, fl_ctx)
+        return refusal
 
 
 class GuardResultFilter(ClosedFilter):
@@ -125,6 +131,8 @@ class ResultCheckFilter(ClosedFilter):
 
 def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
     """Return the task that the guard makes of a message, which must be of the kind its name says."""
+    if wire.reason_of(shareable) is not None:
+        raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
     if name in (Kind.HELLO, Kind.STATISTICS, Kind.MODEL):
         return guard.authorize(Kind(name), wire.decode_ask(shareable, Kind(name).value))
     if name == Kind.MASKS:

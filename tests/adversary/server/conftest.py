@@ -106,5 +106,5 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         filters._guards[None, FLContext().get_identity_name()] = guard
         return Client(job, guard, Trainer(job))
 
-    with patch.dict(filters._guards), patch.dict(filters._sent):
+    with patch.dict(filters._guards), patch.dict(filters._sent), patch.dict(filters._refused):
         yield make

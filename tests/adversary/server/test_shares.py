@@ -106,7 +106,7 @@ class Many(Trainer):
 
 @pytest.fixture(autouse=True)
 def _own_guards() -> Iterator[None]:
-    with patch.dict(filters._guards), patch.dict(filters._sent):
+    with patch.dict(filters._guards), patch.dict(filters._sent), patch.dict(filters._refused):
         yield
 
 

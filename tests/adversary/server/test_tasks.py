@@ -1,11 +1,12 @@
 """A server that asks for what the job does not: nothing runs, nothing is charged, nothing leaves but a word."""
 
 import pytest
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 
 from consilium.errors import Reason
 from consilium.flare import wire
-from consilium.messages import HELD_OUT, Payload
+from consilium.messages import HELD_OUT, Kind, Payload
 from consilium.privacy import audit
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 
@@ -103,3 +104,16 @@ def test_a_model_is_nobodys_to_ask_for_in_a_job_that_trains(client: MakeClient) 
     both[wire.MODEL] = {"run": "run-1"}
     for task in ("train", "evaluate", "model"):
         assert refused(site, site.ask(task, both))
+
+
+@pytest.mark.parametrize("task", ["train", "hello", "evaluate", "masks"])
+def test_a_refusal_is_no_task(task: str, client: MakeClient) -> None:
+    """A server that sent one after a task nobody had answered had its word kept and paid as that task's."""
+    site = client(SITE_LEVEL)
+    site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
+    for word in (Reason.TRAINING, Reason.BUDGET):
+        assert refused(site, site.ask(task, wire.refusal(word)))
+    both = site.task()
+    both.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
+    assert refused(site, site.ask("train", both))
+    assert wire.reason_of(site.ask("train", site.task())) is None
