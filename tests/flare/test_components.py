@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_a_task_the_guard_refuses_reaches_the_executor_as_a_word(job: Job, guard
     assert not set(refused) - {"__headers__"}
     assert passed(GuardTaskFilter, job, refused) is refused  # the second pair
     assert wire.reason_of(passed(GuardTaskFilter, job, wire.refusal(Reason.BUDGET))) is Reason.TASK  # a server's
+
+
+def test_a_kept_answer_has_the_time_to_upload_that_the_job_gives(job: Job, guard: Guard) -> None:
+    """It leaves before the site is built, so the guard sets it."""
+    fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
+    fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
+    fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
+    filters._guards.clear()
+    known = {"approved": (job, SiteConfig()), "site_folder": guard.folder, "site_root": guard.records, "observer": print}
+    with patch.multiple(context, **{name: Mock(return_value=value) for name, value in known.items()}):
+        GuardTaskFilter().process(wire.encode(broadcast(job), "r", update=False), fl_ctx)
+    assert runner.submit_task_result_timeout == 300.0  # UPLOAD: a twelfth of the round is less
 
 
 def bad_results(job: Job) -> dict[str, Payload]:

@@ -55,16 +55,20 @@ class SiteExecutor(Executor):
             task = wire.take(shareable)
             if not isinstance(task, Task) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            return wire.hold(Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
+            return wire.hold(Answer(task, self._result(task, fl_ctx, abort_signal)))
         except Exception as error:  # whatever it was, the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
+
+    def _result(self, task: Task, fl_ctx: FLContext, abort_signal: Signal) -> Any:
+        if task.answered:
+            return Payload(*task.place, {})  # the guard has the answer, whatever has become of the site by now
+        return self._do(task, self._ready(fl_ctx, abort_signal))
 
     def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
         if self._site is None:
             name = fl_ctx.get_identity_name()
             job, site = context.approved(fl_ctx, name)
-            context.allow_upload(fl_ctx, job)
             folder = context.former_site(fl_ctx, job, name, site) or context.site_folder(fl_ctx, job, name, site)
             root = context.site_root(fl_ctx, job, name, site)
             self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name), root=root)
@@ -77,8 +81,6 @@ class SiteExecutor(Executor):
             return site.hello(task.run).to_dict()
         if task.kind is Kind.MASKS:
             return None  # the guard's to answer
-        if task.answered:
-            return Payload(*task.place, {})  # the guard has the answer, whatever the site is at by now
         if task.kind is Kind.STATISTICS:
             return site.statistics()
         if task.kind is Kind.MODEL:

@@ -176,6 +176,7 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
     if key not in _guards:
         name = fl_ctx.get_identity_name()
         job, site = context.approved(fl_ctx, name)
+        context.allow_upload(fl_ctx, job)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
         observe = context.observer(component, fl_ctx, f"{name}-guard")
         guard = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")

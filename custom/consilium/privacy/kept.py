@@ -90,8 +90,11 @@ def _begun(folder: Path) -> tuple[int, int]:
 
 def _read(path: Path) -> Kept:
     tensors, meta = load_state(path)
-    payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
-    return Kept(payload, Entry(**terms) if (terms := meta.get("terms")) else None)
+    try:
+        payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
+        return Kept(payload, Entry(**terms) if (terms := meta.get("terms")) else None)
+    except (KeyError, TypeError):
+        raise unreadable(path, "use the version of consilium that wrote it, or begin a new run") from None
 
 
 def _unpaid(folder: Path, place: tuple[int, int]) -> Path:

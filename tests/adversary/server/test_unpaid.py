@@ -8,14 +8,18 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
 
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, Reason, RefusedError
+from consilium.errors import CheckpointError, DataError, Reason, RefusedError
 from consilium.federation.build import build_site
 from consilium.federation.member import Member
 from consilium.flare import filters, wire
+from consilium.flare.executor import SiteExecutor
+from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Kind, Payload
 from consilium.privacy import kept
 from consilium.privacy.composition import Entry
@@ -216,3 +220,36 @@ def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_pat
     with patch(SPEND, side_effect=OVER), suppress(RefusedError):
         member.train("run-1", site.broadcast(1))
     assert digest(member.train("run-1", site.broadcast(0)).tensors) == first
+
+
+@pytest.mark.parametrize("paid", [True, False], ids=["paid", "waiting"])
+def test_an_answer_is_repeated_where_the_site_cannot_be_built_any_more(paid: bool, client: MakeClient) -> None:
+    """A picture that was lost meanwhile had the word `data` in its place, though a waiting one is paid at this ask."""
+    site = client(SITE_LEVEL)
+    first = digest(wire.decode(asked(site))[0].tensors) if paid else ""
+    unpaid(site, False, 0 if not paid else 1)
+    again = client(SITE_LEVEL)
+    with patch.object(SiteExecutor, "_ready", side_effect=DataError("a picture cannot be read")):
+        context = FLContext()
+        context.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
+        task = GuardTaskFilter().process(again.task(), context)
+        left = GuardResultFilter().process(SiteExecutor().execute("train", task, context, Signal()), context)
+    (row,) = again.guard.ledger.entries()
+    assert row.digest == digest(wire.decode(left)[0].tensors)
+    assert not paid or row.digest == first
+
+
+@pytest.mark.parametrize("damage", [{"later_field": 1}, None], ids=["more", "less"])
+def test_a_release_of_another_version_names_its_file_and_the_remedy(
+    damage: dict | None, client: MakeClient, tmp_path: Path
+) -> None:
+    """It was a TypeError, and so `error`."""
+    site = client(SITE_LEVEL)
+    asked(site)
+    (file,) = tmp_path.rglob(FILE)
+    tensors, meta = load_state(file)
+    meta = meta | {"terms": meta["terms"] | damage} if damage else {key: meta[key] for key in meta if key != "scalars"}
+    save_state(file, tensors, meta)
+    with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read; .* use the version of consilium"):
+        site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
+    assert wire.reason_of(asked(client(SITE_LEVEL))) is Reason.LEDGER
