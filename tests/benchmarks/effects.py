@@ -133,6 +133,18 @@ def _cells() -> list[Effect]:
             for other in ("local only", "FedIT")]  # fmt: skip
 
 
+def _federate() -> list[Effect]:
+    prior, best = "FedIT + prior", "FedIT + prior + kept state"
+    added = (prior, "SCAFFOLD", "FedIT + weights", "FedIT + kept state", "FedIT + server momentum", "FedIT + server Adam")
+    to_best = ("FedIT + prior + kept + momentum 0.7", "SCAFFOLD + prior + kept state")
+    pairs = [(one, "local only") for one in ("FedIT", prior)] + [(one, "FedIT") for one in added]
+    pairs += [(best, prior), *((one, best) for one in to_best)]
+    gaps = [(best, "pooled of 60 steps"), (best, "pooled of 720 steps"), (f"{best} at 0.006", "pooled of 720 steps at 0.006")]
+    return [_pair(f"{one} minus {other}", ACCURACY, "method", one, other, {}) for one, other in pairs] + [
+        _pair(f"{one} minus {other}", ACCURACY, "method", one, other, {}, "0") for one, other in gaps
+    ]
+
+
 def _curve() -> list[Effect]:
     federated, pooled = ("FedIT", "FedSA", "FedIT + prior + kept state"), "pooled of 240 steps"
 
@@ -223,6 +235,7 @@ EFFECTS = {
     "claim_fedhera": _fedhera(),
     "real_text": _real_text(),
     "quickstart_cells": _cells(),
+    "why_federate_rbc12": _federate(),
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
     "learning_curve_nuclei": _nuclei(),

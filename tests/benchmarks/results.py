@@ -28,6 +28,8 @@ from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, col
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+) (?P<study>\w+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
+TABLES = {"compare": "", "costs": "What it costs"}
+"""How the title of compare's table begins, by kind of block."""
 FEWEST = 3
 """Seeds that make an interval worth a verdict."""
 NAMED = 5
@@ -113,14 +115,14 @@ def effects(study: str, folder: Path = FOLDER) -> str:
     return "\n\n".join([*parts, *([f"Did not run: {'; '.join(absent[:NAMED])}{more}."] if absent else [])]) + "\n"
 
 
-def compared(study: str, workspace: Path) -> str:
-    """Return what `consilium compare` says of a study's scores: its first table."""
+def compared(study: str, workspace: Path, titled: str = "") -> str:
+    """Return a table that `consilium compare` makes of a study, by how its title begins: the first, of scores, without one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "table.md")
         command = [Path(sys.executable).parent / "consilium", "compare", study, "--workspace", workspace, "-o", path]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         page = path.read_text()
-    first = page[page.index("### ") :]
+    first = page[page.index(f"### {titled}") :]
     end = first.find("\n### ", 1)
     title, rest = (first if end < 0 else first[:end]).split("\n", 1)
     return f"{title.removeprefix('### ')}:\n{rest.rstrip()}\n"
@@ -135,10 +137,10 @@ def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path
             text = effects(study, folder)
         elif kind == "utility":
             text = utility.table(read(study, folder), utility.SCORES[study])
-        elif kind == "compare":
-            text = compared(study, workspaces / study) if workspaces is not None and study in studies else text
+        elif kind in TABLES:
+            text = compared(study, workspaces / study, TABLES[kind]) if workspaces is not None and study in studies else text
         else:
-            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects, utility or compare")
+            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects, utility, compare or costs")
         return f"<!-- made by results: {kind} {study} -->\n{text}<!-- end -->\n"
 
     return BLOCK.sub(block, page)

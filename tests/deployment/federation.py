@@ -38,6 +38,7 @@ from typing import Any, Self
 
 import yaml
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nvflare.fuel.flare_api.api_spec import NoConnection
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.lighter.utils import sign_folders
 
@@ -239,7 +240,7 @@ class Federation:
             for job in session.get_system_info().job_info:
                 session.abort_job(job.job_id)
         self.until(lambda: not self.processes(jobs_only=True), 60, "the jobs to end")
-        with self.session() as session:
+        with self.session() as session, suppress(NoConnection):  # the server may be gone before it has answered
             session.shutdown("all", timeout=60)
         for process in self._started.values():
             process.wait(60)

@@ -72,6 +72,17 @@ def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, 
     assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == {"tracking": None, "data": None, "checkpoints": None}
 
 
+def test_why_the_server_gave_up_comes_before_a_sites_own_error(tmp_path: Path) -> None:
+    log, line = tmp_path / "log", "2026-11-23 20:40:14,771 - {} - {}\n"
+    log.write_text(line.format("ERROR", "x - a tensor has NaN") + line.format("ERROR", "the disk is full"))
+    assert simulator._reason(log) == f"a tensor has NaN (see {log})"
+    given_up = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 of 2 results - too few"
+    log.write_text(log.read_text() + line.format("WARNING", "y") + line.format("ERROR", given_up))
+    assert simulator._reason(log) == f"round 3: 1 of 2 results - too few (see {log})"
+    log.write_text("")
+    assert simulator._reason(log) == f"see {log}"
+
+
 def test_a_simulator_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "raise ImportError('no FLARE')"])
     (tmp_path / "job" / "app").mkdir(parents=True)

@@ -175,5 +175,5 @@ def test_the_tables_of_the_page_are_what_was_measured() -> None:
 
 
 def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects, utility or compare"):
+    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects, utility, compare or costs"):
         results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])

@@ -234,7 +234,7 @@ def _not_started(log: Path) -> list[str]:
 
 
 def _reason(log: Path) -> str:
-    """Return the first line of the log that tells why, or where to look."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.split(" - ")[-1] for line in lines if " - ERROR - " in line]
+    """Return why the server has given up, else the first error that the log has, and where to look for more."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    said = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text) or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
     return f"{said[0].strip()} (see {log})" if said else f"see {log}"
