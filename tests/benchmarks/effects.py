@@ -145,6 +145,22 @@ def _federate() -> list[Effect]:
     ]
 
 
+def _methods() -> list[Effect]:
+    iat, low = "M4 (IAT)", "FedSCA with 4 low"
+    over = {
+        iat: ("M1 (FedSA-LoRA)", "M2", "M3"),
+        "FedSCA with 1 low": ("LAT with 1 low", "SGCA"),
+        low: ("LAT with 4 low", "SGCA"),
+    }
+    pairs = [(one, other) for one, others in over.items() for other in others]
+    pairs += [(f"{one[:2]} + SOR", one) for one in ("M1 (FedSA-LoRA)", "M2", "M3", iat)]
+    pairs += [(one, "FedFMS") for one in ("SGCA", "LAT with 1 low", "LAT with 4 low")]
+    alone = ("FedIT", "FFA-LoRA", "M1 (FedSA-LoRA)", iat, "M4 + SOR", "pooled")
+    pairs += [(one, "local only") for one in alone]
+    pairs += [(one, "bottleneck local only") for one in ("FedFMS", "FedProx", "LAT with 4 low", "SGCA", low)]
+    return [_pair(f"{one} minus {other}", DICE, "method", one, other, {}) for one, other in pairs]
+
+
 def _curve() -> list[Effect]:
     federated, pooled = ("FedIT", "FedSA", "FedIT + prior + kept state"), "pooled of 240 steps"
 
@@ -236,6 +252,7 @@ EFFECTS = {
     "real_text": _real_text(),
     "quickstart_cells": _cells(),
     "why_federate_rbc12": _federate(),
+    "methods_nuclei": _methods(),
     "learning_curve_cells": _curve(),
     "learning_curve_32": _curve(),
     "learning_curve_nuclei": _nuclei(),

@@ -141,3 +141,4 @@ def test_a_smoke_by_its_command(tmp_path: Path) -> None:
     said, error = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, error.decode()
     assert "cells done; the runs are in" in said.decode()
+    assert said.decode().rstrip().endswith(f"consilium compare {JOBS}/studies/iat_table1.yaml --smoke --workspace {tmp_path}/w")

@@ -1,6 +1,7 @@
 """The commands `consilium study`: list, show and run grids of runs."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,15 +166,24 @@ def study_run(
     chosen = _load(study, smoke, small, workspace)
     try:
         with stoppable():
-            failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
+            done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
         say_interrupted(same_command())
+    if done:
+        _say(f"their table: {_compare(study, smoke, small, workspace)}")
     if failed:
         raise typer.Exit(1)
 
 
-def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> int:
-    """Run the cells that `only` leaves; return how many failed."""
+def _compare(study: Path, smoke: bool, small: bool, workspace: Path | None) -> str:
+    """Return the command that compares what ran."""
+    size = [flag for flag, wanted in (("--smoke", smoke), ("--small", small)) if wanted]
+    place = ["--workspace", str(workspace)] if workspace else []
+    return shlex.join(["consilium", "compare", str(study), *size, *place])
+
+
+def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
+    """Run the cells that `only` leaves; return how many are done and how many failed."""
     from consilium.report.study_cells import keep_cells
     from consilium.study.cell import held, log_of, record_of
     from consilium.study.plan import Planner
@@ -188,12 +198,13 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
     with StudyView(Console(), study.name, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
-    _say(f"{len(cells) - len(failed)} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
+    done = sum(ended[one.cell.id].state == "done" for one in cells)
+    _say(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
     _tell_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells})
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
             _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
-    return len(failed)
+    return done, len(failed)
 
 
 def _tell_outdated(standing: "Mapping[str, tuple[Record, str]]") -> None:
