@@ -9,6 +9,7 @@ import yaml
 from consilium.config.job import JobConfig, load_job
 from consilium.errors import ConfigError
 from consilium.schema import read_yaml
+from consilium.study.study import load
 from tests.conftest import JOBS, small_config
 
 
@@ -28,6 +29,29 @@ def test_the_order_of_a_models_own_configuration_is_not() -> None:
     task, data = {"name": "language"}, {"phantoms": {"kind": "sentences"}}
     found = {digest(model=model | {"config": shape}, task=task, data=data) for shape in shapes}
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        *({"optimizer": name} for name in ("momentum", "adam", "yogi")),
+        *({"mean": name} for name in ("weighted", "median", "trimmed")),
+        {"optimizer": "adam", "beta2": 0.5, "tau": 0.1, "lr": 0.2},
+        {"optimizer": "momentum", "mean": "trimmed", "trim": 0.3},
+    ],
+)
+def test_a_runs_own_job_can_be_read_again_whatever_its_server_does(server: dict[str, Any]) -> None:
+    """It has all fields, and is what a resumed run, a worker, `compare` and `predict` read."""
+    config = JobConfig.model_validate(small_config("fedit").model_dump() | {"server": server})
+    for written in (config.model_dump(), config.model_dump(mode="json")):
+        assert JobConfig.model_validate(yaml.safe_load(yaml.safe_dump(written, sort_keys=False))) == config
+
+
+def test_the_jobs_of_all_studies_written_out_are_the_same_jobs() -> None:
+    for path in sorted((JOBS / "studies").glob("*.yaml")):
+        for cell in load(path).cells()[::7]:
+            config = cell.load()
+            assert JobConfig.model_validate(config.model_dump()) == config, cell.name
 
 
 @pytest.mark.parametrize("job", sorted(path.name for path in JOBS.iterdir() if (path / "app").is_dir()))

@@ -50,10 +50,11 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _uses_all(self) -> Self:
-        """Raise ValueError for a field that would do nothing."""
+        """Raise ValueError for a field that would do nothing. A default is let through: a run's own job.yaml has all fields."""
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name in _USED:
-            if name in self.model_fields_set and self.optimizer not in _USED[name]:
+            if name in given and self.optimizer not in _USED[name]:
                 raise ValueError(f"{name}: is of optimizer {' or '.join(_USED[name])}; name one of them, or leave it out")
-        if "trim" in self.model_fields_set and self.mean != "trimmed":
+        if "trim" in given and self.mean != "trimmed":
             raise ValueError("trim: is of mean trimmed; write that, or leave it out")
         return self
