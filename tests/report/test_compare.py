@@ -687,6 +687,10 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert any(
         one.startswith("other data: method=FedIT data=mild seed=1,") for one in json.loads(capsys.readouterr().out)["notes"]
     )
+    damaged = next(cell.folder for cell in load(path, workspace=tmp_path / "runs").cells() if cell.labels["method"] == "FFA")
+    (damaged / "job.yaml").write_text("rounds: [")
+    assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0
+    assert f"{damaged}/job.yaml: " in capsys.readouterr().out
 
 
 def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
             run = read_run(cell.folder, cell.name, labels)
             record = record_of(cell.folder)
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
-        except ConfigError:
-            absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder)))
+        except ConfigError as error:
+            absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder, error)))
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
     groups, why = grouped(found, absent)
@@ -166,11 +166,13 @@ def _command(study: "Study", path: Path, workspace: Path | None) -> str:
     return shlex.join(["consilium", "study", "run", str(path), *size, *place, *data])
 
 
-def _how_far(folder: Path) -> str:
-    """Return why a cell has no scores."""
+def _how_far(folder: Path, error: ConfigError) -> str:
+    """Return why a cell has no scores: how far it is, and of one that is done what is wrong with its folder."""
     from consilium.study.cell import record_of
 
     record = record_of(folder)
+    if record.state == "done":
+        return shown(str(error).replace("\n", "; "), 300)
     return f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
 
 
