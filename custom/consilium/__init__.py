@@ -8,5 +8,5 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched at run time; libraries 
 
 # Threads that spin while they wait make a run several times slower where other work shares the cores. torch's libgomp reads it
 # when it is loaded.
-if "OMP_WAIT_POLICY" not in os.environ:
+if not os.environ.get("OMP_WAIT_POLICY"):
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
