@@ -17,7 +17,9 @@ import yaml
 from consilium.cli.main import main
 from consilium.cli.simulate import site_names
 from consilium.cli.way_on import command_again
+from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.errors import ConfigError
+from consilium.federation.participants import kept
 from tests.conftest import JOBS, small_config
 
 JOB = ["simulate", str(JOBS / "quickstart")]
@@ -143,9 +145,82 @@ def test_ctrl_c_tells_the_command_to_go_on_with(
     assert said == f"interrupted; go on with: consilium {command}"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    again = ["simulate", "job.yaml", "--sites", "2", "--set", "training.lr=0.001", "--workspace", "my run", "--resume"]
+    other = ["simulate", "job.yaml", "--set", "training.lr=0.001", "--workspace", "my run", "--resume", "--sites", "3"]
+    assert run(monkeypatch, *other) == 2
+    assert "--sites: site-1, site-2, site-3: the run in my run has site-1, site-2;" in capsys.readouterr().err
+    again = ["simulate", "job.yaml", "--set", "training.lr=0.001", "--workspace", "my run", "--resume"]
     assert run(monkeypatch, *again) == 0
     assert json.loads((tmp_path / "my run/results.json").read_text()).keys() == {"site-1", "site-2"}
+
+
+def keep(folder: Path, sites: Any) -> None:
+    """Leave what a run's folder keeps of its sites."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").touch()
+    (folder / "simulation.json").write_text(json.dumps({"sites": sites}))
+
+
+@pytest.mark.parametrize(
+    ("was", "options", "message"),
+    [
+        (["/d/a"], [], "--data: not given, and the run in w has /d/a for a; give its --data again"),
+        ([], [], "--data: not given, and the run in w has no data list for a; give its --data again"),
+        (
+            ["/d/a"],
+            ["--data", "d", "--sites", "a"],
+            "--data: {d}/a/datalist.json for a: the run in w has /d/a; give its --data again",
+        ),
+        (["{d}/a/datalist.json"], ["--data", "d", "--sites", "b"], "--sites: b: the run in w has a; give its --sites and"),
+        (None, ["--data", "d", "--sites", "a"], "--data: the run in w generated its data; leave --data out"),
+        (None, ["--sites", "2"], "--sites: site-1, site-2: the run in w has a; give its --sites and --data again"),
+        (7, [], "--resume: w/simulation.json: cannot be read; start the run anew in another --workspace"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_sites_or_data(
+    was: Any,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        (tmp_path / "d" / name / "datalist.json").write_text('{"training": []}')
+    place = str(tmp_path / "d")
+    keep(Path("w"), {"a": [one.replace("{d}", place) for one in was] if isinstance(was, list) else was})
+    assert run(monkeypatch, *JOB, "--workspace", "w", "--resume", *options) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert message.replace("{d}", place) in said
+
+
+def test_who_takes_part_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own sites where nothing else is said; of a former version's run, which keeps none, those of the command."""
+    asked: list[list[str]] = []
+
+    def stop(wanted: Any) -> None:
+        asked.append(wanted.sites)
+        raise ConfigError("stop")
+
+    monkeypatch.setattr("consilium.cli.simulate._in_process", stop)
+    keep(tmp_path / "w", {"north": None, "a": None})
+    run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume")
+    run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume", "--sites", "a,north")
+    (tmp_path / "w" / "simulation.json").write_text("{}")
+    run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume")
+    assert asked == [["north", "a"], ["a", "north"], ["site-1", "site-2", "site-3"]]
+
+
+def test_what_a_run_keeps_of_its_sites() -> None:
+    two = {"x": DatasetConfig(datalist=Path("/d/x.json")), "b": DatasetConfig(datalist=Path("/d/b.json"))}
+    sites = {
+        "generated": SiteConfig(checkpoints=Path("/c")),
+        "one": SiteConfig(datalist=Path("/d/../e.json")),
+        "two": SiteConfig(datasets=two),
+        "settings": SiteConfig(device="cpu"),
+    }
+    assert kept(sites) == {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
 
 
 def test_ctrl_c_before_the_first_round_and_with_flare(

@@ -69,7 +69,8 @@ def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, 
     with pytest.raises(ConsiliumError, match="did not complete: no memory"), simulator.Simulator(["a"]) as one:
         one.run(tmp_path / "job", tmp_path, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
-    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == {"tracking": None, "data": None, "checkpoints": None}
+    given = {"tracking": None, "data": None, "checkpoints": None}
+    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}}
 
 
 def test_why_the_server_gave_up_comes_before_a_sites_own_error(tmp_path: Path) -> None:

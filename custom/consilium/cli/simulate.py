@@ -18,7 +18,7 @@ from consilium.cli.way_on import said_how_to_go_on, stoppable
 from consilium.config.job import load_job
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError
-from consilium.federation.participants import site_names, unused_state
+from consilium.federation.participants import check_same, kept_in, site_names, unused_state
 from consilium.report.clean import line, shown
 from consilium.schema import validate
 
@@ -63,13 +63,27 @@ def simulate(
     if workers and engine is Engine.FLARE:
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
-    wanted = Wanted(job, overrides, engine, site_names(sites, data), workspace, given, resume, workers, format is Format.JSON)
+    names = _again(workspace, site_names(sites, data), given, bool(sites)) if resume and workspace else site_names(sites, data)
+    wanted = Wanted(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)
     with stoppable(), said_how_to_go_on(workspace or Path("runs"), engine is Engine.INPROCESS):
         _tell_unused_state(wanted)
         folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
     _join_predictions(folder, wanted.sites)
     config = load_job(folder / "job.yaml", plugins=None)  # as it ran, whatever became of the file that was given
     print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
+
+
+def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
+    """Return the sites of a run that goes on: its own where none are `chosen` and it was given no data, else `names`.
+
+    Raises ConfigError where these, or their data, are not the run's.
+    """
+    was = kept_in(folder)
+    if was and not chosen and given.data is None and all(lists is None for lists in was.values()):
+        return list(was)
+    if was:
+        check_same(folder, was, {name: find_site(name, given) for name in names})
+    return names
 
 
 def _tell_unused_state(wanted: "Wanted") -> None:

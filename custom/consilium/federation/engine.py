@@ -1,5 +1,6 @@
 """One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from consilium.federation.crew import Crew, Remote
 from consilium.federation.cross_site import CrossSites, former_run, former_state
 from consilium.federation.masked import Asked, MaskedRounds, aggregate_for
 from consilium.federation.member import Member, members_of
+from consilium.federation.participants import kept
 from consilium.federation.site_diagnostics import Inside
 from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
@@ -84,7 +86,7 @@ def _run(
     coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
     rounds = _masked_rounds(coordinator, workspace) if job.config.secure_aggregation else None
     crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-    write_atomic(workspace / SIMULATION, b"{}")
+    write_atomic(workspace / SIMULATION, json.dumps({"sites": kept(sites)}).encode())
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:

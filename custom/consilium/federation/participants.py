@@ -1,14 +1,18 @@
 """Who takes part in a simulation: so many sites, these names, or all of a folder's."""
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from consilium.config.site import SiteConfig, is_site_folder
+from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.errors import ConfigError
 from consilium.report.clean import shown
 
+Kept = Mapping[str, list[str] | None]
+"""A run's sites as its folder keeps them: the paths of each one's data lists; None for one that is given nothing."""
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
 """What a run's folder calls by these names already."""
@@ -28,6 +32,49 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     if there is not None and (unknown := [name for name in names if name not in there]):
         raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
     return names
+
+
+def kept(sites: Mapping[str, SiteConfig]) -> Kept:
+    """Return what the folder of a run keeps of its sites."""
+    return {name: _lists(site) for name, site in sites.items()}
+
+
+def _lists(site: SiteConfig) -> list[str] | None:
+    if site.model_copy(update={"checkpoints": None}) == SiteConfig():
+        return None
+    lists = [site.datalist, *(dataset.datalist for dataset in site.datasets.values())]
+    return sorted(os.path.abspath(path) for path in lists if path is not None)
+
+
+def kept_in(folder: Path) -> Kept:
+    """Return the sites of the run in a folder; {} where it keeps none, as former versions did. Raises ConfigError."""
+    path = folder / SIMULATION
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {
+            name: lists if lists is None else [str(path) for path in lists] for name, lists in found.get("sites", {}).items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise ConfigError(f"--resume: {path}: cannot be read; start the run anew in another --workspace") from None
+
+
+def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
+    """Raise ConfigError where the run in `folder`, of the sites `was`, would go on with other sites or other data."""
+    now, run = kept(sites), f"the run in {folder}"
+    before, given = ({name: lists for name, lists in one.items() if lists is not None} for one in (was, now))
+    if before and not given:
+        name, lists = next(iter(before.items()))
+        raise ConfigError(f"--data: not given, and {run} has {_told(lists)} for {name}; give its --data again")
+    if given and not before:
+        raise ConfigError(f"--data: {run} generated its data; leave --data out")
+    if was.keys() != now.keys():
+        raise ConfigError(f"--sites: {_listed(list(now))}: {run} has {_listed(list(was))}; give its --sites and --data again")
+    if other := next((name for name in was if was[name] != now[name]), ""):
+        raise ConfigError(f"--data: {_told(now[other])} for {other}: {run} has {_told(was[other])}; give its --data again")
+
+
+def _told(lists: list[str] | None) -> str:
+    return shown(", ".join(lists or ["no data list"]), 300)
 
 
 def unused_state(sites: Mapping[str, SiteConfig]) -> str:

@@ -20,9 +20,10 @@ import psutil
 import yaml
 
 from consilium.config.job import JobConfig, job_file
-from consilium.config.site import SIMULATION, Given, TrackingConfig
+from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.data.store.folder import discard
 from consilium.errors import ConsiliumError
+from consilium.federation.participants import kept
 from consilium.federation.processes import deaf, ended, receive, send
 from consilium.flare.allow import CLASSES, allow_classes
 from consilium.messages import Observer, loading
@@ -103,7 +104,7 @@ class Simulator:
         reason if the job does not complete.
         """
         observer(loading(f"FLARE and {len(self._sites)} sites, a process each"))
-        tell(given, workspace)
+        tell(given, workspace, self._sites)
         allow_classes(workspace / "flare" / "workspace", *CLASSES)
         with _identities(job, workspace, self._sites):
             self._start(job, workspace)
@@ -147,10 +148,11 @@ class Simulator:
             raise ConsiliumError(f"the FLARE job did not complete: {_reason(log)}")
 
 
-def tell(given: Given, workspace: Path) -> None:
+def tell(given: Given, workspace: Path, sites: list[str]) -> None:
     """Leave to the sites' processes what the simulation gives them."""
-    told: dict[str, str | None] = {"tracking": given.tracking.mlflow if given.tracking else None}
+    told: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
     told |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
+    told["sites"] = kept({name: find_site(name, given) for name in sites})
     write_atomic(workspace / SIMULATION, json.dumps(told).encode())
 
 
@@ -158,7 +160,7 @@ def told(workspace: Path) -> Given:
     """Return what `tell` has left there."""
     raw = json.loads((workspace / SIMULATION).read_text(encoding="utf-8"))
     tracking = raw.pop("tracking", None)
-    paths = {key: Path(value) for key, value in raw.items() if value is not None}
+    paths = {key: Path(value) for key in ("data", "checkpoints") if (value := raw.get(key)) is not None}
     return Given(**paths, tracking=tracking and TrackingConfig(mlflow=tracking))
 
 
