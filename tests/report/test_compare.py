@@ -32,6 +32,7 @@ from consilium.report.compare.sheet import Column, Sheet
 from consilium.report.compare.sheets import _test_row, score_sheet, sheets
 from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
+from consilium.report.means import difference
 from consilium.report.predictions import write_predictions
 from consilium.strategies.strategy import Role
 from consilium.tasks.base import Classified, Segmented
@@ -232,6 +233,27 @@ def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> Non
     assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
     assert found[0].best == {(2, 2), (2, 3)}
     assert "*" not in "".join(found[0].rows[2])
+
+
+@pytest.mark.parametrize(
+    ("scores", "rows"), [((0.5004, 0.5001, 0.49), {1, 2}), ((0.5004, 0.4996, 0.4994), {1, 2}), ((0.5006, 0.5004, 0.5), {1})]
+)
+def test_what_prints_the_best_number_is_the_best(scores: Sequence[float], rows: set[int], tmp_path: Path) -> None:
+    folders = made(tmp_path, {name: [[s]] for name, s in zip(("fedit", "ffa_lora", "fedprox"), scores, strict=True)})
+    sheet = sheets([group_of(*folders)], Stage.GLOBAL)[0]
+    assert {row for row, column in sheet.best if sheet.columns[column].heading == "mean"} == rows
+
+
+def test_what_prints_no_digit_has_no_sign() -> None:
+    values = [-0.0004, 0.0004, 0.0, -0.0006, 0.25]
+    assert [difference(value) for value in values] == ["0.000", "0.000", "0.000", "-0.001", "+0.250"]
+
+
+def test_counts_are_whole_numbers(tmp_path: Path) -> None:
+    """Two sites, three rounds, 100 bytes up and 50 down."""
+    groups, _ = grouped(read(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7})))
+    rows = list(csv.DictReader(io.StringIO(formats.as_csv(groups))))
+    assert {(row["n"], row["bytes"], row["seconds"]) for row in rows} == {("10", "900", "12.0")}
 
 
 def test_what_lacks_a_seed_is_not_the_best_at_a_site(tmp_path: Path) -> None:

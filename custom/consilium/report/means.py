@@ -55,6 +55,12 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
+def difference(value: float) -> str:
+    """Return a difference of scores as tables show it: with its sign, but where that is of no digit."""
+    found = f"{value:+.3f}"
+    return found if float(found) else "0.000"
+
+
 def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 

@@ -106,7 +106,7 @@ def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     found = []
     for group in groups:
         for (method, seed), run in group.runs.items():
-            whole = {"bytes": run.bytes, "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+            whole = {"bytes": _count(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
             names = {"group": group.name, "method": method, "seed": seed}
             for site in sorted(run.sites):
                 found += [names | one | whole for one in _scores(run, site)]
@@ -122,8 +122,13 @@ def _scores(run: Run, site: str) -> list[dict[str, Any]]:
             if value is not None:
                 ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
                 place: dict[str, Any] = {"site": site, "model": str(stage), "split": run.split, "metric": metric}
-                found.append(place | {"value": known(value), "n": run.score(site, stage, COUNT)} | ends)
+                found.append(place | {"value": known(value), "n": _count(run.score(site, stage, COUNT))} | ends)
     return found
+
+
+def _count(value: float | None) -> float | None:
+    """Return a number of things as a whole one."""
+    return value if value is None or not float(value).is_integer() else int(value)
 
 
 def as_csv(groups: Sequence[Group]) -> str:

@@ -8,7 +8,7 @@ from consilium.report.compare.diagnosed import last_values
 from consilium.report.compare.groups import Group
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import Table, mean, table_of
-from consilium.report.means import number
+from consilium.report.means import difference, number
 
 SITE = "site"
 """The label of a number that was printed for one site."""
@@ -72,7 +72,7 @@ def published_sheet(table: Table, numbers: Sequence[Published]) -> list[Sheet]:
         if method is None or (one.metric == table.metric and not one.site):
             continue
         ours = mean(_measured(table, one, method))
-        gap = "-" if ours is None else f"{ours - one.value:+.3f}"
+        gap = "-" if ours is None else difference(ours - one.value)
         rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
     columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
     columns += [Column("measured here"), Column("published"), Column("difference")]

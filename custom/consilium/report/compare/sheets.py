@@ -25,7 +25,7 @@ from consilium.report.compare.table import (
     spread,
     table_of,
 )
-from consilium.report.means import number
+from consilium.report.means import difference, number
 
 MOST_TESTS = 30
 """Lines of a table of tests; the others are counted in its note, and JSON has all."""
@@ -130,7 +130,7 @@ def _score_row(
     if len(columns) > len(row):
         ours = mean(means)
         gap = None if ours is None or printed is None else ours - printed
-        row += [number(printed), "-" if gap is None else f"{gap:+.3f}"]
+        row += [number(printed), "-" if gap is None else difference(gap)]
     return row
 
 
@@ -149,7 +149,7 @@ def _between(ends: Interval | None) -> str:
 
 
 def _best(table: Table, skip: int, columns: Sequence[Column]) -> frozenset[tuple[int, int]]:
-    """Return the best cells of every column of scores; what lacks a seed takes no part."""
+    """Return the best cells of every column of scores, all that print the best number; what lacks a seed takes no part."""
     found: set[tuple[int, int]] = set()
     sites = {index: c.heading for index, c in enumerate(columns) if c.rank == AT_SITES}
     plain = next(i for i, c in enumerate(columns) if c.heading == "mean" and c.rank == 0)
@@ -161,7 +161,7 @@ def _best(table: Table, skip: int, columns: Sequence[Column]) -> frozenset[tuple
         there = [v for v in column.values() if v is not None]
         top = (min if table.lower else max)(there) if len(there) > 1 else None
         rows = enumerate(table.group.methods)
-        found |= {(i + skip, index) for i, m in rows if top is not None and column.get(m) == top}
+        found |= {(i + skip, index) for i, m in rows if top is not None and number(column.get(m)) == number(top)}
     return frozenset(found)
 
 
@@ -206,7 +206,7 @@ def test_sheet(table: Table, test: Test, against: str | None) -> Sheet:
 
 
 def _test_row(one: Comparison) -> list[str]:
-    return [one.one, one.other, str(one.pairs), f"{one.difference:+.3f}", f"{one.wins}/{one.losses}", _p(one.p), _p(one.holm)]
+    return [one.one, one.other, str(one.pairs), difference(one.difference), f"{one.wins}/{one.losses}", _p(one.p), _p(one.holm)]
 
 
 def _p(value: float | None) -> str:
