@@ -51,7 +51,13 @@ def test_simulate_as_json_with_overrides_and_own_data(
 @pytest.mark.slow
 def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", JOBS / "fundus_fediat") == 0
-    assert "546,816" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "546,816" in said
+    assert " MiB at 1 site\n" in said
+    assert run(monkeypatch, "cost", JOBS / "fundus_fediat", "--sites", 3, "--samples", 10) == 0
+    said = capsys.readouterr().out
+    assert " MiB at 3 sites\n" in said
+    assert "  the run at 3 sites: " in said
     assert run(monkeypatch, "cost", JOBS / "fundus_fediat", "--format", "json") == 0
     assert json.loads(capsys.readouterr().out)[0]["total"] == 546_816
 

@@ -64,7 +64,7 @@ def cost(
     mib = {name: f"{size / 2**20:,.1f} MiB" for name, size in whole.items()}
     typer.echo(
         f"* trains {mib['trained']}; {config.training.rounds} rounds move {mib['run_site']} up and down at a site, "
-        f"{mib['run']} at {sites}"
+        f"{mib['run']} at {_sites(sites)}"
     )
     _tell_hours(computes, sites, tflops)
     if bottlenecks:
@@ -72,6 +72,10 @@ def cost(
             f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "
             f"{mib['one_way_each']} for each that travels"
         )
+
+
+def _sites(count: int) -> str:
+    return f"{count} site{'' if count == 1 else 's'}"
 
 
 def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
@@ -93,7 +97,6 @@ def _tell_hours(computes: dict[str, float], sites: int, tflops: float) -> None:
         typer.echo("  GPU hours of the run need --samples, the training samples of a site")
         return
     hours = gpu_hours(computes["run"], tflops)
-    typer.echo(
-        f"  the run at {sites}: {computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours:,.2g} GPU hours at {tflops:g} TFLOP/s"
-    )
+    told = f"{computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours:,.2g} GPU hours at {tflops:g} TFLOP/s"
+    typer.echo(f"  the run at {_sites(sites)}: {told}")
     typer.echo(f"  ({ASSUMED})")
