@@ -19,11 +19,18 @@ def test_list_and_show(
     listed = {one["study"]: one for one in json.loads(capsys.readouterr().out)}
     assert {"quickstart", "iat_table1"} <= listed.keys()
     assert listed["quickstart"]["cells"] == 6
-    path = study_file(axes={"method": METHODS}, exclude=[{"when": {"method": "FFA"}, "reason": "it is odd"}])
+    path = study_file(
+        axes={"method": METHODS},
+        exclude=[{"when": {"method": "FFA"}, "reason": "it is odd"}],
+        small={"set": {"training.rounds": 1}},
+    )
     assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w") == 0
     said = capsys.readouterr().out
     assert "method=FFA: left out: it is odd" in said
     assert "0 of 1 cells done, 0 failed" in said
+    assert said.startswith("tiny: ")
+    assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w", "--small") == 0
+    assert capsys.readouterr().out.startswith("tiny (--small): ")
     assert run(monkeypatch, "study", "show", path, "--workspace", tmp_path / "w", "--format", "json") == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     assert (cell["state"], cell["labels"]) == ("waiting", {"method": "FedIT"})

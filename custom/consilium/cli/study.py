@@ -132,7 +132,7 @@ def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, 
     from consilium.study.view import cells_table, duration
 
     cells, console = study.cells(), page()
-    console.print(cells_table(f"{study.name}: {study.config.about}", cells, records, sizes, console.width))
+    console.print(cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, console.width))
     for cell in (one for one in cells if records[one.id].state == "failed"):
         _say(f"{cell.name}: failed: {records[cell.id].reason}")
     for labels, reason in study.excluded():
@@ -195,7 +195,7 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
     there = {one.cell.name: (held(record_of(one.cell.folder), one.data), one.code) for one in cells}
     _tell_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"})
-    with StudyView(Console(), study.name, cells, workers) as view:
+    with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)

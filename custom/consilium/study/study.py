@@ -77,6 +77,11 @@ class Study:
         return _title(self.path, self.size)
 
     @property
+    def heading(self) -> str:
+        """Its name, and how a command asks for its size where it is a smaller one."""
+        return f"{self.name} (--{self.size})" if self.size else self.name
+
+    @property
     def published(self) -> list[dict[str, str | int | float]]:
         """The published numbers: rows of labels and metrics."""
         return self.config.published

@@ -43,7 +43,7 @@ class StudyView:
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
         columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
         self._bar = Progress(*columns, expand=True)
-        self._task = self._bar.add_task(shown(title, 30), total=len(cells), eta="")
+        self._task = self._bar.add_task(shown(title, 40), total=len(cells), eta="")
         live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
         self._live = live if console.is_terminal else None
 
@@ -97,7 +97,7 @@ class StudyView:
     def render(self) -> Group:
         """Return the bar, the grid and what is running."""
         done = self._count("done") + self._count("failed") + sum(part for part, *_ in self.parts.values())
-        self._bar.update(self._task, completed=done, description=f"{shown(self.title, 30)} {self._place()}", eta=self._eta())
+        self._bar.update(self._task, completed=done, description=f"{shown(self.title, 40)} {self._place()}", eta=self._eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
         return Group(self._bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
