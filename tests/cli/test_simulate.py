@@ -84,6 +84,27 @@ def test_a_wrong_option_is_one_line_and_nothing_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "2", "--set", "strategy=centralized"], "--workers: strategy 'centralized' trains in one place"),
+        (
+            ["--engine", "flare", "--set", "strategy=centralized"],
+            "{job}: strategy.name: 'centralized' pools all sites' data; only --engine inprocess can",
+        ),
+    ],
+)
+def test_a_run_that_is_refused_leaves_no_folder(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", lambda _, work, *given: work(*given))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config().model_dump()))
+    assert run(monkeypatch, "simulate", "job.yaml", *options) == 2
+    assert message.format(job="job.yaml") in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_folder_that_may_not_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -15,9 +17,9 @@ from rich.status import Status
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.results import print_results
 from consilium.cli.way_on import said_how_to_go_on, stoppable
-from consilium.config.job import load_job
+from consilium.config.job import job_file, load_job
 from consilium.config.site import Given, TrackingConfig, find_site
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.participants import check_same, kept_in, site_names, unused_state
 from consilium.report.clean import line, shown
 from consilium.schema import validate
@@ -131,9 +133,22 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
     from consilium.federation.engine import simulate as run
 
     found = {name: find_site(name, wanted.given) for name in wanted.sites}
-    with said_how_to_go_on(ready.folder, resumable=True), _view(wanted, ready) as view:
+    with _removed_if_empty(ready.folder), said_how_to_go_on(ready.folder, resumable=True), _view(wanted, ready) as view:
         run(job, found, ready.folder, view, wanted.resume, wanted.given.tracking, wanted.workers)
     return ready.folder, view.losses
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Leave no folder without a file in it, where a run is refused before it began."""
+    try:
+        yield
+    except ConsiliumError:
+        if not (folder / "metrics.jsonl").exists():
+            for place in sorted([folder, *folder.rglob("*")], reverse=True):
+                with suppress(OSError):  # what holds something, or is a file
+                    place.rmdir()
+        raise
 
 
 def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
@@ -156,7 +171,11 @@ def _exported(wanted: Wanted) -> tuple[Path, Ready]:
     from consilium.flare.simulator import export_job
 
     job, ready = _prepared(wanted)
-    return export_job(job.config, ready.folder), ready
+    with _removed_if_empty(ready.folder):
+        from consilium.flare.context import check_federated  # loads FLARE
+
+        check_federated(job, job_file(wanted.job))
+        return export_job(job.config, ready.folder), ready
 
 
 def _prepared(wanted: Wanted) -> tuple["Job", Ready]:

@@ -18,7 +18,7 @@ from nvflare.apis.job_launcher_spec import JobReturnCode
 from nvflare.apis.workspace import Workspace
 from nvflare.private.fed.server.server_engine import ServerEngine
 
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import load_job
 from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
 from consilium.errors import ConfigError, Reason
 from consilium.federation.approval import check_approved
@@ -59,9 +59,10 @@ def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
     if key not in _opened:
         site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
         app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
-        config = load_job(app / "config" / "job.yaml", plugins=allowed_plugins(site, simulated()))
+        path = app / "config" / "job.yaml"
+        config = load_job(path, plugins=allowed_plugins(site, simulated()))
         check_approved(app, config, site, Path(workspace.get_site_config_dir()))
-        _opened[key] = (_federated(config, app / "config" / "job.yaml"), site)
+        _opened[key] = (check_federated(assemble_job(config, path), path), site)
     return _opened[key]
 
 
@@ -74,14 +75,14 @@ def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = Fals
 
     Raises ConfigError if it is wrong, or pools data, which a federation never does.
     """
-    return _federated(load_job(path, plugins=plugins, author=author), path)
+    return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
 
 
-def _federated(config: JobConfig, path: Path) -> Job:
-    job = assemble_job(config, path)
+def check_federated(job: Job, path: Path) -> Job:
+    """Return the job of the file `path`. Raises ConfigError where it runs in one process only."""
     if job.strategy.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
-    if config.diagnostics.looks_inside:
+    if job.config.diagnostics.looks_inside:
         raise ConfigError(
             f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
         )
