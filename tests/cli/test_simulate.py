@@ -103,6 +103,9 @@ def test_a_run_that_is_refused_leaves_no_folder(
     assert run(monkeypatch, "simulate", "job.yaml", *options) == 2
     assert message.format(job="job.yaml") in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []
+    (tmp_path / "mine" / "empty").mkdir(parents=True)
+    assert run(monkeypatch, "simulate", "job.yaml", *options, "--workspace", "mine") == 2
+    assert (tmp_path / "mine" / "empty").is_dir()
 
 
 def test_a_folder_that_may_not_be_written_to(

@@ -140,11 +140,12 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Leave no folder without a file in it, where a run is refused before it began."""
+    """Leave no folder without a file in it, where a run is refused before it began. What held anything before stays as it was."""
+    was_empty = not any(folder.iterdir())
     try:
         yield
     except ConsiliumError:
-        if not (folder / "metrics.jsonl").exists():
+        if was_empty and not (folder / "metrics.jsonl").exists():
             for place in sorted([folder, *folder.rglob("*")], reverse=True):
                 with suppress(OSError):  # what holds something, or is a file
                     place.rmdir()
