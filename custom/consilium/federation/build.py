@@ -1,7 +1,8 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, pool
+from consilium.data.datalist import DataList, check_still_there, listed_files, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
@@ -230,7 +231,14 @@ def build_guard(
         tuple(job.initial),
         site.test_only,
         site.share_personalized,
+        _there(job.config, data),
     )
+
+
+def _there(config: JobConfig, data: DataList) -> Callable[[], None]:
+    """Return what raises DataError where files that a round reads are gone."""
+    splits = ("training", "validation") if config.training.validation.stages else ("training",)
+    return partial(check_still_there, data.path, listed_files(data, splits), data.loading.skip)
 
 
 def build_pooled_site(
