@@ -1,8 +1,7 @@
 """From configuration to objects: jobs, sites and guards. What a kind needs, its registration says."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import DataList, check_still_there, listed_files, pool
+from consilium.data.datalist import DataList, pool
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.samples import of_patients, patients_of, site_data, units_of
+from consilium.federation.samples import of_patients, patients_of, site_data, still_there, units_of
 from consilium.federation.site import Site
 from consilium.federation.speedups import speed_up
 from consilium.federation.trained import base_shapes, check_base, check_start, warnings_of
@@ -231,14 +230,8 @@ def build_guard(
         tuple(job.initial),
         site.test_only,
         site.share_personalized,
-        _there(job.config, data),
+        still_there(job.config, data),
     )
-
-
-def _there(config: JobConfig, data: DataList) -> Callable[[], None]:
-    """Return what raises DataError where files that a round reads are gone."""
-    splits = ("training", "validation") if config.training.validation.stages else ("training",)
-    return partial(check_still_there, data.path, listed_files(data, splits), data.loading.skip)
 
 
 def build_pooled_site(
