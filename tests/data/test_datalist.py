@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.data.datalist import Item, pool, read_datalist
+from consilium.data.datalist import Item, check_still_there, listed_files, pool, read_datalist
 from consilium.errors import DataError
 
 
@@ -26,6 +26,25 @@ def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
     assert data.splits["validation"][0].name == "v.nii.gz[3]"
     both = pool([data, data])
     assert [len(both.splits[s]) for s in ("training", "validation", "test")] == [2, 2, 2]
+
+
+def test_files_that_are_gone_since_the_list_was_read(tmp_path: Path) -> None:
+    """Where bad samples are skipped one file is left out, and without any there is nothing to train on."""
+    entries = {"training": [{"image": "a.png", "label": "m.png"}, "a.png"], "validation": ["b.png"], "test": ["c.png"]}
+    data = read_datalist(write(tmp_path, entries, "a.png", "m.png", "b.png", "c.png"))
+    files = listed_files(data, ("training", "validation"))
+    assert [file.name for file in files] == ["a.png", "m.png", "b.png"]
+    for skip in (False, True):
+        check_still_there(data.path, (), skip)
+        check_still_there(data.path, files, skip)
+    files[1].unlink()
+    with pytest.raises(DataError, match=r"datalist\.json: .*m\.png: no such file"):
+        check_still_there(data.path, files, skip=False)
+    check_still_there(data.path, files, skip=True)
+    files[0].unlink()
+    files[2].unlink()
+    with pytest.raises(DataError, match=r"b\.png: no such file"):
+        check_still_there(data.path, files, skip=True)
 
 
 @pytest.mark.parametrize(

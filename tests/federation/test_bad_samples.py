@@ -77,7 +77,12 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
     pixels(tmp_path / "b", 1)
     with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
         build_site(job, "a", refuses, tmp_path / "run", quiet)
-    assert build_site(job, "b", skips, tmp_path / "run", quiet).task.num_samples == 5
+    task = build_site(job, "b", skips, tmp_path / "run", quiet).task
+    assert (task.num_samples, getattr(task, "skipped", 0)) == (5, 1)
+    for index in range(5):
+        pixels(tmp_path / "b", index)
+    with pytest.raises(DataError, match="no training sample can be read; see the site's log"):
+        build_site(job, "b", skips, tmp_path / "run", quiet)
     assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).task.num_samples == 5
 
 

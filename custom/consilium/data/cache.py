@@ -37,7 +37,7 @@ class SampleCache:
 
     `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for what is bad at a
     look, and every sample is looked at before this returns; without it, or where the list's loading says `decode`, every one is
-    read too. Where it says `skip`, who made the list has looked already, and what cannot be read later is left out and counted.
+    read too. Where it says `skip`, who made the list has looked already, and what cannot be read is left out and counted.
     `settings`: all that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check`
     raise.
     """
@@ -51,17 +51,19 @@ class SampleCache:
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         self._planes = _planes(data)
         self._locks = {path: threading.Lock() for path in self._planes}
-        if not data.loading.skip:
+        if data.loading.decode or not data.loading.skip:
             self._look(check)
 
     def _look(self, check: Check | None) -> None:
-        if check is not None:
+        if check is not None and not self._data.loading.skip:
             for _, error in faults(self._data, check, self._settings, self._store):
                 raise error
         if check is not None and not self._data.loading.decode:
             return
         for split, items in self._data.splits.items():
-            self.many(split, range(len(items)), lambda index, raw: None)
+            read = self.many(split, range(len(items)), lambda index, raw: None)
+            if items and not read and split == "training":
+                raise DataError("no training sample can be read; see the site's log, and repair the data")
 
     @property
     def store(self) -> Store | None:

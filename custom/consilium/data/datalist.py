@@ -7,7 +7,7 @@ class will do, see folders.py.
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -224,6 +224,25 @@ def _check_there(where: str, file: Path) -> None:
             check_file(file, most=_most(file))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def listed_files(data: DataList, splits: Iterable[str]) -> tuple[Path, ...]:
+    """Return the pictures and masks that samples of these splits are read from, each once, in the list's order."""
+    items = [item for split in splits for item in data.splits[split]]
+    files = [file for item in items for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
+    return tuple(dict.fromkeys(files))
+
+
+def check_still_there(where: Path, files: Collection[Path], skip: bool) -> None:
+    """Raise DataError where a file of the list `where` is gone; with `skip`, where all are: one alone is left out."""
+    gone = 0
+    for file in files:
+        try:
+            _check_there(str(where), file)
+        except DataError:
+            gone += 1
+            if not skip or gone == len(files):
+                raise
 
 
 def _most(file: Path) -> int:

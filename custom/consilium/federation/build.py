@@ -18,7 +18,7 @@ from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.samples import of_patients, patients_of, site_data, units_of
+from consilium.federation.samples import of_patients, patients_of, site_data, still_there, units_of
 from consilium.federation.site import Site
 from consilium.federation.speedups import speed_up
 from consilium.federation.trained import base_shapes, check_base, check_start, warnings_of
@@ -230,6 +230,7 @@ def build_guard(
         tuple(job.initial),
         site.test_only,
         site.share_personalized,
+        still_there(job.config, data),
     )
 
 

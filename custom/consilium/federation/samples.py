@@ -13,7 +13,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.crop import drawn
-from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.datalist import SPLITS, DataList, Item, check_still_there, listed_files
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, most_of_one
 from consilium.data.relabel import relabelled
@@ -185,3 +185,9 @@ def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) 
     """Return the name of a site's patients in its ledger: the policy's, else the data set's, else the path of its list."""
     chosen, own = site.dataset(config.data.dataset, name)
     return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
+
+
+def still_there(config: JobConfig, data: DataList) -> Callable[[], None]:
+    """Return what raises DataError where files that a round reads are gone."""
+    splits = ("training", "validation") if config.training.validation.stages else ("training",)
+    return partial(check_still_there, data.path, listed_files(data, splits), data.loading.skip)

@@ -37,8 +37,8 @@ class Guard(Answers):
 
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name; `terms`: what the
-    site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is ever trained here;
-    `share_personalized`: whether the site's own model may go to a cross-site job.
+    site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is trained here; `share_personalized`:
+    its own model may go to a cross-site job; `check_data` raises DataError where files that a round reads are gone.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Guard(Answers):
     tensors: Collection[str] = ()
     test_only: bool = False
     share_personalized: bool = False
+    check_data: Callable[[], None] = lambda: None
     identity: Identity | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +136,8 @@ class Guard(Answers):
         places.claim(self.name, self.records, self.folder, task.run)
         self._attempt = self._next_attempt(task)
         with room_for(folder), locked(folder):
-            stored = self._given(task)
+            if (stored := self._given(task)) is None:
+                self.check_data()
             self._charge(task)
             if stored is not None:  # at the ask, as a kept word is: who comes between ask and answer finds the same budget
                 self._pay_release(task, stored)

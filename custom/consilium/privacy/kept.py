@@ -6,6 +6,7 @@ was paid can be repeated until a newer one is, and whether a newer one waits doe
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ FILE = "released.safetensors"
 """The last release that was paid."""
 BEGUN = "begun.json"
 """The newest round and phase that training has begun in, whatever has become of it."""
+UNPAID = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
+"""How a release is called that is not paid yet, by round and phase."""
 
 
 class Kept(NamedTuple):
@@ -92,8 +95,11 @@ def _read(path: Path) -> Kept:
     tensors, meta = load_state(path)
     try:
         payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
+        places, numbers = (payload.round, payload.phase), [*payload.scalars.values(), *payload.metrics.values()]
+        if not all(isinstance(one, int) for one in places) or not all(isinstance(one, int | float) for one in numbers):
+            raise TypeError
         return Kept(payload, Entry(**terms) if (terms := meta.get("terms")) else None)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         raise unreadable(path, "use the version of consilium that wrote it, or begin a new run") from None
 
 
@@ -102,6 +108,6 @@ def _unpaid(folder: Path, place: tuple[int, int]) -> Path:
 
 
 def _waiting(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    for path in folder.glob("unpaid-*-*.safetensors"):
-        _, round, phase = path.stem.split("-")
-        yield (int(round), int(phase)), path
+    for path in folder.glob("unpaid-*"):
+        if found := UNPAID.fullmatch(path.name):
+            yield (int(found[1]), int(found[2])), path

@@ -208,9 +208,12 @@ def test_an_older_release_never_comes_over_a_newer_one(tmp_path: Path) -> None:
     terms = Entry("d", "site", "replace-one", "local", "job", "run", 0, 0, 1.0, 1.0, 1, 1.0)
     for round in (0, 1):
         kept.keep(tmp_path, Payload(round, 0, {}), terms)
+    for stray in ("unpaid-0-0-1.safetensors", "unpaid-0-x.safetensors", "unpaid-0-0.safetensors.bak"):
+        (tmp_path / stray).touch()  # nobody's, and no reason to stop
     with patch("consilium.privacy.kept.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         kept.paid(tmp_path, (1, 0))
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["unpaid-1-0.safetensors"]
+    assert not (tmp_path / "unpaid-0-0.safetensors").exists()
+    assert kept.at(tmp_path, (1, 0)) == kept.Kept(Payload(1, 0, {}), terms)
 
 
 def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:
@@ -224,12 +227,12 @@ def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_pat
 
 @pytest.mark.parametrize("paid", [True, False], ids=["paid", "waiting"])
 def test_an_answer_is_repeated_where_the_site_cannot_be_built_any_more(paid: bool, client: MakeClient) -> None:
-    """A picture that was lost meanwhile had the word `data` in its place, though a waiting one is paid at this ask."""
+    """A picture that was damaged meanwhile had the word `data` in its place, though a waiting one is paid at this ask."""
     site = client(SITE_LEVEL)
     first = digest(wire.decode(asked(site))[0].tensors) if paid else ""
     unpaid(site, False, 0 if not paid else 1)
     again = client(SITE_LEVEL)
-    with patch.object(SiteExecutor, "_ready", side_effect=DataError("a picture cannot be read")):
+    with patch.object(SiteExecutor, "_ready", side_effect=DataError("a picture is damaged")):
         context = FLContext()
         context.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
         task = GuardTaskFilter().process(again.task(), context)
@@ -239,16 +242,24 @@ def test_an_answer_is_repeated_where_the_site_cannot_be_built_any_more(paid: boo
     assert not paid or row.digest == first
 
 
-@pytest.mark.parametrize("damage", [{"later_field": 1}, None], ids=["more", "less"])
+OTHER = [{"later_field": 1}, None, {"round": "0"}, {"phase": None}, {"scalars": ["x"]}, {"scalars": {"gate": "x"}}]
+
+
+@pytest.mark.parametrize("damage", OTHER, ids=["more", "less", "round", "phase", "list", "text"])
 def test_a_release_of_another_version_names_its_file_and_the_remedy(
     damage: dict | None, client: MakeClient, tmp_path: Path
 ) -> None:
-    """It was a TypeError, and so `error`."""
+    """It was a TypeError, and so `error`; a word in the place of a number was compared with one."""
     site = client(SITE_LEVEL)
     asked(site)
     (file,) = tmp_path.rglob(FILE)
     tensors, meta = load_state(file)
-    meta = meta | {"terms": meta["terms"] | damage} if damage else {key: meta[key] for key in meta if key != "scalars"}
+    if damage is None:
+        del meta["scalars"]
+    elif damage.keys() <= meta.keys():
+        meta |= damage
+    else:
+        meta["terms"] |= damage
     save_state(file, tensors, meta)
     with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read; .* use the version of consilium"):
         site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())

@@ -20,6 +20,7 @@ from consilium.messages import Payload
 from consilium.privacy.composition import epsilon_for
 from consilium.storage import digest
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
+from tests.data.storing import make_site
 
 KEPT = "consilium.privacy.kept"
 
@@ -195,3 +196,17 @@ def test_a_word_that_is_not_paid_yet_does_not_leave_without_its_price(client: Ma
     for round in range(2):
         assert wire.reason_of(other.ask("train", other.task(round, run="run-2"))) is None
     assert wire.reason_of(site.ask("train", site.task())) is Reason.BUDGET
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+def test_a_share_that_is_away_costs_nothing_whatever_was_sent(privacy: dict, client: MakeClient, tmp_path: Path) -> None:
+    """Each round of such a run was `training`, at a release's price. What was answered needs no file."""
+    site = client(privacy, site={"datalist": make_site(tmp_path / "share")})
+    first = digest(wire.decode(answered(site, admitted(site)))[0].tensors)
+    rows = site.guard.ledger.entries()
+    (tmp_path / "share").rename(tmp_path / "away")
+    assert [wire.reason_of(site.ask("train", site.task(round))) for round in (0, 1, 1, 1)] == [None, *[Reason.DATA] * 3]
+    assert digest(wire.decode(site.sent[0])[0].tensors) == first
+    assert (site.guard.ledger.entries(), len(site.trainer.did)) == (rows, 1)
+    (tmp_path / "away").rename(tmp_path / "share")
+    assert wire.reason_of(site.ask("train", site.task(1))) is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.messages import Payload
 from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.attempt import MASKED, Attempt
@@ -17,9 +17,10 @@ from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, SENT, Net, as_sent, same
 
 
-def refused(net: Net, name: str, question: Message, why: str) -> None:
-    with pytest.raises(RefusedError, match=why):
+def refused(net: Net, name: str, question: Message, why: str) -> Reason:
+    with pytest.raises(RefusedError, match=why) as error:
         net.parties[name].answer(question)
+    return error.value.reason
 
 
 def changed(question: Message, **values: Any) -> Message:
@@ -51,7 +52,8 @@ def test_no_step_that_there_is_not_and_none_before_the_first(net: Net) -> None:
     refused(net, "a", {"step": "open"}, "there is no step 'open'")
     attempt = net.begin()
     fresh = Net(net.folder / "fresh", net.identities)
-    refused(fresh, "a", attempt.prepare_question(), "has no key of this run; if its state is lost")
+    lost = refused(fresh, "a", attempt.prepare_question(), "has no key of this run; if its state is lost")
+    assert lost is Reason.LEDGER  # not of a site that is ahead of the server's checkpoint
     for question in (attempt.confirm_question(NAMES), attempt.reveal_question(), attempt.cancel_question()):
         refused(net, "a", question, "is none that this site is in")
 

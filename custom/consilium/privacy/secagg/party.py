@@ -98,7 +98,7 @@ class Party:
     def _roster(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
         if "entry" not in values:
             what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
-            raise refused(f"{what}")
+            raise refused(what, Reason.LEDGER)
         about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
         return check_roster(question.get("roster"), *about)
 
