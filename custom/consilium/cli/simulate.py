@@ -140,7 +140,7 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Leave no folder without a file in it, where a run is refused before it began. What held anything before stays as it was."""
+    """Leave no folder without a file in it, where a run is refused before it began; what held anything before stays so."""
     was_empty = not any(folder.iterdir())
     try:
         yield
