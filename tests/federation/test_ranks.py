@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConfigError, ConsiliumError, DataError, Reason
 from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.ranks import Share, found_by
@@ -117,6 +118,20 @@ def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works
     assert not ranks()
     other = trained(job, tmp_path / "other", devices=["cpu", "cpu"])[1]
     assert all(torch.equal(t, again.tensors[n]) for n, t in other.tensors.items())
+
+
+@pytest.mark.slow
+def test_what_a_rank_says_of_its_data_is_of_the_data_and_stays_out_of_public_logs(job: Job, tmp_path: Path) -> None:
+    make_phantoms(tmp_path / "data", "fundus", "site-1", 0, 5, 0, 2, 64, 0.5, 0.5)
+    given = SiteConfig(devices=("cpu", "cpu"), datalist=tmp_path / "data" / "datalist.json")
+    site = build_site(job, "site-1", given, tmp_path / "site", lambda event: None)
+    lost = sorted((tmp_path / "data" / "images").glob("test*"))[0]  # the first rank needs no file of it to train
+    lost.unlink()
+    with pytest.raises(DataError, match=rf"devices: rank 1 on cpu: data: .*{lost.name}: no such file") as error:
+        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+    assert error.value.reason is Reason.TRAINING
+    assert not ranks()
+    site.close()
 
 
 def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.errors import DataError
 from consilium.federation.processes import follow, receive, send
 from consilium.federation.samples import site_data
 from consilium.federation.saved_model import load_values
@@ -33,6 +34,8 @@ PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others: one that has died is known at once, one that computes is not."""
 
 
+OF_DATA = "data: "
+"""Before what a rank says of its data: such a text may name a file, and so a patient."""
 LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine listen."""
 
@@ -167,7 +170,8 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
 
 def _line(error: Exception) -> str:
     traceback.print_exc()
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    line = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{OF_DATA}{line}" if isinstance(error, DataError) else line
 
 
 def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device: str) -> "RankWorker":

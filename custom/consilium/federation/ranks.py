@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
 from consilium.config.site import NodesConfig, SiteConfig
-from consilium.errors import ConsiliumError, Reason
+from consilium.errors import ConsiliumError, DataError, Reason
 from consilium.federation.nodes import Joined, gather
 from consilium.federation.processes import Child, ended, receive, send
 from consilium.federation.rank import (
     LOOPBACK,
+    OF_DATA,
     PATIENCE,
     BlockRequest,
     Phase,
@@ -173,13 +174,14 @@ class Ranks:
         return self._group
 
     def failed(self, error: Exception) -> ConsiliumError:
-        """End all ranks; return why, with what the one that failed first has said."""
-        told = [(self._where(rank), _said(child)) for rank, child in enumerate(self.children, start=1)]
+        """End all ranks; return why, as the one that failed first has said: a DataError where that is of its data."""
+        said = ((why, child) for child in self.children if (why := _said(child)))
+        why, child = error.args if isinstance(error, _Told) else next(said, (" ".join(str(error).split())[:200], None))
+        who = f"rank {(rank := self.children.index(child) + 1)} on {self._where(rank)}: " if child else ""
+        failure = (DataError if why.startswith(OF_DATA) else ConsiliumError)(f"site.yaml: devices: {who}{why}")
+        failure.reason = Reason.TRAINING
         self.end()
-        for rank, (where, why) in enumerate(told, start=1):
-            if why:
-                return ConsiliumError(f"site.yaml: devices: rank {rank} on {where}: {why}", Reason.TRAINING)
-        return ConsiliumError(f"site.yaml: devices: {' '.join(str(error).split())[:200]}", Reason.TRAINING)
+        return failure
 
     def _where(self, rank: int) -> str:
         child = self.children[rank - 1]
@@ -212,11 +214,15 @@ def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path |
     return (host, port), store, host
 
 
+class _Told(RuntimeError):
+    """What a rank has said of why it failed, and which it is."""
+
+
 def _hear(children: Sequence[Child | Joined]) -> None:
     """Wait until all are ready. Raises OSError, EOFError where one has failed."""
     for child in children:
         if said := receive(child.pipe):
-            raise OSError(said)
+            raise _Told(said, child)
 
 
 def _said(child: Child | Joined) -> str:
