@@ -88,7 +88,7 @@ def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None) 
         environment.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
         environment.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
         environment.setenv(OUTPUT, str(workspace.resolve()))
-        tell(Given(data), workspace)
+        tell(Given(data), workspace, [])
         job = export_job(config, workspace)
         edit(job / "app" / "config")
         yield job
