@@ -1,15 +1,18 @@
 """The commands of RESULTS.md speak the package's words: their jobs validate, and their tables find the scores of a run."""
 
+import re
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from consilium.federation.build import assemble_job
 from consilium.schema import validate
-from tests.benchmarks import federate, nuclei, unequal
+from tests.benchmarks import nuclei, unequal
 from tests.benchmarks.unequal_scores import closing
 from tests.conftest import OnlyStrategy
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("row", [*nuclei.ROWS, *nuclei.BOTTLENECK_ROWS])
@@ -31,21 +34,14 @@ def test_the_table_of_the_nuclei_has_all_three_models(tmp_path: Path) -> None:
     assert rows == ["| base (not adapted) | 0.500 | 0.500 |", "| fedit | 0.250 | 0.250 |", "| fedit | 0.750 | 0.750 |"]
 
 
-@pytest.mark.parametrize("row", federate.ROWS)
-def test_every_row_of_why_federate_is_a_job(row: str, tmp_path: Path) -> None:
-    for name in ("round", "spiky"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-    config = federate.config(tmp_path, federate.ROWS[row], 0, 1e-3)
-    assert config.training.rounds * config.training.steps_per_round(9) == (720 if "720" in row else 60)
-    assemble_job(config)
-
-
-def test_why_federate_sets_scores_beside_the_pooled_ones() -> None:
-    def of(*accuracies: float) -> list[dict[str, float]]:
-        return [{"accuracy": one, "f1": one / 2, "up": 2e3, "down": 1e3} for one in accuracies]
-
-    rows = federate.table({"pooled, 60 steps": of(0.4), "pooled, 720 steps": of(0.5), "FedIT": of(0.25, 0.35)})
-    assert rows[-1] == "| FedIT | 0.300 ± 0.071 | 0.150 ± 0.035 | 0.75 | 0.60 | 2 | 1 |"
+def test_every_command_of_the_page_is_there() -> None:
+    """Modules and studies by their names: a script that is gone is not told to be run."""
+    pages = "".join((ROOT / "tests" / name).read_text() for name in ("benchmarks/RESULTS.md", "README.md"))
+    modules = set(re.findall(r"python -m ((?:tests|consilium)[\w.]+)", pages))
+    studies = set(re.findall(r"study run (\w+)", pages))
+    assert len(modules) > 10
+    assert [one for one in sorted(modules) if find_spec(one) is None] == []
+    assert [one for one in sorted(studies) if not (ROOT / "jobs/studies" / f"{one}.yaml").is_file()] == []
 
 
 def test_closing_losses_are_means_over_records() -> None:
