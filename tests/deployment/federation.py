@@ -272,8 +272,11 @@ class Federation:
             raise AssertionError(f"{dead[0]} has ended:\n{self.log(dead[0])[-3000:]}")
         if not listening(self.port):
             return False
-        with self.session() as session:
-            known = {client.name for client in session.get_system_info().client_info}
+        try:
+            with self.session() as session:
+                known = {client.name for client in session.get_system_info().client_info}
+        except TypeError:  # FLARE's own, where a server answers before it has read its certificate
+            return False
         return known >= self._started.keys() & set(self.sites)
 
     def _kill(self, name: str, jobs_only: bool) -> None:

@@ -129,6 +129,7 @@ def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.Monke
             NoConnection("cannot connect for 15 seconds"),
             r"\(cannot connect for 15 seconds\); hub:8002: connection refused; start it",
         ),
+        (TypeError("'None' is not an instance of 'bytes'"), "the server is only just starting; try again in a minute"),
     ):
         monkeypatch.setattr("consilium.flare.session.new_secure_session", Mock(side_effect=error))
         with pytest.raises(ConsiliumError, match=says), connect(kit):

@@ -1,7 +1,6 @@
 """The command `consilium compare`."""
 
 import io
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, page
+from consilium.cli.options import FILE_WIDTH, page, study_command
 from consilium.errors import ConfigError
 from consilium.report.clean import line, shown
 from consilium.report.compare import Test
@@ -160,10 +159,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
 
 def _command(study: "Study", path: Path, workspace: Path | None) -> str:
     """Return the command that runs a study."""
-    size = [f"--{study.size}"] if study.size else []
     data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
-    place = ["--workspace", str(workspace)] if workspace else []
-    return shlex.join(["consilium", "study", "run", str(path), *size, *place, *data])
+    return study_command("study run", path, study.size, workspace, *data)
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:

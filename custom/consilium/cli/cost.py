@@ -19,7 +19,7 @@ from consilium.cli.options import (
     gpu_hours,
     load,
 )
-from consilium.report.clean import line
+from consilium.report.clean import line, number_of
 
 if TYPE_CHECKING:
     from consilium.federation.build import Job
@@ -64,7 +64,7 @@ def cost(
     mib = {name: f"{size / 2**20:,.1f} MiB" for name, size in whole.items()}
     typer.echo(
         f"* trains {mib['trained']}; {config.training.rounds} rounds move {mib['run_site']} up and down at a site, "
-        f"{mib['run']} at {_sites(sites)}"
+        f"{mib['run']} at {number_of(sites, 'site')}"
     )
     _tell_hours(computes, sites, tflops)
     if bottlenecks:
@@ -72,10 +72,6 @@ def cost(
             f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "
             f"{mib['one_way_each']} for each that travels"
         )
-
-
-def _sites(count: int) -> str:
-    return f"{count} site{'' if count == 1 else 's'}"
 
 
 def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
@@ -98,5 +94,5 @@ def _tell_hours(computes: dict[str, float], sites: int, tflops: float) -> None:
         return
     hours = gpu_hours(computes["run"], tflops)
     told = f"{computes['run'] / 1e15:,.3g} PFLOP, by estimate {hours:,.2g} GPU hours at {tflops:g} TFLOP/s"
-    typer.echo(f"  the run at {_sites(sites)}: {told}")
+    typer.echo(f"  the run at {number_of(sites, 'site')}: {told}")
     typer.echo(f"  ({ASSUMED})")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,12 @@ LONGEST_LINE = 4000
 TFLOPS = 94.0
 """What a run is taken to keep up: 30 % of an A100's peak in bf16 (312)."""
 ASSUMED = "matrix products alone, without data loading, privacy noise, server and network"
+
+
+def study_command(verb: str, study: Path, size: str, workspace: Path | None, *more: str) -> str:
+    """Return the command that does something with a study as it was asked for: `verb` is "study run" or "compare"."""
+    place = ["--workspace", str(workspace)] if workspace else []
+    return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
 
 
 class Panel(StrEnum):

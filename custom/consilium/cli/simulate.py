@@ -65,7 +65,9 @@ def simulate(
     if workers and engine is Engine.FLARE:
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
-    names = _again(workspace, site_names(sites, data), given, bool(sites)) if resume and workspace else site_names(sites, data)
+    names = site_names(sites, data)
+    if resume and workspace:
+        names = _again(workspace, names, given, bool(sites))
     wanted = Wanted(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)
     with stoppable(), said_how_to_go_on(workspace or Path("runs"), engine is Engine.INPROCESS):
         _tell_unused_state(wanted)
@@ -169,12 +171,11 @@ def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 
 def _exported(wanted: Wanted) -> tuple[Path, Ready]:
     """Return FLARE's folder of the job, and what else `_prepared` returns. Raises ConfigError."""
+    from consilium.flare.context import check_federated
     from consilium.flare.simulator import export_job
 
     job, ready = _prepared(wanted)
     with _removed_if_empty(ready.folder):
-        from consilium.flare.context import check_federated  # loads FLARE
-
         check_federated(job, job_file(wanted.job))
         return export_job(job.config, ready.folder), ready
 

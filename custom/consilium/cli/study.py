@@ -1,7 +1,6 @@
 """The commands `consilium study`: list, show and run grids of runs."""
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
+from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page, study_command
 from consilium.cli.way_on import again as same_command
 from consilium.cli.way_on import say_interrupted, stoppable
 from consilium.config.site import Given
 from consilium.errors import ConfigError
-from consilium.report.clean import line
+from consilium.report.clean import line, number_of
 
 if TYPE_CHECKING:
     from consilium.study.cell import Record
@@ -140,7 +139,7 @@ def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, 
     if None in sizes.values():
         _say("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        _say(f"{_cells(len(older))} of an earlier form of this study: {', '.join(map(str, older))}")
+        _say(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     _tell_outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
@@ -170,16 +169,9 @@ def study_run(
     except KeyboardInterrupt:
         say_interrupted(same_command())
     if done:
-        _say(f"their table: {_compare(study, smoke, small, workspace)}")
+        _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
     if failed:
         raise typer.Exit(1)
-
-
-def _compare(study: Path, smoke: bool, small: bool, workspace: Path | None) -> str:
-    """Return the command that compares what ran."""
-    size = [flag for flag, wanted in (("--smoke", smoke), ("--small", small)) if wanted]
-    place = ["--workspace", str(workspace)] if workspace else []
-    return shlex.join(["consilium", "compare", str(study), *size, *place])
 
 
 def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
@@ -220,11 +212,10 @@ def _tell_outdated(standing: "Mapping[str, tuple[Record, str]]") -> None:
 def _tell_older(how: str, names: list[str], remedy: str) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        _say(f"{_cells(len(names))} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}", "yellow")
-
-
-def _cells(count: int) -> str:
-    return f"{count} cell{'' if count == 1 else 's'}"
+        _say(
+            f"{number_of(len(names), 'cell')} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}",
+            "yellow",
+        )
 
 
 def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> "Study":

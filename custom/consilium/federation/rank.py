@@ -36,6 +36,8 @@ PATIENCE = timedelta(minutes=30)
 
 OF_DATA = "data: "
 """Before what a rank says of its data: such a text may name a file, and so a patient."""
+LONGEST = 1000
+"""Characters of what a rank says: a text names a list and a file, whose paths are long."""
 LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine listen."""
 
@@ -170,7 +172,7 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
 
 def _line(error: Exception) -> str:
     traceback.print_exc()
-    line = " ".join(str(error).split())[:200] or type(error).__name__
+    line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
     return f"{OF_DATA}{line}" if isinstance(error, DataError) else line
 
 

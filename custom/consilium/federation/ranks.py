@@ -177,7 +177,8 @@ class Ranks:
         """End all ranks; return why, as the one that failed first has said: a DataError where that is of its data."""
         said = ((why, child) for child in self.children if (why := _said(child)))
         why, child = error.args if isinstance(error, _Told) else next(said, (" ".join(str(error).split())[:200], None))
-        who = f"rank {(rank := self.children.index(child) + 1)} on {self._where(rank)}: " if child else ""
+        rank = self.children.index(child) + 1 if child else 0
+        who = f"rank {rank} on {self._where(rank)}: " if child else ""
         failure = (DataError if why.startswith(OF_DATA) else ConsiliumError)(f"site.yaml: devices: {who}{why}")
         failure.reason = Reason.TRAINING
         self.end()

@@ -266,6 +266,14 @@ def _no_connection(kit: Path, error: Exception) -> str:
     return f"no connection to the server ({said}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
+def _connected(user: str, kit: Path, seconds: float) -> Session:
+    """Return FLARE's session. Raises ConsiliumError where the server answers before it has read its own certificate."""
+    try:
+        return new_secure_session(user, str(kit.resolve()), timeout=seconds)
+    except TypeError:  # FLARE's own: it reads the certificate that is not in the answer
+        raise ConsiliumError(f"{kit}: the server is only just starting; try again in a minute") from None
+
+
 @contextmanager
 def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     """Log in with an admin's startup kit. Raises ConfigError for no such kit, ConsiliumError for all that FLARE refuses."""
@@ -276,7 +284,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr):  # FLARE's own chatter; ours may be read by programs
-            session = new_secure_session(user, str(kit.resolve()), timeout=seconds)
+            session = _connected(user, kit, seconds)
         try:
             yield Admin(session)
         finally:

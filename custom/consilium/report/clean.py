@@ -40,6 +40,11 @@ def line(text: object, style: str = "", limit: int = LIMIT) -> Text:
     return Text(shown(text, limit), style)
 
 
+def number_of(count: int, what: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def tag(text: object) -> str:
     """Return a text as a name in TensorBoard, which makes folders of it: as `shown`, and no part of it leads elsewhere."""
     return _known_tag(text) if type(text) is str and len(text) <= LIMIT else _tag(text)

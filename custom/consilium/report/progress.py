@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from consilium.messages import BYTES_DOWN, BYTES_UP
+from consilium.report.clean import number_of
 from consilium.tasks.registry import TASKS
 
 Line = dict[str, Any]
@@ -74,7 +75,7 @@ def _scores(task: dict[str, Any]) -> Line:
 
 def ending(line: Mapping[str, Any]) -> str:
     """Return in words where and why a run's rounds have ended early, given its line of metrics.jsonl."""
-    validations = f"{line['validations']} validation{'' if line['validations'] == 1 else 's'}"
+    validations = number_of(line["validations"], "validation")
     return (
         f"ended after round {line['round']} of {line['rounds']}: no better for {validations} (best round {line['best_round']})"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.messages import Stage
-from consilium.report.clean import shown
+from consilium.report.clean import number_of, shown
 from consilium.report.means import Results
 from consilium.report.page import plots
 from consilium.report.page.cases import Cases, read_cases, spread
@@ -102,13 +102,8 @@ def lead(record: Record) -> str:
     """Return what the run is, in a line."""
     config = record.config
     parts = [config.strategy.name, f"{config.model.name} {getattr(config.model, 'variant', '')}".strip(), config.adapter.kind]
-    counts = f"{counted(len(record.sites), 'site')}, {counted(config.training.rounds, 'round')}"
+    counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     return f"{', '.join(parts)}; {config.task.name}, {counts}"
-
-
-def counted(count: int, what: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def about(record: Record) -> list[tuple[str, str]]:
