@@ -119,6 +119,16 @@ def _real_text() -> list[Effect]:
     return found
 
 
+def _deer_cells() -> list[Effect]:
+    without, found = "DEeR without regulator", []
+    for privacy in ("without", "printed 6", "printed 1", "honest 6"):
+        sides: dict[str, Side] = {"LoRA": "over 0", without: "0" if privacy == "without" else "over 0"}
+        for other, side in sides.items():
+            about = f"{privacy}: DEeR minus {other}"
+            found.append(_pair(about, ACCURACY, "method", "DEeR", other, {"privacy": privacy}, side))
+    return found
+
+
 def _noise() -> list[Effect]:
     sides: dict[str, Side] = {"8": "over 0", "1000": "0"}
     return [
@@ -248,6 +258,7 @@ EFFECTS = {
     "claim_deer": _deer(),
     "claim_deer_noise": _noise(),
     "claim_fedsca": _fedsca(),
+    "deer_rbc12": _deer_cells(),
     "claim_fedhera": _fedhera(),
     "real_text": _real_text(),
     "quickstart_cells": _cells(),
