@@ -110,13 +110,27 @@ def _fedhera() -> list[Effect]:
     return [*found, spectrum]
 
 
+PEERS = ("FedHomoLoRA", "HetLoRA", "FLoRA", "FlexLoRA", "FedHL", "FedHeLLo")
+"""FedHera's peers for unequal machines."""
+
+
 def _real_text() -> list[Effect]:
-    peers = ("local only", "FedHomoLoRA", "HetLoRA", "FLoRA", "FlexLoRA", "FedHL", "FedHeLLo")
-    found = []
-    for data in ("e2e", "medquad", "gsm8k"):
-        for other in peers:
-            found.append(_pair(f"{data}: {other} minus FedHera, loss", LOSS, "method", other, "FedHera", {"data": data}))
-    return found
+    return [
+        _pair(f"{data}: {other} minus FedHera, loss", LOSS, "method", other, "FedHera", {"data": data})
+        for data in ("e2e", "medquad", "gsm8k")
+        for other in ("local only", *PEERS)
+    ]
+
+
+def _unequal() -> list[Effect]:
+    found = [
+        _pair(f"rate {rate}: {other} minus FedHera, {name}", measure, "method", other, "FedHera", {"rate": rate})
+        for name, measure in (("loss", LOSS), ("drift", "oracle drift/relative"))
+        for rate in ("0.005", "0.02")
+        for other in PEERS
+    ]
+    choices = ("gate neutral", "gate open", "residual score", "even allocation", "random allocation")
+    return found + [_pair(f"{one} minus FedHera, loss", LOSS, "method", one, "FedHera", {"rate": "0.02"}) for one in choices]
 
 
 def _deer_cells() -> list[Effect]:
@@ -261,6 +275,7 @@ EFFECTS = {
     "deer_rbc12": _deer_cells(),
     "claim_fedhera": _fedhera(),
     "real_text": _real_text(),
+    "unequal_e2e": _unequal(),
     "quickstart_cells": _cells(),
     "why_federate_rbc12": _federate(),
     "methods_nuclei": _methods(),
