@@ -1,37 +1,23 @@
 """The commands of RESULTS.md speak the package's words: their jobs validate, and their tables find the scores of a run."""
 
 import re
-from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from consilium.schema import validate
-from tests.benchmarks import nuclei, unequal
+from tests.benchmarks import unequal
 from tests.benchmarks.unequal_scores import closing
 from tests.conftest import OnlyStrategy
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("row", [*nuclei.ROWS, *nuclei.BOTTLENECK_ROWS])
-def test_every_row_of_the_nuclei_is_a_job(row: str) -> None:
-    wanted = (nuclei.ROWS | nuclei.BOTTLENECK_ROWS)[row]
-    assert nuclei.config(row, 0, 1, 1, 1e-3).strategy.name == wanted["name"]
-
-
 @pytest.mark.parametrize("method", [*unequal.METHODS, *unequal.VARIANTS])
 def test_every_method_for_unequal_sites_is_a_strategy(method: str) -> None:
     options = (unequal.METHODS | unequal.VARIANTS)[method]
     assert validate(OnlyStrategy, {"strategy": options}, Path("job.yaml")).strategy.name == options["name"]
-
-
-def test_the_table_of_the_nuclei_has_all_three_models(tmp_path: Path) -> None:
-    scores = {"test/pretrained/dice": 0.5, "test/global/dice": 0.25, "test/personalized/dice": 0.75}
-    nuclei._write(Namespace(rounds=1, steps=1, lr=1e-3, output=tmp_path / "nuclei.md"), {"fedit": [{"a": scores}]})
-    rows = [line for line in (tmp_path / "nuclei.md").read_text().splitlines() if line.startswith(("| fedit", "| base"))]
-    assert rows == ["| base (not adapted) | 0.500 | 0.500 |", "| fedit | 0.250 | 0.250 |", "| fedit | 0.750 | 0.750 |"]
 
 
 def test_every_command_of_the_page_is_there() -> None:
