@@ -233,7 +233,7 @@ def test_who_takes_part_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytes
     run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume", "--sites", "a,north")
     (tmp_path / "w" / "simulation.json").write_text("{}")
     run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--resume")
-    assert asked == [["north", "a"], ["a", "north"], ["site-1", "site-2", "site-3"]]
+    assert asked == [["north", "a"], ["north", "a"], ["site-1", "site-2", "site-3"]]
 
 
 def test_what_a_run_keeps_of_its_sites() -> None:
@@ -244,7 +244,8 @@ def test_what_a_run_keeps_of_its_sites() -> None:
         "two": SiteConfig(datasets=two),
         "settings": SiteConfig(device="cpu"),
     }
-    assert kept(sites) == {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
+    lists = {"generated": None, "one": ["/e.json"], "two": ["/d/b.json", "/d/x.json"], "settings": []}
+    assert kept(sites) == (lists, {"generated": "", "one": "", "two": " ", "settings": ""})
 
 
 def test_ctrl_c_before_the_first_round_and_with_flare(

@@ -184,6 +184,19 @@ def test_masked_training_equals_plain_training(strategy: str, tmp_path: Path) ->
     assert json.loads((folder / "sites/site-1").glob("*/masks/masks.json").__next__().read_text()) == {"ended": True}
 
 
+def test_a_masked_run_that_has_ended_is_not_prolonged_and_no_file_changes(tmp_path: Path) -> None:
+    def masked(rounds: int, resume: bool = False) -> None:
+        raw = training_only(small_config(rounds=rounds, local_steps=1)).model_dump() | {"secure_aggregation": {}}
+        job = assembled(JobConfig.model_validate(raw | {"federation": {"min_sites": 3}}))
+        simulate(job, {name: SiteConfig() for name in NAMES[:3]}, tmp_path / "w", lambda event: None, resume)
+
+    masked(1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"w ended after 1 round, and its sites' keys are gone; start anew in another"):
+        masked(2, resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     "sections",
     [

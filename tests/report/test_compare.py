@@ -34,6 +34,7 @@ from consilium.report.compare.site_columns import scores_under, site_columns
 from consilium.report.compare.table import Table, interval, patients_interval, ranks, table_of
 from consilium.report.means import difference
 from consilium.report.predictions import write_predictions
+from consilium.storage import save_state
 from consilium.strategies.strategy import Role
 from consilium.tasks.base import Classified, Segmented
 from tests.conftest import run, small_cells
@@ -157,6 +158,34 @@ def test_other_test_images_show_in_what_the_frozen_model_scores(tmp_path: Path) 
     a, b = make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.5}, seed=1)
     change(b, "s", test__pretrained__accuracy=0.3)
     assert "another test split at s: the pretrained model's accuracy 0.3, in a 0.2" in grouped(read(a, b))[1][0]
+
+
+def test_runs_on_other_data_do_not_compare_though_the_frozen_model_scores_alike(tmp_path: Path) -> None:
+    runs = read(*(make(tmp_path / name, {"a": 0.5, "b": 0.6}, seed=seed) for seed, name in enumerate("xyz")))
+    told = [replace(one, content={"a": "1", "b": b}) for one, b in zip(runs[:2], "23", strict=True)]
+    groups, why = grouped([*told, runs[2]])
+    assert [[run.name for run in group.runs.values()] for group in groups] == [["x", "z"], ["y"]]  # of z nobody knows
+    assert why == ["y: its data at b are not those of x"]
+    (tmp_path / "x" / "simulation.json").write_text('{"content": {"a": "1"}}')
+    assert read_run(tmp_path / "x").content == {"a": "1"}
+
+
+def test_runs_from_other_frozen_weights_are_two_methods_wherever_the_files_lie(tmp_path: Path) -> None:
+    def with_base(name: str, path: str, sha256: str, seed: int) -> Path:
+        model = {"name": "clip", "variant": "tiny", "image_size": 64, "checkpoint": path}
+        folder = make(tmp_path / name, {"a": 0.5}, seed=seed, model=model)
+        save_state(folder / "server" / "state.safetensors", {}, {"checkpoint": sha256})
+        return folder
+
+    first = with_base("x", "/one/vit.safetensors", "a" * 64, 0)
+    runs = read(first, with_base("y", "/two/vit.bin", "a" * 64, 1), with_base("z", "/one/vit.safetensors", "b" * 64, 0))
+    groups, why = grouped(runs)
+    assert (len(groups), why, groups[0].left) == (1, [], ())
+    assert [*groups[0].runs] == [
+        ("fedit, checkpoint vit.safetensors aaaaaaaa", "0"),
+        ("fedit, checkpoint vit.safetensors aaaaaaaa", "1"),
+        ("fedit, checkpoint vit.safetensors bbbbbbbb", "0"),
+    ]
 
 
 def of_data(run: Run, content: str, folder: str = "", **settings: Any) -> Run:
@@ -485,7 +514,8 @@ def test_names_are_text_in_every_format(tmp_path: Path) -> None:
     for line in (line for line in tex.splitlines() if line.endswith(r" \\") and "fedit" in line):
         assert line.replace(r"\&", "").count("&") in {8 - 1, 7, 8, 6}
     page = formats.markdown(found)
-    assert "=SUM(A1)\\|50%_of" in page
+    assert r"=SUM(A1)\|50%\_of \$x" in page
+    assert "ffa_lora" in page  # amid a word it is no emphasis
     rows = list(csv.DictReader(io.StringIO(formats.as_csv(groups))))
     assert {row["site"][:6] for row in rows} == {"'=SUM("}
     assert {row["value"] for row in rows} == {"0.5", "0.2"}

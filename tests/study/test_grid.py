@@ -89,6 +89,15 @@ def test_a_changed_study_changes_only_the_cells_it_changed(study_file: MakeStudy
     assert len({before["method=FedIT"], longer[0].id, more[0].id}) == 3
 
 
+def test_a_cell_does_not_run_as_a_job_that_its_base_became_since(study_file: MakeStudy, tmp_path: Path) -> None:
+    (cell,) = cells_of(study_file(axes={"seed": {"training.seed": [1]}}))
+    assert cell.load().training.seed == 1
+    base = tmp_path / "base" / "job.yaml"
+    base.write_text(base.read_text().replace("local_steps: 1", "local_steps: 2"))
+    with pytest.raises(ConfigError, match=r"base/job\.yaml: has changed since the study was read; run its command again"):
+        cell.load()
+
+
 def test_all_mistakes_are_told_at_once_by_axis_value(study_file: MakeStudy) -> None:
     path = study_file(
         axes={

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from consilium.config.job import load_job
+from consilium.config.overrides import parse_override
 from consilium.study.cell import Record
-from consilium.study.study import Cell, load
+from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results, utility
 from tests.benchmarks.effects import EFFECTS, LOSS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
@@ -120,13 +122,9 @@ def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_p
     events += [{"event": "result", "round": number, "phase": 0, "weight": units} for number in (0, 0, 0, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     (tmp_path / "results.json").write_text("{}")
-    cell = Cell(
-        "x",
-        {},
-        [f"privacy={json.dumps(section)}", *plain],
-        tmp_path,
-        JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml",
-    )
+    base, texts = JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", [f"privacy={json.dumps(section)}", *plain]
+    config = load_job(base, dict(map(parse_override, texts)))
+    cell = Cell(identity(config, "", ""), {}, texts, tmp_path, base)
     assert measured(cell, NOISE) == pytest.approx(ratio)
 
 

@@ -78,16 +78,15 @@ def simulate(
 
 
 def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
-    """Return the sites of a run that goes on: its own where none are `chosen` and it was given no data, else `names`.
+    """Return the sites of a run that goes on, in its own order; `names` in one of a former version, which keeps none.
 
-    Raises ConfigError where these, or their data, are not the run's.
+    Raises ConfigError where the command's sites, or their data, are not the run's; `chosen`: whether it names any.
     """
     was = kept_in(folder)
-    if was and not chosen and given.data is None and all(lists is None for lists in was.values()):
-        return list(was)
-    if was:
+    generated = given.data is None and all(lists is None for lists in was.sites.values())
+    if was.sites and (chosen or not generated):
         check_same(folder, was, {name: find_site(name, given) for name in names})
-    return names
+    return list(was.sites) or names
 
 
 def _tell_unused_state(wanted: "Wanted") -> None:

@@ -11,6 +11,9 @@ from consilium.messages import Tensors
 from consilium.storage import load_state, save_state
 from consilium.strategies.strategy import ServerState
 
+FILE = Path("server", "state.safetensors")
+"""Where a run's folder has it."""
+
 
 class Saved(NamedTuple):
     """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's.
@@ -24,8 +27,8 @@ class Saved(NamedTuple):
     validations: Validations = Validations()
 
 
-def write(path: Path, job: Job, saved: Saved) -> None:
-    """Write the checkpoint."""
+def write(folder: Path, job: Job, saved: Saved) -> None:
+    """Write a run's checkpoint into its folder."""
     state = saved.state
     groups = {"shared": state.shared, "initial": state.initial, "matrices": state.matrices, "optimizer": state.optimizer}
     groups |= {f"sites/{site}": values for site, values in state.sites.items()}
@@ -33,13 +36,13 @@ def write(path: Path, job: Job, saved: Saved) -> None:
     place: dict[str, Any] = {"round": state.round, "phase": state.phase}
     place |= {"reported": state.reported, "weights": state.weights}
     validations = {"validations": asdict(saved.validations)}
-    save_state(
-        path, tensors, place | {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
-    )
+    told = {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
+    save_state(folder / FILE, tensors, place | told)
 
 
-def read(path: Path, job: Job) -> Saved:
-    """Return the checkpoint. Raises CheckpointError for a damaged one, or one of another job."""
+def read(folder: Path, job: Job) -> Saved:
+    """Return the checkpoint of the run in a folder. Raises CheckpointError for a damaged one, or one of another job."""
+    path = folder / FILE
     tensors, meta = load_state(path)
     if meta["job"] != _fingerprint(job):
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
@@ -48,6 +51,14 @@ def read(path: Path, job: Job) -> Saved:
     known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
     state = ServerState(meta["round"], meta["phase"], **known)
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
+
+
+def resumed(folder: Path, job: Job) -> Saved:
+    """Return the checkpoint that a job goes on from. Raises CheckpointError as `read`, and if it has more rounds."""
+    saved, wanted = read(folder, job), job.config.training.rounds
+    if (done := saved.state.round) > wanted:
+        raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
+    return saved
 
 
 def _group(tensors: Tensors, group: str) -> Tensors:

@@ -65,7 +65,7 @@ class Coordinator:
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         self.normal: Normal = system_normal
-        saved = checkpoint.read(self._file(), job) if resume else self._fresh(own)
+        saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             self.log.resumed(self.state)
@@ -293,8 +293,5 @@ class Coordinator:
         """Return what any site is sent now; for strategies that send all of them the same."""
         return self.job.strategy.broadcast(self.state, SiteInfo("", 1, joined=True))
 
-    def _file(self) -> Path:
-        return self.folder / "server" / "state.safetensors"
-
     def _save(self) -> None:
-        checkpoint.write(self._file(), self.job, Saved(self.run, self.checkpoint, self.state, self.validations))
+        checkpoint.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

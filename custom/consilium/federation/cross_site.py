@@ -39,7 +39,7 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
     for config in former_jobs(job.config):
         try:
-            saved = checkpoint.read(former / "server" / "state.safetensors", replace(job, config=config))
+            saved = checkpoint.read(former, replace(job, config=config))
         except CheckpointError as error:
             why = str(error)
             continue

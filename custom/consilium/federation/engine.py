@@ -10,6 +10,7 @@ from typing import Any
 from consilium.config.site import SIMULATION, SiteConfig, TrackingConfig
 from consilium.data.store.folder import discard
 from consilium.errors import ConfigError, ConsiliumError
+from consilium.federation import checkpoint
 from consilium.federation.build import Job, build_pooled_site
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.crew import Crew, Remote
@@ -22,6 +23,7 @@ from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
+from consilium.report.clean import number_of
 from consilium.storage import write_atomic
 
 Members = Mapping[str, Member | Remote]
@@ -44,6 +46,8 @@ def simulate(
     `workers`: processes that the sites are dealt out over, 0 for none but this one. A site that fails is refused for that round
     and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
+    if resume:
+        _check_goes_on(job, workspace)
     if job.config.secure_aggregation:
         simulated_identities(workspace / IDENTITIES, list(sites))
     folder, former = workspace / "sites", former_run(job.config, workspace)
@@ -52,6 +56,14 @@ def simulate(
     _check_apart(job, sites)
     with Crew(job, sites, folder, workers, observer, former) as crew:
         return _run(job, sites, workspace, observer, resume, tracking, crew.members())
+
+
+def _check_goes_on(job: Job, workspace: Path) -> None:
+    """Raise ConsiliumError, before anything is written, where the run in a workspace cannot go on with this job."""
+    rounds = checkpoint.resumed(workspace, job).state.round
+    if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
+        what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
+        raise ConfigError(f"{what}; start anew in another --workspace")
 
 
 def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
@@ -86,7 +98,7 @@ def _run(
     coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
     rounds = _masked_rounds(coordinator, workspace) if job.config.secure_aggregation else None
     crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-    write_atomic(workspace / SIMULATION, json.dumps({"sites": kept(sites)}).encode())
+    write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:

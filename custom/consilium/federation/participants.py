@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
+from consilium.data.fingerprint import fingerprint
 from consilium.errors import ConfigError
 from consilium.report.clean import shown
 
-Kept = Mapping[str, list[str] | None]
-"""A run's sites as its folder keeps them: the paths of each one's data lists; None for one that is given nothing."""
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
 """What a run's folder calls by these names already."""
@@ -34,26 +34,44 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     return names
 
 
+class Kept(NamedTuple):
+    """A run's sites as its folder keeps them, in their order, which is that of pooled data.
+
+    `sites`: the paths of each one's data lists; None for one that is given nothing. `content`: what tells each one's data from
+    others; {} in runs of former versions.
+    """
+
+    sites: Mapping[str, list[str] | None]
+    content: Mapping[str, str]
+
+
 def kept(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return what the folder of a run keeps of its sites."""
-    return {name: _lists(site) for name, site in sites.items()}
+    return Kept({name: _lists(site) for name, site in sites.items()}, {name: _content(site) for name, site in sites.items()})
 
 
 def _lists(site: SiteConfig) -> list[str] | None:
     if site.model_copy(update={"checkpoints": None}) == SiteConfig():
         return None
+    return sorted(os.path.abspath(path) for path in _paths(site))
+
+
+def _paths(site: SiteConfig) -> list[Path]:
     lists = [site.datalist, *(dataset.datalist for dataset in site.datasets.values())]
-    return sorted(os.path.abspath(path) for path in lists if path is not None)
+    return [path for path in lists if path is not None]
+
+
+def _content(site: SiteConfig) -> str:
+    return " ".join(fingerprint(path) for path in _paths(site))
 
 
 def kept_in(folder: Path) -> Kept:
-    """Return the sites of the run in a folder; {} where it keeps none, as former versions did. Raises ConfigError."""
+    """Return the sites of the run in a folder; none where it keeps none, as former versions did. Raises ConfigError."""
     path = folder / SIMULATION
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return {
-            name: lists if lists is None else [str(path) for path in lists] for name, lists in found.get("sites", {}).items()
-        }
+        sites = {name: lists if lists is None else list(map(str, lists)) for name, lists in found.get("sites", {}).items()}
+        return Kept(sites, {name: str(content) for name, content in found.get("content", {}).items()})
     except (OSError, ValueError, AttributeError, TypeError):
         raise ConfigError(f"--resume: {path}: cannot be read; start the run anew in another --workspace") from None
 
@@ -61,16 +79,21 @@ def kept_in(folder: Path) -> Kept:
 def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError where the run in `folder`, of the sites `was`, would go on with other sites or other data."""
     now, run = kept(sites), f"the run in {folder}"
-    before, given = ({name: lists for name, lists in one.items() if lists is not None} for one in (was, now))
+    before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
         name, lists = next(iter(before.items()))
         raise ConfigError(f"--data: not given, and {run} has {_told(lists)} for {name}; give its --data again")
     if given and not before:
         raise ConfigError(f"--data: {run} generated its data; leave --data out")
-    if was.keys() != now.keys():
-        raise ConfigError(f"--sites: {_listed(list(now))}: {run} has {_listed(list(was))}; give its --sites and --data again")
-    if other := next((name for name in was if was[name] != now[name]), ""):
-        raise ConfigError(f"--data: {_told(now[other])} for {other}: {run} has {_told(was[other])}; give its --data again")
+    if was.sites.keys() != now.sites.keys():
+        here, there = _listed(list(now.sites)), _listed(list(was.sites))
+        raise ConfigError(f"--sites: {here}: {run} has {there}; give its --sites and --data again")
+    if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
+        has = f"{run} has {_told(was.sites[other])}"
+        raise ConfigError(f"--data: {_told(now.sites[other])} for {other}: {has}; give its --data again")
+    if other := next((name for name in was.content if was.content[name] != now.content[name]), ""):
+        what = f"{_told(now.sites[other])} for {other}: has other entries or files than when {run} began"
+        raise ConfigError(f"--data: {what}; put them back, or start anew in another --workspace")
 
 
 def _told(lists: list[str] | None) -> str:

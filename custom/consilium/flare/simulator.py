@@ -152,7 +152,7 @@ def tell(given: Given, workspace: Path, sites: list[str]) -> None:
     """Leave to the sites' processes what the simulation gives them."""
     told: dict[str, Any] = {"tracking": given.tracking.mlflow if given.tracking else None}
     told |= {key: str(path) if path else None for key, path in (("data", given.data), ("checkpoints", given.checkpoints))}
-    told["sites"] = kept({name: find_site(name, given) for name in sites})
+    told |= kept({name: find_site(name, given) for name in sites})._asdict()
     write_atomic(workspace / SIMULATION, json.dumps(told).encode())
 
 

@@ -13,7 +13,7 @@ LIMIT = 300
 """Characters of one text that are shown, unless the caller wants another number."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories without a shape of their own: controls, format (text direction), surrogates, private, line ends."""
-_MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+_MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 
 
 def shown(text: object, limit: int = LIMIT) -> str:
@@ -25,7 +25,8 @@ def shown(text: object, limit: int = LIMIT) -> str:
 
 def cell(text: object, limit: int = LIMIT) -> str:
     """Return a text as one cell or heading of a Markdown page: as `shown`, and nothing in it is markup."""
-    return "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
+    plain = "".join(_MARKDOWN.get(c, c) for c in shown(text, limit))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", plain)  # one amid a word is none
 
 
 def harmless(value: object) -> object:

@@ -54,10 +54,7 @@ class RunLog:
         self._sizes = seen and config.secure_aggregation is None
         self._rounds = config.training.rounds
         self._classes = list(getattr(config.task, "classes", ()))
-        write_atomic(folder / "job.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
-        write_atomic(
-            folder / "versions.json", json.dumps(versions() | config.packages | {"code": code_of(config)}, indent=1).encode()
-        )
+        self._config = config
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> None:
@@ -68,13 +65,21 @@ class RunLog:
             if event["event"] == "diagnostics" and (event["round"], event["phase"]) < (state.round, state.phase):
                 self._curves.append(event["values"])
         self._line({"event": "resumed", "round": state.round, "phase": state.phase})
+        self._describe()
 
     def started(self, state: ServerState, sites: list[str]) -> None:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
+    def _describe(self) -> None:
+        """Write job.yaml and versions.json: not before the run goes on, so that one refused leaves another's as they are."""
+        write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
+        found = versions() | self._config.packages | {"code": code_of(self._config)}
+        write_atomic(self.folder / "versions.json", json.dumps(found, indent=1).encode())
+
     def trains(self, strategy: Strategy, initial: Tensors) -> None:
-        """Record how many parameters travel, stay at a site and do not train."""
+        """Record how many parameters travel, stay at a site and do not train: a new run begins."""
+        self._describe()
         counts = by_role(strategy, {name: tensor.numel() for name, tensor in initial.items()})
         self._line({"event": "parameters", "round": 0, "phase": 0, **{role.value: count for role, count in counts.items()}})
 

@@ -48,8 +48,11 @@ class Cell:
         return named(self.labels)
 
     def load(self) -> JobConfig:
-        """Return its job. Raises ConfigError."""
-        return load_job(self.base, _parsed(self.overrides), plugins=None, author=True)
+        """Return its job. Raises ConfigError, also where its base is not what it was when the study was read."""
+        config = load_job(self.base, _parsed(self.overrides), plugins=None, author=True)
+        if identity(config, self.sites, self.data) != self.id:
+            raise ConfigError(f"{self.base}: has changed since the study was read; run its command again")
+        return config
 
 
 def named(labels: Mapping[str, Any]) -> str:
@@ -139,7 +142,7 @@ class Study:
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
         config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
-        name, metrics = _digest(config, sites, data), TASKS[config.task.name].metric_names(config.task)
+        name, metrics = identity(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
 
 
@@ -168,8 +171,8 @@ def _parsed(overrides: list[str]) -> dict[str, Any]:
     return dict(map(parse_override, overrides))
 
 
-def _digest(config: JobConfig, sites: str, data: str) -> str:
-    """Return what tells a job from every other: all its settings, who takes part, and which folder the data are in."""
+def identity(config: JobConfig, sites: str, data: str) -> str:
+    """Return what tells a cell from every other: all its settings, who takes part, and which folder the data are in."""
     parts = [config.digest, config.training.rounds, sites, data]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

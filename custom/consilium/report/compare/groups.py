@@ -1,30 +1,22 @@
-"""Which runs compare: the same task, data, sites and test images. What each is called: the settings in which they differ."""
+"""Groups of runs that compare, see differs.py. What each is called: the settings in which they differ."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
-from consilium.messages import Stage
+from consilium.report.compare.differs import CHECKPOINT, compared, differs, text_of
 from consilium.report.compare.runs import Run
-from consilium.tasks.registry import COUNT
 
 KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
 """Fields that say which others their section has."""
-LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", "data.phantoms.training",
-            "data.phantoms.validation", "data.phantoms.classes")  # fmt: skip
-"""Fields of task and data that change the training and not what is scored."""
 AGAIN = " again"
 """Stands behind the seed of a private run that repeats another: another draw of noise."""
 UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
-           "training.validate.full", "model.checkpoint", "statistics", "federation.min_sites", "federation.round_timeout",
+           "training.validate.full", CHECKPOINT, "statistics", "federation.min_sites", "federation.round_timeout",
            "federation.straggler_grace_seconds")  # fmt: skip
 """Fields that do not tell one method from another."""
-READ = ("task.", "data.", "model.checkpoint", "privacy.unit", "privacy.per_patient")
-"""Fields by which a site reads other files, or others of its samples."""
-SAME = 0.01
-"""The frozen model's scores of the same images differ by less, on whatever machine."""
 
 
 @dataclass(frozen=True)
@@ -128,70 +120,13 @@ def _labelled(labels: Mapping[str, str], unnamed: Iterable[str]) -> str:
     return ", ".join(value for axis, value in labels.items() if axis not in gone)
 
 
-def differs(one: Run, other: Run) -> str | None:
-    """Return why two runs' scores do not compare, None where they do."""
-    mine, theirs = _compared(one), _compared(other)
-    if mine != theirs:
-        key = next(k for k in sorted({*mine, *theirs}) if mine.get(k, "none") != theirs.get(k, "none"))
-        return f"{key} is {_text(theirs.get(key, 'none'))}, in {one.name} {_text(mine.get(key, 'none'))}"
-    if one.split != other.split or one.metric != other.metric:
-        return f"scored by {other.metric} on {other.split}, {one.name} by {one.metric} on {one.split}"
-    if one.sites != other.sites:
-        return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
-    if _changed(one, other):
-        return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
-    return _other_images(one, other)
-
-
-def _changed(one: Run, other: Run) -> bool:
-    """Tell whether two cells of a study that read the same files found other content there."""
-    whole = bool(one.whole and other.whole)
-    content = (one.whole, other.whole) if whole else (one.data[1], other.data[1])
-    return all(content) and content[0] != content[1] and _read(one, whole) == _read(other, whole)
-
-
-def _read(run: Run, whole: bool) -> list[Any]:
-    """Return what decides which content a run of a study reads: where it is equal, other content has been changed since."""
-    most = None if whole else run.settings.get("data.most_training")  # which samples these are depends on the seed
-    fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
-    return [run.data[0], fields, most, run.seed if most else None]
-
-
-def _compared(run: Run) -> dict[str, Any]:
-    """Return the settings that decide what a score is taken of."""
-    found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
-    if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
-        found["model.image_size"] = run.settings.get("model.image_size")
-    return found
-
-
-def _other_images(one: Run, other: Run) -> str | None:
-    """Return where two runs were scored on other samples: their number, or what the same frozen model scores, tells."""
-    if _generated(one) and one.seed != other.seed:
-        return None  # each seed draws its own pictures
-    models = [[(k, v) for k, v in run.settings.items() if k.startswith("model.")] for run in (one, other)]
-    for site in sorted(one.results.keys() & other.results.keys()):
-        for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
-            a, b = one.score(site, stage, metric), other.score(site, stage, metric)
-            if a is None or b is None or (stage is Stage.PRETRAINED and models[0] != models[1]):
-                continue
-            if abs(a - b) > SAME * max(1.0, abs(a) if metric == "loss" else 1.0):
-                what = "samples scored" if metric == COUNT else f"the pretrained model's {metric}"
-                return f"another test split at {site}: {what} {b:g}, in {one.name} {a:g}"
-    return None
-
-
-def _generated(run: Run) -> bool:
-    return run.settings.get("data.phantoms.kind") is not None
-
-
 def method_labels(runs: Sequence[Run], unnamed: Iterable[str] = ()) -> dict[str, str]:
     """Return each run's method by the run's name: of a study's cell its labels, else the strategy and what else differs.
 
     `unnamed`: axes that name no method.
     """
-    own = {run.name: _labelled(run.labels, unnamed) for run in runs}
-    fields = {run.name: _fields(run) for run in runs}
+    own, bases = {run.name: _labelled(run.labels, unnamed) for run in runs}, _bases(runs)
+    fields = {run.name: _fields(run) | {CHECKPOINT: bases.get(run.base)} for run in runs}
     kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
     found = {}
     for run in runs:
@@ -201,31 +136,33 @@ def method_labels(runs: Sequence[Run], unnamed: Iterable[str] = ()) -> dict[str,
     return found
 
 
+def _bases(runs: Sequence[Run]) -> dict[str, str]:
+    """Return what the frozen weights of runs are called, by their hash: the same file has one name wherever it lies."""
+    found: dict[str, str] = {}
+    for run in runs:
+        if run.base:
+            found.setdefault(run.base, f"{PurePath(str(run.settings.get(CHECKPOINT))).name} {run.base[:8]}")
+    return found
+
+
 def _fields(run: Run) -> dict[str, Any]:
-    kept = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in _compared(run)}
-    return {k: v for k, v in kept.items() if k != "model.checkpoint_sha256"}
+    return {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared(run)}
 
 
 def _varies(key: str, run: Run, runs: Sequence[Run], fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:
     """Tell whether a field differs among the runs of the same kind of its section; the kind itself, among all."""
     section = key.partition(".")[0]
     alike = [o for o in runs if key in KINDS or kinds[o.name].get(section) == kinds[run.name].get(section)]
-    return len({_text(fields[o.name].get(key)) for o in alike}) > 1
+    return len({text_of(fields[o.name].get(key)) for o in alike}) > 1
 
 
 def _named(key: str, value: Any, shown: Sequence[str]) -> str:
     """Return a setting as part of a method's name: by its last word, or whole where that names two."""
     if key in KINDS:
-        return f"{'privacy ' if key == 'privacy.unit' else ''}{_text(value)}"
+        return f"{'privacy ' if key == 'privacy.unit' else ''}{text_of(value)}"
     last = key.rpartition(".")[2]
     twins = [k for k in shown if k.rpartition(".")[2] == last]
-    return f"{key if len(twins) > 1 else last} {_text(value)}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return f"{key if len(twins) > 1 else last} {text_of(value)}"
 
 
 def _data_axes(groups: Sequence[Sequence[Run]]) -> set[str]:

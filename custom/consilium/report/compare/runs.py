@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.means import Results
@@ -37,7 +38,8 @@ class Run:
     `pooled`: the data travelled instead. `labels`: of a study's cell, by axis; {} for a plain run.
     `test_only`: sites that did not train. `noted`: diagnostics by round and phase. `data`: of a study's cell, its folder of the
     data, and what tells their content from other, of all samples in `whole`; "" where there is none. `ended`: where and why its
-    rounds have ended early.
+    rounds have ended early. `content`: what tells each site's data from others, of a simulation. `base`: the SHA-256 of the
+    frozen weights, "" where the package has them or nobody knows.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Run:
     data: tuple[str, str] = ("", "")
     whole: str = ""
     ended: Mapping[str, Any] | None = None
+    content: Mapping[str, str] = field(default_factory=dict)
+    base: str = ""
 
     @property
     def seed(self) -> int:
@@ -120,6 +124,8 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         test_only(folder),
         _noted(folder / "metrics.jsonl"),
         ended=ended(folder),
+        content=_read_json(folder / SIMULATION).get("content", {}) if (folder / SIMULATION).is_file() else {},
+        base=_base(folder / "server" / "state.safetensors"),
     )
 
 
@@ -206,6 +212,15 @@ def trained_tensors(config: JobConfig, path: Path) -> dict[str, tuple[Role, int]
     except ConfigError:  # a tensor that the server alone has
         return None
     return {name: (role, sizes[name]) for name, role in roles.items()} or None
+
+
+def _base(path: Path) -> str:
+    """Return the SHA-256 of the frozen weights as the server's checkpoint notes it; "" where it does not."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str(json.loads((file.metadata() or {})["meta"]).get("checkpoint") or "")
+    except (OSError, SafetensorError, KeyError, ValueError, AttributeError):
+        return ""
 
 
 def _sizes(path: Path) -> dict[str, int]:

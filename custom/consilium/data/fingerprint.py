@@ -1,0 +1,51 @@
+"""What tells one site's data from another's without reading a picture: the list, and the names and sizes of its files."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from consilium.data.datalist import SPLITS
+from consilium.data.folders import read_folders
+from consilium.data.opening import read_text
+from consilium.data.text import FILES, has_texts
+from consilium.errors import ConsiliumError
+
+
+def fingerprint(path: Path) -> str:
+    """Return 16 hexadecimal digits for a data list, or a folder of texts or of classes, wherever it lies.
+
+    "" for what cannot be read: the job says why. Texts count whole; of a picture or a mask its name and size do, so one that
+    has other pixels and as many bytes as before is not noticed.
+    """
+    try:
+        found = _folder(path) if path.is_dir() or path.suffix == ".jsonl" else _list(path)
+    except (ConsiliumError, OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return ""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _folder(path: Path) -> list[Any]:
+    """Return what is in a folder of texts (or beside one of its files), or of classes."""
+    folder = path if path.is_dir() else path.parent
+    if not has_texts(folder):
+        return [[split, name, *_file(picture)] for split, picture, name in read_folders(folder)]
+    files = [next((folder / name for name in names if (folder / name).is_file()), None) for names in FILES.values()]
+    return [None if file is None else read_text(file, "") for file in files]
+
+
+def _list(path: Path) -> dict[str, Any]:
+    raw = json.loads(read_text(path, ""))
+    return raw | {split: [_entry(path.parent, entry) for entry in raw.get(split, [])] for split in SPLITS}
+
+
+def _entry(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with names and sizes in place of paths; a label that is no file stays."""
+    places = {key: folder / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
+    return entry | {key: _file(place) for key, place in places.items() if place.exists()}
+
+
+def _file(path: Path) -> list[Any]:
+    """Return a file's name and size; of a folder of DICOM files those of its files."""
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return [path.name, [[one.name, one.stat().st_size] for one in files]]

@@ -1,0 +1,98 @@
+"""`simulate --resume` goes on with what the run began with, and one that is refused changes no file."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.cli.main import main
+from tests.conftest import small_text
+
+SITES = ("north", "east", "a")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["consilium", "simulate", "job.yaml", "--data", "data", "--workspace", "w", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def records(ward: str, count: int) -> str:
+    answers = ("urgent", "soon", "later")
+    return "".join(json.dumps({"input": f"{ward} {i}", "output": answers[i % 3]}) + "\n" for i in range(count))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Leave a job of texts and three sites' data in an empty folder, which is then the one to work in."""
+    monkeypatch.chdir(tmp_path)
+    raw = small_text(rounds=1, local_steps=1).model_dump() | {"data": {"phantoms": None}}
+    Path("job.yaml").write_text(yaml.safe_dump(raw))
+    for name in SITES:
+        (folder := Path("data", name)).mkdir(parents=True)
+        for split, count in (("training", 6), ("test", 3)):
+            (folder / f"{split}.jsonl").write_text(records(name, count))
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+REFUSED = {
+    "another strategy": (["--set", "strategy=local_only"], "is of another job; resume with the job.yaml it was made by"),
+    "fewer rounds": (["--rounds", "1"], "training.rounds: 1: the run in w has done 2; give as many or more"),
+    "other sites": (["--sites", "a,north"], "--sites: a, north: the run in w has a, east, north;"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_resumption_changes_no_file(
+    what: str, job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--rounds", "2") == 0
+    before = files(Path("w"))
+    capsys.readouterr()
+    options, message = REFUSED[what]
+    assert run(monkeypatch, "--resume", "--rounds", "3", *options) == 2
+    assert message in capsys.readouterr().err
+    assert files(Path("w")) == before
+
+
+def test_a_run_whose_data_have_changed_in_place_does_not_go_on(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch) == 0
+    before, test = files(Path("w")), Path("data/east/test.jsonl")
+    kept = test.read_text()
+    test.write_text(kept.replace("soon", "later"))
+    capsys.readouterr()
+    assert run(monkeypatch, "--rounds", "2", "--resume") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    place = job / "data/east"
+    assert said == (
+        f"--data: {place} for east: has other entries or files than when the run in w began; put them back, "
+        "or start anew in another --workspace"
+    )
+    assert files(Path("w")) == before
+    test.write_text(kept)
+    assert run(monkeypatch, "--rounds", "2", "--resume") == 0
+
+
+def scores(words: Sequence[Sequence[str]], monkeypatch: pytest.MonkeyPatch) -> str:
+    for one in words:
+        assert run(monkeypatch, "--set", "strategy=centralized", *one) == 0
+    return Path("w/results.json").read_text()
+
+
+def test_pooled_data_keep_the_order_in_which_their_run_began(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = ["--rounds", "2", "--resume", "--sites", "east,a,north"]
+    resumed = scores([["--rounds", "1", "--sites", "north,east,a"], again], monkeypatch)
+    Path("w").rename("first")
+    assert resumed == scores([["--rounds", "2", "--sites", "north,east,a"]], monkeypatch)
+    Path("w").rename("second")
+    assert resumed != scores([["--rounds", "2", "--sites", "east,a,north"]], monkeypatch)
