@@ -51,9 +51,14 @@ _TEXTS = {
 
 
 class ConsiliumError(Exception):
-    """Base of every error that is shown to a user as one line instead of a traceback. `reason`: what may leave a site of it."""
+    """Base of every error that is shown to a user as one line instead of a traceback.
+
+    `reason`: what may leave a site of it; `told`: what FLARE's logs there say in the place of a text that may name data, "" of
+    others.
+    """
 
     reason = Reason.ERROR
+    told = ""
 
     def __init__(self, message: str, reason: Reason | None = None) -> None:
         super().__init__(message)
@@ -70,6 +75,7 @@ class DataError(ConsiliumError):
     """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
 
     reason = Reason.DATA
+    told = "the data cannot be used"
 
     def __init__(self, message: str, kind: str = "unreadable") -> None:
         super().__init__(message)

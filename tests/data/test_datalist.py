@@ -29,22 +29,26 @@ def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
 
 
 def test_files_that_are_gone_since_the_list_was_read(tmp_path: Path) -> None:
-    """Where bad samples are skipped one file is left out, and without any there is nothing to train on."""
-    entries = {"training": [{"image": "a.png", "label": "m.png"}, "a.png"], "validation": ["b.png"], "test": ["c.png"]}
-    data = read_datalist(write(tmp_path, entries, "a.png", "m.png", "b.png", "c.png"))
-    files = listed_files(data, ("training", "validation"))
-    assert [file.name for file in files] == ["a.png", "m.png", "b.png"]
+    """Where bad samples are skipped they are left out, and without a training sample there is nothing to train on."""
+    pairs = [{"image": "a.png", "label": "m.png"}, {"image": "a.png", "label": "n.png"}]
+    names = ["a.png", "m.png", "n.png", "b.png", "c.png"]
+    data = read_datalist(write(tmp_path, {"training": pairs, "validation": ["b.png"], "test": ["c.png"]}, *names))
+    both = ("training", "validation")
+    assert [file.name for file in listed_files(data, both)] == ["a.png", "m.png", "n.png", "b.png"]
+    (tmp_path / "c.png").unlink()
     for skip in (False, True):
-        check_still_there(data.path, (), skip)
-        check_still_there(data.path, files, skip)
-    files[1].unlink()
+        check_still_there(data, both, skip)
+    (tmp_path / "b.png").unlink()
+    (tmp_path / "m.png").unlink()
     with pytest.raises(DataError, match=r"datalist\.json: .*m\.png: no such file"):
-        check_still_there(data.path, files, skip=False)
-    check_still_there(data.path, files, skip=True)
-    files[0].unlink()
-    files[2].unlink()
-    with pytest.raises(DataError, match=r"b\.png: no such file"):
-        check_still_there(data.path, files, skip=True)
+        check_still_there(data, both, skip=False)
+    check_still_there(data, both, skip=True)
+    (tmp_path / "n.png").unlink()  # the pictures are there
+    with pytest.raises(DataError, match=r"n\.png: no such file"):
+        check_still_there(data, both, skip=True)
+    nothing = read_datalist(write(tmp_path, {"training": []}))
+    for skip in (False, True):
+        check_still_there(nothing, both, skip)
 
 
 @pytest.mark.parametrize(

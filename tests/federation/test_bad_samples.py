@@ -11,16 +11,20 @@ from rich.console import Console
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
+from consilium.data.datalist import DataList
+from consilium.data.loading import Loading
 from consilium.data.store import folder as cache_folder
+from consilium.data.text import Text
 from consilium.errors import ConsiliumError, DataError
 from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.engine import simulate
-from consilium.federation.samples import site_data
+from consilium.federation.samples import site_data, still_there
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.closing import result_table
 from consilium.storage import load_state
 from consilium.tasks.registry import TASKS
+from consilium.tasks.report import ReportConfig
 from consilium.training.loop import train
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
@@ -95,6 +99,19 @@ def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytes
     assert caplog.text.count("no such file") == 1
     with pytest.raises(DataError, match="no such file"):
         site_data(config(), "a", settings.model_copy(update={"bad_samples": "refuse"}), tmp_path / "run")
+
+
+def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> None:
+    """Of reports each round was charged whose picture was gone, although the site skips bad samples."""
+    for number in range(2):
+        (tmp_path / f"{number}.png").touch()
+    texts = tuple(Text(f"line {n}", "see", "", ("x",), image=tmp_path / f"{n}.png") for n in range(2))
+    data = DataList(tmp_path / "training.jsonl", {"training": texts, "validation": (), "test": ()}, Loading(skip=True))
+    check = still_there(config().model_copy(update={"task": ReportConfig(name="report")}), data)
+    check()
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(DataError, match=r"0\.png: no such file"):
+        check()
 
 
 def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:

@@ -152,12 +152,15 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
             "2 of 3 sites say `task`.*bring the newer checkpoint back",
         ),
         ([Reason.TASK.text, Reason.DATA.text], "then resume the run"),
+        ([Reason.LEDGER.text, Reason.DATA.text], "then resume the run"),
+        ([Reason.LEDGER.text] * 2, "2 of 3 sites say `ledger`.*mend what their logs name; .*then begin a new run"),
+        ([Reason.TASK.text, Reason.LEDGER.text], "`task`.*`ledger`.*bring the newer checkpoint back.*then begin a new run"),
     ],
 )
 def test_where_too_few_sites_are_not_ahead_of_the_checkpoint_nobody_is_told_to_resume(
     reasons: list[str], match: str, small_job: MakeJob, tmp_path: Path
 ) -> None:
-    """Of three sites two must answer; a third that was dead had the other two resume for ever."""
+    """Of three sites two must answer; a third that was dead, or had lost its state, had the other two resume for ever."""
     server = coordinator(small_job("fedit"), tmp_path)
     server.start()
     for number, reason in enumerate(reasons):

@@ -256,6 +256,21 @@ def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
     assert "resume the run" not in str(error.value)
 
 
+def test_where_a_site_has_lost_its_state_and_a_sum_needs_it_a_new_run_is_to_be_begun(tmp_path: Path, identities: Path) -> None:
+    """Who resumed was told to resume, each time."""
+    job, home = job_of(secure={"threshold": 4}), tmp_path / "run"
+    first = Federation(job, home, identities)
+    coordinator, rounds = first.server()
+    run_phase(coordinator, first.members, None, rounds)
+    coordinator.close()
+    (lost,) = (path for path in (home / "sites" / NAMES[0]).rglob("masks") if "phantoms" not in path.parts)
+    shutil.rmtree(lost.parent)
+    what = "1 of 4 sites say `ledger`: their record of this run cannot be used, and the others are too few"
+    for _ in range(2):
+        with pytest.raises(ConsiliumError, match=f"{what}; .* stays out: then begin a new run$"):
+            Federation(job, home, identities, joined=True).run(resume=True)
+
+
 def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path, identities: Path, plain: Plain) -> None:
     """With a threshold of 4 two cancellations do. site-1 has no answer to the first confirmation only."""
     federation = Federation(job_of(secure={"threshold": 4}), tmp_path / "masked", identities)

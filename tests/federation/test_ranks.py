@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
-from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, ConsiliumError, DataError, Reason
+from consilium.data.datalist import DataList, Item
+from consilium.errors import ConfigError, ConsiliumError, Reason
 from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.ranks import Share, found_by
@@ -22,6 +22,7 @@ from consilium.federation.sharding import kept_whole
 from consilium.federation.site import Site
 from consilium.messages import Payload, SiteInfo
 from tests.conftest import small_cells, small_config, small_text
+from tests.data.storing import make_site
 
 SENTENCES = {"kind": "sentences", "training": 5, "validation": 2, "test": 3}
 
@@ -121,17 +122,44 @@ def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works
 
 
 @pytest.mark.slow
-def test_what_a_rank_says_of_its_data_is_of_the_data_and_stays_out_of_public_logs(job: Job, tmp_path: Path) -> None:
-    make_phantoms(tmp_path / "data", "fundus", "site-1", 0, 5, 0, 2, 64, 0.5, 0.5)
-    given = SiteConfig(devices=("cpu", "cpu"), datalist=tmp_path / "data" / "datalist.json")
+def test_a_rank_opens_no_file_of_the_data_and_says_nothing_of_what_is_left_out(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A test file that was missing ended each round there; what was left out stood in the journal, by name."""
+    given = SiteConfig(devices=("cpu", "cpu"), datalist=make_site(tmp_path / "data"), bad_samples="skip")
+    (tmp_path / "data" / "Muster_Erika_training_1.png").write_bytes(b"no picture")
     site = build_site(job, "site-1", given, tmp_path / "site", lambda event: None)
-    lost = sorted((tmp_path / "data" / "images").glob("test*"))[0]  # the first rank needs no file of it to train
-    lost.unlink()
-    with pytest.raises(DataError, match=rf"devices: rank 1 on cpu: data: .*{lost.name}: no such file") as error:
-        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
-    assert error.value.reason is Reason.TRAINING
-    assert not ranks()
+    assert "Muster_Erika_training_1.png" in caplog.text  # of the site's own process, which keeps it apart in a kit
+    (tmp_path / "data" / "Muster_Erika_test_0.png").unlink()
+    (tmp_path / "data" / "datalist.json").unlink()
+    found = site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+    assert len(ranks()) == 1
     site.close()
+    assert found.metrics["train/steps"] == 4
+    assert "Muster" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sample", "told", "traced"),
+    [
+        (Item(Path("/ward/Jane Doe/1.png"), None, annotated=("HIV",)), "the data cannot be used", False),
+        ("Jane Doe", "AttributeError", True),
+    ],
+)
+def test_what_a_rank_says_of_a_failure_goes_to_its_site_alone(
+    sample: Any, told: str, traced: bool, job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback went to the journal."""
+    site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / "site", lambda event: None)
+    assert site.ranks
+    site.ranks.data.splits["training"] = (sample,)
+    with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on cpu: .*(HIV|'str' object)") as error:
+        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+    assert (error.value.reason, error.value.told) == (Reason.TRAINING, f"site.yaml: devices: rank 1 on cpu: {told}")
+    assert ["Traceback" in note for note in getattr(error.value, "__notes__", ())] == [True] * traced
+    assert "".join(capfd.readouterr()) == ""
+    assert not ranks()
 
 
 def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:
@@ -159,7 +187,7 @@ def test_training_that_is_more_than_a_batchs_loss_is_refused(
 ) -> None:
     config = JobConfig.model_validate(small_cells(strategy).model_dump() | {"privacy": privacy})
     with pytest.raises(ConsiliumError, match=f"site.yaml: devices: {why}.*; give one device"):
-        ranks_of(config, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path, None)
+        ranks_of(config, SiteConfig(devices=("cpu", "cpu")), DataList(tmp_path, {}), tmp_path)
 
 
 def test_site_yaml_names_gpus_by_number(tmp_path: Path) -> None:

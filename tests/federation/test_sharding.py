@@ -11,6 +11,7 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
+from consilium.data.datalist import DataList
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation import sharding
 from consilium.federation.build import build_site, laid_out
@@ -96,7 +97,7 @@ def test_what_needs_the_whole_base_is_refused(job: JobConfig, change: dict[str, 
     raw = job.model_dump()
     config = JobConfig.model_validate(raw | {section: raw[section] | fields for section, fields in change.items()})
     with pytest.raises(ConsiliumError, match=f"site.yaml: base: 'sharded': {why}.*; use replicated"):
-        ranks_of(config, "site-1", SiteConfig(devices=("cpu", "cpu"), base="sharded"), tmp_path, None)
+        ranks_of(config, SiteConfig(devices=("cpu", "cpu"), base="sharded"), DataList(tmp_path, {}), tmp_path)
 
 
 def test_sites_that_share_a_process_cannot_have_it_in_parts(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_score(
     payload = Payload(2, 0, job.initial)
     assert "test/global/dice" in member.evaluate("r", payload).metrics
     (event,) = [e for e in events if e["event"] == "undrawn"]
-    assert "no space left" in event["reason"]
+    assert event["reason"] == "predictions.png: OSError (No space left on device)"
 
 
 def test_a_picture_shows_the_models_as_they_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,19 +19,23 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.config.server import ServerConfig
+from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job
+from consilium.federation.build import Job, assemble_job, build_site
+from consilium.federation.failures import failure, why
 from consilium.flare import certificates, context, packing, revocation, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.controller import RoundController
 from consilium.flare.evidence import chains, copy_ledger
 from consilium.flare.executor import SiteExecutor
-from consilium.flare.private_log import OF_DATA, log_failure
+from consilium.flare.private_log import keep_apart, log_failure
 from consilium.flare.session import Admin
-from consilium.messages import Tensors
+from consilium.messages import SiteInfo, Tensors
 from consilium.privacy.audit import FILE
+from consilium.report.of_data import OF_DATA
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
+from tests.data.storing import break_pixels, make_site
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,52 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
     kept.parent.write_text("no folder: nothing can be kept")
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
     assert "Doe" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_picture_that_cannot_be_drawn_is_named_in_the_private_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's picture of a validation sample: the event went to FLARE's log with the error's text."""
+    listed = make_site(tmp_path / "list")
+    listed.write_text(listed.read_text().replace('"test"', '"validation"'))
+    for logger in map(logging.getLogger, OF_DATA):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", True)
+    fl_ctx = FLContext()
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    keep_apart(fl_ctx)
+    caplog.set_level(logging.INFO)
+    job, observer = assemble_job(small_config("fedit")), context.observer(SiteExecutor(), fl_ctx, "site-1")
+    site = build_site(job, "site-1", SiteConfig(datalist=listed), tmp_path / "one", observer)
+    break_pixels(tmp_path / "list" / "Muster_Erika_test_0.png")
+    with pytest.raises(DataError, match="Muster_Erika_test_0"):  # which log_failure keeps apart
+        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+    assert '"reason": "tb_events: DataError"' in caplog.text
+    assert "Muster" not in caplog.text + "".join(capfd.readouterr())
+    assert "tb_events: DataError: " in (kept := (tmp_path / "state/errors/job-1.log").read_text())
+    assert "Muster_Erika_test_0.png" in kept
+
+
+def test_what_a_device_says_is_public_where_the_site_would_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process of a site with several: an error of the system went public, with the path it names."""
+    fl_ctx, who = FLContext(), "rank 1 on cuda:1: "
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    said: list[tuple[Exception, str]] = [
+        (PermissionError(13, "denied", "/ward/Jane Doe/1.png"), "PermissionError; the text is in "),
+        (DataError("/ward/Jane Doe/1.png: is cut off"), "the data cannot be used; the text is in "),
+        (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
+    ]
+    for error, told in said:
+        log_failure(SiteExecutor(), fl_ctx, failure(who, why(error)))
+        assert f"site.yaml: devices: {who}{told}" in caplog.text
+    kept = (tmp_path / "state/errors/job-1.log").read_text()
+    assert "Doe" not in caplog.text
+    assert kept.count(f"devices: {who}") == 2
+    assert "PermissionError: [Errno 13] denied: '/ward/Jane Doe/1.png'" in kept  # the traceback's last line
 
 
 def test_a_text_that_could_not_be_written_is_not_said_to_be_there(

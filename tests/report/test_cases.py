@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from consilium.errors import DataError
 from consilium.messages import Stage
 from consilium.report.cases import Closing, pick
 from consilium.report.panels import traced
@@ -97,12 +98,15 @@ def test_pictures_of_an_evaluation_before_are_gone(tmp_path: Path) -> None:
     assert {path.name.partition("-")[0] for path in (tmp_path / "cases").iterdir()} == {"best"}
 
 
-def test_what_cannot_be_shown_or_written_is_told_and_stops_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_shown_or_written_is_told_by_its_kind_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(count: int) -> None:
-        raise RuntimeError("no memory")
+        raise DataError("/ward/Jane Doe/1.png: is cut off")
 
     found = closing(Pretended(scored(0.5), broken), Stage.GLOBAL)
-    assert write(found, tmp_path) == ["cases.json: RuntimeError: no memory"]
+    assert write(found, tmp_path) == ["cases.json: DataError"]  # an event, which many read
+    assert "cases.json: DataError: /ward/Jane Doe/1.png: is cut off" in caplog.text
     assert json.loads((tmp_path / "cases.json").read_text())["values"] == {"global": [0.5]}  # the scores are there all the same
     (tmp_path / "file").write_text("")
     problems = write(closing(Pretended(scored(0.5)), Stage.GLOBAL), tmp_path / "file")
@@ -110,12 +114,13 @@ def test_what_cannot_be_shown_or_written_is_told_and_stops_nothing(tmp_path: Pat
     assert problems[0].startswith("cases.json: ")
 
 
-def test_a_model_that_was_scored_on_other_units_is_left_out(tmp_path: Path) -> None:
+def test_a_model_that_was_scored_on_other_units_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = Pretended(scored(0.5, 0.6))
     found = closing(task, Stage.GLOBAL)
     task.scored = scored(0.5)
     found.look(Stage.PRETRAINED, task, SimpleNamespace(), "test")
-    assert write(found, tmp_path) == ["cases.json: ValueError: the pretrained model was scored on other samples"]
+    assert write(found, tmp_path) == ["cases.json: ValueError"]
+    assert "the pretrained model was scored on other samples" in caplog.text
     assert list(json.loads((tmp_path / "cases.json").read_text())["values"]) == ["global"]
 
 

@@ -42,7 +42,7 @@ class NodesConfig(Section):
     """A site's devices in other machines, where `consilium rank` runs: `ranks` of them call rank 0, the site itself.
 
     `address`: where it listens meanwhile, one of its own, HOST:PORT; `secret`: a file that all have, and others cannot read;
-    `wait`: seconds that the ranks have to call. All machines see data and checkpoints under the same paths.
+    `wait`: seconds that the ranks have to call. All machines see checkpoints under the same paths.
     """
 
     address: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$", max_length=300)]

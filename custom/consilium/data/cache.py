@@ -37,7 +37,8 @@ class SampleCache:
 
     `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for what is bad at a
     look, and every sample is looked at before this returns; without it, or where the list's loading says `decode`, every one is
-    read too. Where it says `skip`, who made the list has looked already, and what cannot be read is left out and counted.
+    read too. Where it says `skip`, who made the list has looked already, and what cannot be read is left out and counted;
+    where it says `looked`, nobody looks again.
     `settings`: all that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check`
     raise.
     """
@@ -51,7 +52,7 @@ class SampleCache:
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         self._planes = _planes(data)
         self._locks = {path: threading.Lock() for path in self._planes}
-        if data.loading.decode or not data.loading.skip:
+        if data.loading.decode or not (data.loading.skip or data.loading.looked):
             self._look(check)
 
     def _look(self, check: Check | None) -> None:

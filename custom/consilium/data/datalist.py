@@ -7,7 +7,7 @@ class will do, see folders.py.
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -228,21 +228,33 @@ def _check_there(where: str, file: Path) -> None:
 
 def listed_files(data: DataList, splits: Iterable[str]) -> tuple[Path, ...]:
     """Return the pictures and masks that samples of these splits are read from, each once, in the list's order."""
-    items = [item for split in splits for item in data.splits[split]]
-    files = [file for item in items for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
+    files = [file for split in splits for item in data.splits[split] for file in _files_of(item)]
     return tuple(dict.fromkeys(files))
 
 
-def check_still_there(where: Path, files: Collection[Path], skip: bool) -> None:
-    """Raise DataError where a file of the list `where` is gone; with `skip`, where all are: one alone is left out."""
-    gone = 0
-    for file in files:
-        try:
-            _check_there(str(where), file)
-        except DataError:
-            gone += 1
-            if not skip or gone == len(files):
-                raise
+def _files_of(item: Any) -> list[Path]:
+    return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
+
+
+def check_still_there(data: DataList, splits: Iterable[str], skip: bool) -> None:
+    """Raise DataError where a file of these splits is gone; with `skip` only where no training sample has all its files."""
+    samples = [_files_of(item) for item in data.splits["training"]] if skip else [listed_files(data, splits)]
+    lost = None
+    for files in samples:
+        if (lost := _lost(str(data.path), files)) is None:
+            return
+    if lost is not None:
+        raise lost
+
+
+def _lost(where: str, files: Iterable[Path]) -> DataError | None:
+    """Return what is wrong with the first of these files that is gone, None where all are there."""
+    try:
+        for file in files:
+            _check_there(where, file)
+    except DataError as error:
+        return error
+    return None
 
 
 def _most(file: Path) -> int:

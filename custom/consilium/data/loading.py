@@ -24,7 +24,8 @@ class Loading:
     """`folder`: under which decoded samples are kept, None for in memory only, and `most` bytes of them there.
 
     `workers`: threads that read, 0 for none. `skip`: a sample that cannot be read is left out instead of being an error.
-    `decode`: all samples are read before anything is trained on them, not only looked at.
+    `decode`: all samples are read before anything is trained on them, not only looked at. `looked`: another process has done
+    so, and this one reads none.
     """
 
     folder: Path | None = None
@@ -32,6 +33,7 @@ class Loading:
     workers: int = 0
     skip: bool = False
     decode: bool = False
+    looked: bool = False
 
     @property
     def ahead(self) -> int:

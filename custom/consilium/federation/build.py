@@ -192,7 +192,7 @@ def build_site(
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
-    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data, root)
+    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
 
 
 def build_guard(
@@ -254,12 +254,11 @@ def _site(
     task: Task,
     checkpoint: Path | None,
     data: DataList | None = None,
-    root: Path | None = None,
 ) -> Site:
     units = units_of(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
-    found.ranks = ranks_of(job.config, name, site, folder, root)
+    found.ranks = ranks_of(job.config, site, data, folder)
     if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
         speed_up(job.config, model, task)
     found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None

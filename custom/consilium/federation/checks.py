@@ -244,12 +244,19 @@ def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
     """Return what to do about a round that too few of the sites `asked` answered, by the others' `reasons`, each one's last.
 
-    A site that is ahead of this checkpoint stays so, whoever of the others comes back.
+    A site that is ahead of this checkpoint, or has lost what it must know of the run, stays so, whoever of the others comes
+    back.
     """
-    ahead = list(reasons.values()).count(Reason.TASK.text)
-    if ahead and len(asked) - ahead < quorum:
-        what = f"{ahead} of {len(asked)} sites say `task`: they are ahead of this checkpoint, and the others are too few"
-        return f"{what}; bring the newer checkpoint back, or begin a new run"
+    ahead, lost = (list(reasons.values()).count(word.text) for word in (Reason.TASK, Reason.LEDGER))
+    if ahead + lost and len(asked) - ahead - lost < quorum:
+        told, steps = [], []
+        if ahead:
+            told.append(f"{ahead} of {len(asked)} sites say `task`: they are ahead of this checkpoint")
+            steps.append("bring the newer checkpoint back, or begin a new run")
+        if lost:
+            told.append(f"{lost} of {len(asked)} sites say `ledger`: their record of this run cannot be used")
+            steps.append("mend what their logs name; a site whose state of this run is lost stays out: then begin a new run")
+        return f"{', '.join(told)}, and the others are too few; {'; '.join(steps)}"
     if set(reasons.values()) == {Reason.JOB.text}:
         what = "where a log names a site's own settings, mend them and resume the run"
         return f"every refusal is `job`: {what}; else change the job and begin a new one"

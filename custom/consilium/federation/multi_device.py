@@ -9,18 +9,19 @@ from torch import nn
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.data.datalist import DataList
 from consilium.errors import ConsiliumError, Reason
 from consilium.federation.nodes import read_secret
 from consilium.federation.ranks import Ranks
 from consilium.models.stored import QUANTIZED
 
 
-def ranks_of(config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None) -> Ranks | None:
-    """Return the other devices of a site that has several, None for one.
+def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
+    """Return the other devices of a site that has several, None for one, and for a pooled one, which has no `data` of its own.
 
     Raises ConsiliumError for a job whose training is more than a batch's mean loss, ConfigError for a secret that is none.
     """
-    if site.device_count < 2:
+    if site.device_count < 2 or data is None:
         return None
     what = ""
     if config.dpsgd is not None:
@@ -35,7 +36,7 @@ def ranks_of(config: JobConfig, name: str, site: SiteConfig, folder: Path, root:
         raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
     if site.nodes:
         read_secret(site.nodes.secret)
-    return Ranks(config, name, site, folder, root)
+    return Ranks(config, site, data, folder)
 
 
 def _whole(config: JobConfig, site: SiteConfig) -> str:

@@ -1,6 +1,6 @@
 """Another rank of a site with several devices: a process that takes its share of every batch; ranks.py is the site's side."""
 
-import traceback
+import logging
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import DataError
+from consilium.data.datalist import DataList
+from consilium.federation.failures import why
 from consilium.federation.processes import follow, receive, send
-from consilium.federation.samples import site_data
 from consilium.federation.saved_model import load_values
 from consilium.federation.sharding import hand_over, shard, world
 from consilium.messages import Tensors
+from consilium.report.of_data import say_to
 from consilium.schema import validate
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
@@ -32,25 +33,20 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others: one that has died is known at once, one that computes is not."""
-
-
-OF_DATA = "data: "
-"""Before what a rank says of its data: such a text may name a file, and so a patient."""
-LONGEST = 1000
-"""Characters of what a rank says: a text names a list and a file, whose paths are long."""
 LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine listen."""
 
 
 class RankSetup(NamedTuple):
-    """What another rank makes its model and its task of; `place`: the folder, or the host and port, where ranks meet."""
+    """What another rank makes its model and its task of; `place`: the folder, or the host and port, where ranks meet.
+
+    `data`: the training samples, which its site has looked at. It opens none of them: all it computes on comes in shares.
+    """
 
     settings: dict[str, Any]
     packages: frozenset[str]
-    name: str
     site: SiteConfig
-    folder: Path
-    root: Path | None
+    data: DataList
     place: Path | tuple[str, int]
     rank: int
     size: int
@@ -159,21 +155,16 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
     `address`: where this rank listens; `device`: where it computes, by default where rank 0 says.
     """
     follow()
+    say_to(logging.NullHandler())  # its site says the same, where such lines belong
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:
             worker = _joined(pipe, setup, address, device or setup.site.main_device)
-            send(pipe, "")
+            send(pipe, None)
         except Exception as error:
-            send(pipe, _line(error))
+            send(pipe, why(error))
             return
         worker.answer(pipe)
-
-
-def _line(error: Exception) -> str:
-    traceback.print_exc()
-    line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
-    return f"{OF_DATA}{line}" if isinstance(error, DataError) else line
 
 
 def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device: str) -> "RankWorker":
@@ -182,8 +173,8 @@ def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device:
 
     site = setup.site.model_copy(update={"devices": (device,)})
     config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
-    task = build_task(config, site_data(config, setup.name, site, setup.folder, setup.root), site)
-    send(pipe, "")
+    task = build_task(config, setup.data, site)
+    send(pipe, None)
     store = store_of(setup.place, setup.size)
     group, mesh = meet(store, setup.rank, setup.size, address), None
     if site.base == "sharded":
@@ -214,7 +205,7 @@ class RankWorker:
                 else:
                     _take(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
             except Exception as error:
-                send(pipe, _line(error))
+                send(pipe, why(error))
                 return
 
 

@@ -10,8 +10,9 @@ VLDB 2020) with the optimizer at one rank: for an adapter, sending its values co
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
 from consilium.config.site import NodesConfig, SiteConfig
-from consilium.errors import ConsiliumError, DataError, Reason
+from consilium.data.datalist import DataList
+from consilium.data.loading import Loading
+from consilium.errors import ConsiliumError, Reason
+from consilium.federation.failures import Told, failure, hear, said, why
 from consilium.federation.nodes import Joined, gather
-from consilium.federation.processes import Child, ended, receive, send
+from consilium.federation.processes import Child, send
 from consilium.federation.rank import (
     LOOPBACK,
-    OF_DATA,
     PATIENCE,
     BlockRequest,
     Phase,
@@ -54,13 +57,14 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """A site's other devices. They start with the first training, and after one of them has failed with the next.
+    """A site's other devices. They start before the first training, and after one of them has failed before the next.
 
-    Those of a sharded base start with the first task, because the site alone has not the whole base then.
+    Those of a sharded base start with the first task, because the site alone has not the whole base then. `data`: the site's
+    samples, of which ranks get the training ones; `folder`: where they meet.
     """
 
-    def __init__(self, config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None) -> None:
-        self.config, self.name, self.site, self.folder, self.root = config, name, site, folder, root
+    def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
+        self.config, self.site, self.data, self.folder = config, site, looked_at(data), folder
         self.children, self.place, self.count, self.together = list[Child | Joined](), folder, 0, False
         self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
         self._group: ProcessGroup | None = None
@@ -100,17 +104,27 @@ class Ranks:
 
     def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
         """Return the task whose loss, and its gradient, all devices compute together. Raises ConsiliumError."""
-        try:
-            if not self.children:
-                self._start(None)
+        self.begin()
+        with self._ended_by_errors():
             for child in self.children:
                 send(child.pipe, Phase(values, frozenset(trained), scaling))
+        return JointTask(task, self, trained)
+
+    def begin(self) -> None:
+        """Start the other ranks, unless they have been. Raises ConsiliumError, and then none is left."""
+        with self._ended_by_errors():
+            if not self.children:
+                self._start(None)
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, EOFError, RuntimeError) as error:
             raise self.failed(error) from None
         except BaseException:
             self.end()
             raise
-        return JointTask(task, self, trained)
 
     def _start(self, model: nn.Module | None) -> None:
         """Start all other ranks; of `model`, where there is one, this one keeps its part."""
@@ -122,8 +136,8 @@ class Ranks:
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
         for rank, child in enumerate(self.children, start=1):
             own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1], "nodes": None})
-            send(child.pipe, RankSetup(settings, packages, self.name, own, self.folder, self.root, place, rank, size))
-        _hear(self.children)
+            send(child.pipe, RankSetup(settings, packages, own, self.data, place, rank, size))
+        hear(self.children)
         self._group = meet(store, 0, size, address)
         if model is not None:
             self._split = model
@@ -131,7 +145,7 @@ class Ranks:
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
                 send(child.pipe, ReadBase())
-            _hear(some)
+            hear(some)
 
     def _want(self, block: int) -> None:
         """Have the other ranks send their parts of a block, unless all are computing it.
@@ -174,15 +188,13 @@ class Ranks:
         return self._group
 
     def failed(self, error: Exception) -> ConsiliumError:
-        """End all ranks; return why, as the one that failed first has said: a DataError where that is of its data."""
-        said = ((why, child) for child in self.children if (why := _said(child)))
-        why, child = error.args if isinstance(error, _Told) else next(said, (" ".join(str(error).split())[:200], None))
+        """End all ranks; return why, as the one that failed first has said."""
+        heard = ((found, child) for child in self.children if (found := said(child)))
+        found, child = (error.why, error.child) if isinstance(error, Told) else next(heard, (why(error), None))
         rank = self.children.index(child) + 1 if child else 0
         who = f"rank {rank} on {self._where(rank)}: " if child else ""
-        failure = (DataError if why.startswith(OF_DATA) else ConsiliumError)(f"site.yaml: devices: {who}{why}")
-        failure.reason = Reason.TRAINING
         self.end()
-        return failure
+        return failure(who, found)
 
     def _where(self, rank: int) -> str:
         child = self.children[rank - 1]
@@ -202,6 +214,12 @@ class Ranks:
             leave_world()
 
 
+def looked_at(data: DataList) -> DataList:
+    """Return the training samples alone, as ranks get them: a rank trains on shares, and opens no file of the data."""
+    training = {split: items if split == "training" else () for split, items in data.splits.items()}
+    return replace(data, splits=training, loading=Loading(looked=True))
+
+
 def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path | tuple[str, int], "Store", str]:
     """Return where a site's ranks meet, the store that rank 0 keeps there, and the address where it listens for them."""
     if nodes is None:
@@ -213,33 +231,6 @@ def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path |
     port = door.getsockname()[1]
     store = TCPStore(host, port, size, is_master=True, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=door.detach())
     return (host, port), store, host
-
-
-class _Told(RuntimeError):
-    """What a rank has said of why it failed, and which it is."""
-
-
-def _hear(children: Sequence[Child | Joined]) -> None:
-    """Wait until all are ready. Raises OSError, EOFError where one has failed."""
-    for child in children:
-        if said := receive(child.pipe):
-            raise _Told(said, child)
-
-
-def _said(child: Child | Joined) -> str:
-    """Return why a rank failed, "" if it did not; the others wait for it, and say nothing."""
-    gone = False
-    try:
-        while child.pipe.poll(1):
-            if said := receive(child.pipe):
-                return str(said)
-    except (EOFError, OSError):
-        gone = True
-    if child.process is None:
-        return "it is gone; see what `consilium rank` says there" if gone else ""
-    child.process.join(1)
-    code = child.process.exitcode
-    return "" if code is None else ended(code)
 
 
 class JointTask:

@@ -13,7 +13,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.crop import drawn
-from consilium.data.datalist import SPLITS, DataList, Item, check_still_there, listed_files
+from consilium.data.datalist import SPLITS, DataList, Item, check_still_there
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, most_of_one
 from consilium.data.relabel import relabelled
@@ -188,6 +188,6 @@ def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) 
 
 
 def still_there(config: JobConfig, data: DataList) -> Callable[[], None]:
-    """Return what raises DataError where files that a round reads are gone."""
+    """Return what raises DataError where files that a round cannot do without are gone: a task that looks skips bad ones."""
     splits = ("training", "validation") if config.training.validation.stages else ("training",)
-    return partial(check_still_there, data.path, listed_files(data, splits), data.loading.skip)
+    return partial(check_still_there, data, splits, data.loading.skip and TASKS[config.task.name].look is not None)

@@ -12,13 +12,12 @@ from pathlib import Path
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 
-from consilium.errors import ConsiliumError, DataError
+from consilium.errors import ConsiliumError
 from consilium.federation.runs import ERRORS
 from consilium.flare import context
+from consilium.report.of_data import say_to
 from consilium.storage import private_folder
 
-OF_DATA = ("consilium.data", "consilium.tasks")
-"""Loggers of the code that reads samples, and names files of them."""
 MOST = 1_000_000
 """Bytes of a job's file; there is one former file beside it."""
 
@@ -43,26 +42,23 @@ class PrivateFile(RotatingFileHandler):
 def keep_apart(fl_ctx: FLContext) -> None:
     """Have what the data's own code says of single samples written to the job's file, from now on in this process."""
     if not context.simulated():
-        loggers = [logging.getLogger(name) for name in OF_DATA]
-        for logger in loggers:
-            logger.handlers, logger.propagate = [logging.NullHandler()], False
+        say_to(logging.NullHandler())
         with suppress(OSError):  # a full disk: then nobody is told, and what fails says that it could not be kept
-            file = PrivateFile(fl_ctx)
-            for logger in loggers:
-                logger.handlers = [file]
+            say_to(PrivateFile(fl_ctx))
 
 
 def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:
     """Log why there is no answer: an error of settings as it is, one of the data or an unexpected one by its kind only."""
     expected = isinstance(error, ConsiliumError)
-    if expected and (context.simulated() or not isinstance(error, DataError)):
-        component.log_error(fl_ctx, str(error))
+    told = error.told if isinstance(error, ConsiliumError) else f"{what} ({type(error).__name__})"
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if expected and (context.simulated() or not told):
+        component.log_error(fl_ctx, text)
     elif context.simulated():
         component.log_exception(fl_ctx, what)
     else:
-        text = str(error) if expected else "".join(traceback.format_exception(error))
-        kind = "the data cannot be used" if expected else f"{what} ({type(error).__name__})"
-        component.log_error(fl_ctx, f"{kind}; {_kept(fl_ctx, text)}")
+        kept = text if expected else "".join(traceback.format_exception(error))
+        component.log_error(fl_ctx, f"{told}; {_kept(fl_ctx, kept)}")
 
 
 def _kept(fl_ctx: FLContext, text: str) -> str:

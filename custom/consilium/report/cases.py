@@ -16,6 +16,7 @@ from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report import predictions
+from consilium.report.of_data import undrawn
 from consilium.report.panels import overlay, panel, traced
 from consilium.report.predictions import PREDICTIONS
 from consilium.storage import write_atomic
@@ -39,7 +40,7 @@ FORM = 1
 class Closing:
     """What a closing evaluation shows, model by model: first samples, and the units that its first model did best and worst.
 
-    `by` is that first model. What goes wrong here is kept in `problems`, and costs no score.
+    `by` is that first model. What goes wrong here is kept in `problems` by its kind, and costs no score.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Closing:
         try:
             yield
         except Exception as error:
-            self.problems.append(f"{what}: {type(error).__name__}: {error}")
+            self.problems.append(undrawn(what, error))
 
 
 def pick(scored: Scored) -> dict[str, int]:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report.clean import tag
+from consilium.report.of_data import undrawn
 from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
 
@@ -69,7 +70,7 @@ class EventFile:
 class SiteEvents:
     """What a site shows its own people while it trains: scores, rates, sizes, and pictures of the same validation samples.
 
-    All stays in `folder`. Whatever goes wrong is told to `complain`, once, and costs training nothing.
+    All stays in `folder`. Whatever goes wrong is told to `complain` by its kind, once, and costs training nothing.
     """
 
     def __init__(self, folder: Path, rounds: int, complain: Complain) -> None:
@@ -109,4 +110,4 @@ class SiteEvents:
             write()
         except Exception as error:
             self._broken = True
-            self.complain(f"{FOLDER}: {type(error).__name__}: {error}")
+            self.complain(undrawn(FOLDER, error))

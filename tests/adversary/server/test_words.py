@@ -1,6 +1,7 @@
 """A server that would have words for nothing: of jobs beside each other, of a site whose disk is full, of one run twice."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError, Reason
+from consilium.federation.build import build_site
 from consilium.flare import filters, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
@@ -210,3 +213,32 @@ def test_a_share_that_is_away_costs_nothing_whatever_was_sent(privacy: dict, cli
     assert (site.guard.ledger.entries(), len(site.trainer.did)) == (rows, 1)
     (tmp_path / "away").rename(tmp_path / "share")
     assert wire.reason_of(site.ask("train", site.task(1))) is None
+
+
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
+@pytest.mark.parametrize("away", ["masks", "pictures", "validation"])
+def test_a_share_beside_another_costs_nothing_where_bad_samples_are_skipped(
+    away: str, privacy: dict, client: MakeClient, tmp_path: Path
+) -> None:
+    """Masks, or validation, on a share that was there: each round was charged, and none had anything to train on."""
+    listed, there = make_site(tmp_path / "list"), tmp_path / "share"
+    lists = json.loads(listed.read_text().replace('"test"', '"validation"'))
+    there.mkdir()
+    for split, entries in lists.items():
+        for entry in entries:
+            for key in ("image", "label"):
+                what = "validation" if split == "validation" else "masks" if key == "label" else "pictures"
+                if what == away:
+                    entry[key] = str((listed.parent / entry[key]).rename(there / entry[key]))
+    listed.write_text(json.dumps(lists))
+    site = client(privacy, site={"datalist": listed, "bad_samples": "skip"})
+    settings = SiteConfig(datalist=listed, bad_samples="skip")
+    site.trainer = build_site(site.job, "site-1", settings, tmp_path / "one", lambda event: None, root=tmp_path)
+    assert wire.reason_of(answered(site, admitted(site))) is None
+    rows = site.guard.ledger.entries()
+    there.rename(tmp_path / "away")
+    if away == "validation":  # which is left out
+        assert wire.reason_of(site.ask("train", site.task(1))) is None
+    else:
+        assert [wire.reason_of(site.ask("train", site.task(1))) for _ in range(2)] == [Reason.DATA] * 2
+        assert site.guard.ledger.entries() == rows

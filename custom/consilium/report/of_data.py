@@ -1,0 +1,25 @@
+"""What may name a file of the data, and so a patient: where such lines go, and what is told in their place.
+
+FLARE's logs have many readers, and events go there. A site's process has these loggers write to a private file; see
+flare/private_log.py.
+"""
+
+import logging
+import os
+
+OF_DATA = ("consilium.data", "consilium.tasks", "consilium.report")
+"""Loggers of the code that reads and shows samples, and names files of them."""
+_log = logging.getLogger(__name__)
+
+
+def say_to(handler: logging.Handler) -> None:
+    """Have what these loggers say go to `handler` only, from now on in this process."""
+    for logger in map(logging.getLogger, OF_DATA):
+        logger.handlers, logger.propagate = [handler], False
+
+
+def undrawn(what: str, error: Exception) -> str:
+    """Return what may be told of a thing that could not be shown: its name and the error's kind; the log has the text."""
+    _log.warning(f"{what}: {type(error).__name__}: {error}")
+    system = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
+    return f"{what}: {type(error).__name__}" + (f" ({system})" if system else "")
