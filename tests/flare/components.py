@@ -87,7 +87,7 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         answer = wire.take(result)
-        everything = {n: p.detach().clone() for n, p in layers.tensors(self._site.model).items()}
+        everything = {n: p.detach().clone() for n, p in layers.tensors(self._ready(fl_ctx, abort_signal).model).items()}
         return wire.hold(replace(answer, result=replace(answer.result, tensors=everything)))
 
 

@@ -13,7 +13,7 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, Reason, RefusedError
+from consilium.errors import Reason, RefusedError
 from consilium.federation.build import Job, build_guard
 from consilium.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
 from consilium.privacy import audit
@@ -164,8 +164,9 @@ def test_bytes_that_are_lost_after_a_release_are_not_made_anew(make: Make, tmp_p
     with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
         train(guard, "r", broadcast(job), result(job))
     released.write_bytes(b"x")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read; nothing was sent; restore it") as error:
         train(guard, "r", broadcast(job), result(job))
+    assert error.value.reason is Reason.LEDGER
 
 
 def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.data.patients import by_patient
 from consilium.errors import CheckpointError, DataError, Reason
+from consilium.federation.multi_device import jointly
 from consilium.federation.ranks import Ranks
 from consilium.messages import Observer, Payload, Tensors
 from consilium.models.registry import MODELS
@@ -53,6 +54,12 @@ class LocalTraining:
     """What samples of one patient are known by."""
     ranks: Ranks | None = None
     """The site's other devices."""
+
+    @jointly
+    def begin(self) -> None:
+        """Start the site's other devices, where it has some. Raises ConsiliumError."""
+        if self.ranks:
+            self.ranks.begin()
 
     def _examples(self, split: str) -> Examples | None:
         """Return what the model as it is now says of a few pictures."""

@@ -85,4 +85,6 @@ def _member(
     if job.config.secure_aggregation:
         guard.identity = simulated_identity(folder.parent.parent / IDENTITIES, name, site.secure_aggregation)
     own = former / "sites" / name if former else folder
-    return Member(build_site(job, name, site, own if own.is_dir() else folder, observer, model), guard)
+    made = build_site(job, name, site, own if own.is_dir() else folder, observer, model)
+    guard.ready = made.begin
+    return Member(made, guard)

@@ -10,9 +10,8 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.errors import ConsiliumError, Reason, RefusedError
-from consilium.federation.build import build_site
 from consilium.federation.site import Site
-from consilium.flare import context, wire
+from consilium.flare import context, sites, wire
 from consilium.flare.private_log import keep_apart, log_failure
 from consilium.flare.tidying import tidy
 from consilium.flare.timers import share_timers
@@ -32,10 +31,6 @@ class Answer:
 class SiteExecutor(Executor):
     """Runs `hello`, `statistics`, `train`, `evaluate` and `model`; `masks` the guard does. FLARE's FedAvg may drive `train`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._site: Site | None = None
-
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Prepare serialization, and for this process' sudden end, when the run starts; close the site at its end."""
         if event_type == EventType.START_RUN:
@@ -43,8 +38,8 @@ class SiteExecutor(Executor):
             context.leave_to_quorum(fl_ctx)
             keep_apart(fl_ctx)
             share_timers()
-        if event_type == EventType.END_RUN and self._site is not None:
-            self._site.close()
+        if event_type == EventType.END_RUN:
+            sites.close(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Do the task that the guard has left for this executor. A failure is a word only; the site has the rest."""
@@ -66,14 +61,9 @@ class SiteExecutor(Executor):
         return self._do(task, self._ready(fl_ctx, abort_signal))
 
     def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
-        if self._site is None:
-            name = fl_ctx.get_identity_name()
-            job, site = context.approved(fl_ctx, name)
-            folder = context.former_site(fl_ctx, job, name, site) or context.site_folder(fl_ctx, job, name, site)
-            root = context.site_root(fl_ctx, job, name, site)
-            self._site = build_site(job, name, site, folder, context.observer(self, fl_ctx, name), root=root)
-        self._site.should_stop = lambda: _stop_if(abort_signal)
-        return self._site
+        site = sites.ready(self, fl_ctx)
+        site.should_stop = lambda: _stop_if(abort_signal)
+        return site
 
     @staticmethod
     def _do(task: Task, site: Site) -> Any:

@@ -15,7 +15,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, build_guard
 from consilium.federation.checks import check_result
-from consilium.flare import context, wire
+from consilium.flare import context, sites, wire
 from consilium.flare.executor import Answer
 from consilium.flare.private_log import log_failure
 from consilium.messages import Kind, Payload
@@ -58,7 +58,7 @@ class GuardTaskFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a shareable that only names the task as authorized; what came is not passed on."""
-        if isinstance(wire.held(shareable), Task) or _refused.get(_key(fl_ctx)) is shareable:
+        if isinstance(wire.held(shareable), Task) or _refused.get(sites.key(fl_ctx)) is shareable:
             return shareable  # the first pair's
         guard = _guard(self, fl_ctx)
         guard.end_task()
@@ -66,7 +66,7 @@ class GuardTaskFilter(ClosedFilter):
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal that the second pair knows for the first's: one that a server sends is no task."""
-        _refused[_key(fl_ctx)] = refusal = super().refused(reason, shareable, fl_ctx)
+        _refused[sites.key(fl_ctx)] = refusal = super().refused(reason, shareable, fl_ctx)
         return refusal
 
 
@@ -75,7 +75,7 @@ class GuardResultFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Release an update or an evaluation, or greet; a refusal keeps its word only."""
-        if _sent.get(_key(fl_ctx)) is shareable:
+        if _sent.get(sites.key(fl_ctx)) is shareable:
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.refused(reason, shareable, fl_ctx)
@@ -104,7 +104,7 @@ class GuardResultFilter(ClosedFilter):
             return Reason.BUDGET if over else Reason.LEDGER
 
     def _keep(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
-        _sent[_key(fl_ctx)] = message
+        _sent[sites.key(fl_ctx)] = message
         return message
 
 
@@ -172,7 +172,7 @@ def _encoded(guard: Guard, task: Task, released: Payload) -> Shareable:
 
 
 def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
-    key = _key(fl_ctx)
+    key = sites.key(fl_ctx)
     if key not in _guards:
         name = fl_ctx.get_identity_name()
         job, site = context.approved(fl_ctx, name)
@@ -181,12 +181,9 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
         observe = context.observer(component, fl_ctx, f"{name}-guard")
         guard = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")
         guard.identity = context.identity(fl_ctx, name, site) if guard.masks else None
+        guard.ready = lambda: sites.ready(component, fl_ctx).begin()
         _guards[key] = guard
     return _guards[key]
-
-
-def _key(fl_ctx: FLContext) -> tuple[str, str]:
-    return fl_ctx.get_job_id(), fl_ctx.get_identity_name()
 
 
 def _with_cookies(message: Shareable, came: Shareable) -> Shareable:

@@ -4,22 +4,75 @@ A server that asks again with other values, and processes that FLARE has left be
 time whether training went well, which the data decide. Only the first answer is paid for, so only it may leave.
 """
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload
-from consilium.privacy import kept, words
+from consilium.privacy import kept, places, words
 from consilium.privacy.authorized import Task
 from consilium.privacy.composition import Entry
 from consilium.privacy.masking import Masking
-from consilium.storage import digest
+from consilium.storage import digest, locked, room_for
 
 
 class Answers(Masking):
-    """What a guard knows of the answers that have left. `dataset`: the data's name in the ledger."""
+    """What a guard knows of the answers that have left, and how it admits a round that may have one.
+
+    `dataset`: the data's name in the ledger. `check_data` raises DataError where files that a round reads are gone; `ready`
+    makes the site ready to train, and raises what that raises: neither knows of anything that a server sends.
+    """
 
     dataset: str
+    records: Path
+    check_data: Callable[[], None]
+    ready: Callable[[], object]
     _attempt: str
+
+    def _admit_training(self, task: Task) -> Task:
+        """Return a training task that may begin, marked where its answer is kept.
+
+        A site that cannot train says so before anything is charged. Raises RefusedError, and what `ready` raises.
+        """
+        self._open_masks(task)  # before the answer is looked for: what is wrong with them must not depend on it
+        if self.plan is None:
+            return task
+        folder = self.folder / task.run
+        places.claim(self.name, self.records, self.folder, task.run)
+        self._attempt = self._next_attempt(task)
+        with room_for(folder), locked(folder):
+            answered = self._given(task) is not None
+        if not answered:  # not under the lock: to read data and weights may take longer than anybody waits for that
+            self.check_data()
+            self.ready()
+        with room_for(folder), locked(folder):
+            self._charge(task, stored := self._given(task))
+        kept.begin(folder, task.place)
+        return replace(task, answered=stored is not None)
+
+    def _charge(self, task: Task, stored: Payload | None) -> None:
+        """Charge a round; what is kept of it is paid at the ask, as a word is: who comes between finds the same budget."""
+        if self._in_steps:
+            self.ledger.spend(self._entry(self._attempt, *task.place), self.policy.budgets)
+        elif self.plan:
+            self.ledger.check([self._entry(self._attempt, *task.place)], self.policy.budgets)
+        if stored is not None:
+            self._pay_release(task, stored)
+
+    def _rows(self, run: str, places: Iterable[tuple[int, int]]) -> list[Entry]:
+        """Return what the answers of these places cost, each one's row, but for those that a former version has paid."""
+        rows = [row for row in self.ledger.entries(self.dataset) if row.run.startswith(run)]
+        names = {at: self._row_name(rows, run, at) for at in places}
+        return [self._entry(name, *at) for at, name in names.items() if name]
+
+    def _row_name(self, rows: list[Entry], run: str, place: tuple[int, int]) -> str:
+        """Return the run's name in the row that pays for a place; a word that nobody can read counts as one more to be paid."""
+        with suppress(RefusedError):  # it stops its own round, which asks for it
+            if (word := words.said(self.folder / run, place)) is not None:
+                return word.row
+        return words.attempt(rows, run, place)
 
     def _pay(self, task: Task, said: words.Said) -> None:
         """Pay for a kept word, once, and put what it cost on record, once; its row tells one try from another."""
@@ -43,7 +96,7 @@ class Answers(Masking):
 
         A place has one answer. What another process finds there, or another training on what the server sends the next time,
         must not show, or each would be told for nothing. Raises RefusedError with the word where that was the answer, where
-        the answer's bytes are gone or were made on other terms, and behind a newer place unless it was paid; CheckpointError.
+        the answer's bytes are gone or were made on other terms, and behind a newer place unless it was paid.
         """
         folder, place = self.folder / task.run, "round {} phase {}".format(*task.place)
         said = words.said(folder, task.place)
@@ -55,7 +108,7 @@ class Answers(Masking):
             self._pay(task, said)
             what = f"{place} has failed here before, and that answer stays ({folder})"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
-        stored = kept.at(folder, task.place)
+        stored = kept.at(folder, task.place, paid)
         if (stored is None and (paid or task.answered)) or self._attempt != self._next_attempt(task):
             raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
         if stored is None:

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, fields
+from typing import Any, Self, get_args
 
 from consilium.config.privacy import BudgetConfig, Unit
 from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of
 
 UNITS: tuple[Unit, ...] = get_args(Unit)
+
+
+_TYPES: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
+"""What a row's number may be read as; all else is a text."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,15 @@ class Entry:
     clip: float
     private: bool = True
     digest: str = ""
+
+    @classmethod
+    def of(cls, raw: Any) -> Self:
+        """Return the row of what `asdict` has made of one. Raises TypeError where it is of another version or type."""
+        found = cls(**raw)
+        for field in fields(cls):
+            if type(getattr(found, field.name)) not in _TYPES.get(field.type, (str,)):
+                raise TypeError(f"{field.name} is of another type")
+        return found
 
     @property
     def key(self) -> tuple[str, str, str, int, int, bool]:

@@ -38,7 +38,7 @@ class Guard(Answers):
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name; `terms`: what the
     site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is trained here; `share_personalized`:
-    its own model may go to a cross-site job; `check_data` raises DataError where files that a round reads are gone.
+    its own model may go to a cross-site job; `check_data` and `ready`: see Answers.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Guard(Answers):
     test_only: bool = False
     share_personalized: bool = False
     check_data: Callable[[], None] = lambda: None
+    ready: Callable[[], object] = lambda: None
     identity: Identity | None = None
 
     def __post_init__(self) -> None:
@@ -121,34 +122,8 @@ class Guard(Answers):
             recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
-            rows = [row for row in self.ledger.entries(self.dataset) if row.run.startswith(run)]
-            said = {place: words.said(self.folder / run, place) for place in places}
-            names = {at: word.row if word else words.attempt(rows, run, at) for at, word in said.items()}
-            self.ledger.check([self._entry(name, *at) for at, name in names.items() if name], self.policy.budgets)
+            self.ledger.check(self._rows(run, places), self.policy.budgets)
         self._admitted = run
-
-    def _admit_training(self, task: Task) -> Task:
-        """Return a training task that may begin, marked where its answer is kept. Raises RefusedError, CheckpointError."""
-        self._open_masks(task)  # before the answer is looked for: what is wrong with them must not depend on it
-        if self.plan is None:
-            return task
-        folder = self.folder / task.run
-        places.claim(self.name, self.records, self.folder, task.run)
-        self._attempt = self._next_attempt(task)
-        with room_for(folder), locked(folder):
-            if (stored := self._given(task)) is None:
-                self.check_data()
-            self._charge(task)
-            if stored is not None:  # at the ask, as a kept word is: who comes between ask and answer finds the same budget
-                self._pay_release(task, stored)
-        kept.begin(folder, task.place)
-        return replace(task, answered=stored is not None)
-
-    def _charge(self, task: Task) -> None:
-        if self._in_steps:
-            self.ledger.spend(self._entry(self._attempt, *task.place), self.policy.budgets)
-        elif self.plan:
-            self.ledger.check([self._entry(self._attempt, *task.place)], self.policy.budgets)
 
     # what leaves -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from consilium.errors import Reason, RefusedError
+from consilium.errors import CheckpointError, Reason, RefusedError
 from consilium.messages import Payload
 from consilium.privacy.composition import Entry
 from consilium.storage import load_state, noted, room_for, save_state, unreadable, write_atomic
@@ -21,6 +21,11 @@ FILE = "released.safetensors"
 """The last release that was paid."""
 BEGUN = "begun.json"
 """The newest round and phase that training has begun in, whatever has become of it."""
+NONE = (-1, -1)
+"""Before any training."""
+FORGO = "to remove it gives up the answer of its round alone"
+ANEW = "to remove it lets its round be trained anew, until a newer one has begun"
+"""What else can be done where the last release that was paid, or one that waits, cannot be read."""
 UNPAID = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
 """How a release is called that is not paid yet, by round and phase."""
 
@@ -49,16 +54,21 @@ def paid(folder: Path, place: tuple[int, int]) -> None:
             os.replace(_unpaid(folder, place), folder / FILE)
 
 
-def at(folder: Path, place: tuple[int, int]) -> Kept | None:
-    """Return the release of a round and phase, None where it is not kept.
+def at(folder: Path, place: tuple[int, int], paid: bool) -> Kept | None:
+    """Return the release of a round and phase, None where it is not kept; `paid`: the ledger has a row of it.
 
-    Raises RefusedError behind a later one that was paid, because only the last is kept; CheckpointError.
+    Raises RefusedError behind a later one that was paid, because only the last is kept, and where its file cannot be read.
     """
     if _unpaid(folder, place).is_file():
-        return _read(_unpaid(folder, place))
+        return _read(_unpaid(folder, place), ANEW)
     if not (folder / FILE).exists():
         return None
-    found = _read(folder / FILE)
+    try:
+        found = _read(folder / FILE, FORGO)
+    except RefusedError:
+        if paid or _begun(folder) == NONE:  # a former version noted nothing
+            raise
+        return None  # behind the newest round nobody asks for what is not paid, so the file answers a round before this one
     if (last := (found.payload.round, found.payload.phase)) > place:
         what = "round {} phase {} is stale, the last that left is round {} phase {}".format(*place, *last)
         raise RefusedError(f"{folder / FILE}: {what}; nothing was sent", Reason.TASK)
@@ -84,23 +94,23 @@ def check_newest(folder: Path, place: tuple[int, int]) -> None:
 
 def _begun(folder: Path) -> tuple[int, int]:
     remedy = "restore it, or remove it where no run goes on"
-    found = noted(folder / BEGUN, remedy) or {"round": -1, "phase": -1}
+    found = noted(folder / BEGUN, remedy) or dict(zip(("round", "phase"), NONE, strict=True))
     place = found.get("round"), found.get("phase")
     if not (isinstance(place[0], int) and isinstance(place[1], int)):
         raise unreadable(folder / BEGUN, remedy)
     return place[0], place[1]
 
 
-def _read(path: Path) -> Kept:
-    tensors, meta = load_state(path)
+def _read(path: Path, otherwise: str) -> Kept:
     try:
-        payload = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"])
+        tensors, meta = load_state(path)
+        payload, terms = Payload(meta["round"], meta["phase"], tensors, meta["scalars"], meta["metrics"]), meta.get("terms")
         places, numbers = (payload.round, payload.phase), [*payload.scalars.values(), *payload.metrics.values()]
-        if not all(isinstance(one, int) for one in places) or not all(isinstance(one, int | float) for one in numbers):
+        if {type(one) for one in places} != {int} or not {type(one) for one in numbers} <= {int, float}:
             raise TypeError
-        return Kept(payload, Entry(**terms) if (terms := meta.get("terms")) else None)
-    except (KeyError, TypeError, AttributeError):
-        raise unreadable(path, "use the version of consilium that wrote it, or begin a new run") from None
+        return Kept(payload, None if terms is None else Entry.of(terms))
+    except (KeyError, TypeError, AttributeError, CheckpointError):
+        raise unreadable(path, f"restore it, or use the version of consilium that wrote it; {otherwise}") from None
 
 
 def _unpaid(folder: Path, place: tuple[int, int]) -> Path:

@@ -54,8 +54,10 @@ def said(run: Path, place: tuple[int, int]) -> Said | None:
     remedy = "restore it; to remove it allows another try until a newer round has begun, and what is then released costs again"
     found = noted(file, remedy)
     try:
-        terms = found.get("terms")
-        return Said(Reason(found["word"]), str(found.get("row", "")), None if terms is None else Entry(**terms))
+        terms, row = found.get("terms"), found.get("row", "")
+        if not isinstance(row, str):
+            raise TypeError
+        return Said(Reason(found["word"]), row, None if terms is None else Entry.of(terms))
     except (KeyError, ValueError, TypeError):
         raise unreadable(file, remedy) from None
 

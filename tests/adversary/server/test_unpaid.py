@@ -1,6 +1,7 @@
 """A server that would know, or have, for nothing or too little what a site has kept and nobody has paid for."""
 
 import errno
+import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -213,7 +214,7 @@ def test_an_older_release_never_comes_over_a_newer_one(tmp_path: Path) -> None:
     with patch("consilium.privacy.kept.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         kept.paid(tmp_path, (1, 0))
     assert not (tmp_path / "unpaid-0-0.safetensors").exists()
-    assert kept.at(tmp_path, (1, 0)) == kept.Kept(Payload(1, 0, {}), terms)
+    assert kept.at(tmp_path, (1, 0), paid=True) == kept.Kept(Payload(1, 0, {}), terms)
 
 
 def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:
@@ -243,9 +244,11 @@ def test_an_answer_is_repeated_where_the_site_cannot_be_built_any_more(paid: boo
 
 
 OTHER = [{"later_field": 1}, None, {"round": "0"}, {"phase": None}, {"scalars": ["x"]}, {"scalars": {"gate": "x"}}]
+OTHER += [{"round": True}, {"metrics": None}, {"terms": []}, *({"terms": {"noise_multiplier": n}} for n in ("5", None, [1]))]
+OTHER += [{"terms": {"clip": "x"}}, {"terms": {"job": 3}}, {"terms": {"round": "0"}}, {"terms": {"private": 1}}]
 
 
-@pytest.mark.parametrize("damage", OTHER, ids=["more", "less", "round", "phase", "list", "text"])
+@pytest.mark.parametrize("damage", OTHER, ids=str)
 def test_a_release_of_another_version_names_its_file_and_the_remedy(
     damage: dict | None, client: MakeClient, tmp_path: Path
 ) -> None:
@@ -256,11 +259,58 @@ def test_a_release_of_another_version_names_its_file_and_the_remedy(
     tensors, meta = load_state(file)
     if damage is None:
         del meta["scalars"]
-    elif damage.keys() <= meta.keys():
-        meta |= damage
+    elif isinstance(terms := damage.get("terms", damage if "later_field" in damage else None), dict):
+        meta["terms"] |= terms
     else:
-        meta["terms"] |= damage
+        meta |= damage
     save_state(file, tensors, meta)
     with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read; .* use the version of consilium"):
         site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
     assert wire.reason_of(asked(client(SITE_LEVEL))) is Reason.LEDGER
+
+
+@BOTH
+@pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL], ids=["site", "record"])
+def test_an_answer_that_nobody_can_read_stops_its_own_round_and_no_later_one(
+    privacy: dict, fails: bool, client: MakeClient, tmp_path: Path
+) -> None:
+    """A release or a word of round 0, in whatever state, refused the whole run of a process that began anew."""
+    first = client(privacy, more=rounds(4))
+    first = failing(first) if fails else first
+    asked(first)
+    (file,) = tmp_path.rglob("refused/0-0.json" if fails else FILE)
+    file.write_text("damaged")
+    site = client(privacy, more=rounds(4))
+    assert wire.reason_of(site.ask("hello", wire.encode_dict(wire.HELLO, {"run": "run-1"}))) is None
+    unpaid(site, True, 1)  # at site level the newest round has begun, and its word waits
+    told = [wire.reason_of(asked(site, round)) for round in (0, 1, 2, 2, 0)]
+    stale = Reason.LEDGER if fails else Reason.TASK  # the newer release took the damaged one's place
+    assert told == [Reason.LEDGER, None if privacy is RECORD_LEVEL else Reason.TRAINING, None, None, stale]
+    assert {row.round for row in site.guard.ledger.entries() if row.count} == {0, 1, 2}
+
+
+@BOTH
+def test_behind_an_answer_that_nobody_can_read_nothing_is_trained(fails: bool, client: MakeClient, tmp_path: Path) -> None:
+    site = client(SITE_LEVEL, more=rounds(3))
+    asked(site)
+    unpaid(site, fails, 1)
+    next(tmp_path.rglob(FILE)).write_text("damaged")
+    unasked = client(SITE_LEVEL, more=rounds(3))
+    assert wire.reason_of(asked(unasked, 0)) is Reason.LEDGER
+    (begun,) = tmp_path.rglob("begun.json")
+    begun.unlink()  # as of a former version, which wrote none: then the file may answer any round
+    assert wire.reason_of(asked(unasked, 2)) is Reason.LEDGER
+    assert not unasked.trainer.did
+
+
+def test_a_word_of_another_type_names_its_file(client: MakeClient, tmp_path: Path) -> None:
+    """Its price was formatted before anybody had looked at it: a traceback."""
+    site = failing(client(SITE_LEVEL))
+    answered(site, admitted(site))
+    (word,) = tmp_path.rglob("refused/0-0.json")
+    kept_word = json.loads(word.read_text())
+    terms: list[dict] = [{"noise_multiplier": "5"}, {"noise_multiplier": None}, {"sample_rate": [1]}, {"private": "no"}]
+    for damage in [{"row": 5}, *({"terms": kept_word["terms"] | one} for one in terms)]:
+        word.write_text(json.dumps(kept_word | damage))
+        with pytest.raises(RefusedError, match=r"0-0\.json: cannot be read"):
+            site.guard.authorize(Kind.TRAIN, "run-1", site.broadcast())
