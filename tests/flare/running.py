@@ -16,7 +16,7 @@ from nvflare.fuel.utils import fobs
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
-from consilium.flare import context, filters, wire
+from consilium.flare import context, filters, sites, wire
 from consilium.flare.simulator import OUTPUT, Simulator, export_job, tell
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
@@ -126,7 +126,7 @@ def in_this_process(
 @contextmanager
 def own_process() -> Iterator[None]:
     """Leave what our components keep in their process, which here is the tests', as it was."""
-    tables = (filters._guards, filters._sent, filters._refused, wire._held, context._opened)
+    tables = (filters._guards, filters._sent, filters._refused, sites._sites, wire._held, context._opened)
     mask = os.umask(0o077)
     try:
         with ExitStack() as stack:
