@@ -70,7 +70,7 @@ def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, 
         one.run(tmp_path / "job", tmp_path, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     given = {"tracking": None, "data": None, "checkpoints": None}
-    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}}
+    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
 
 
 def test_why_the_server_gave_up_comes_before_a_sites_own_error(tmp_path: Path) -> None:

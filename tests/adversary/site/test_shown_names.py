@@ -145,14 +145,16 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tensorboard_and_the_record(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, small_config("fedit"))
+    config = small_config("fedit")
+    log = RunLog(tmp_path, config)
+    log.trains(config.strategy, {})
     log.received("site-1", Payload(0, 0, {}, metrics={HOSTILE: 0.5, "../../../up": 0.5, "validation/global/dice": 0.5}))
     log.refused({"event": "refused", "site": HOSTILE, "round": 0, "reason": HOSTILE, "joining": False})
     log.close()
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 3
     assert not FORBIDDEN.search(text)
-    assert json.loads(text.splitlines()[1])["reason"] == HOSTILE
+    assert json.loads(text.splitlines()[2])["reason"] == HOSTILE
     seen = EventAccumulator(str(tmp_path / "tb_events" / "site-1")).Reload().Tags()["scalars"]
     assert "validation/global/dice" in seen
     assert not any(FORBIDDEN.search(name) or ".." in name or "<" in name for name in seen)
