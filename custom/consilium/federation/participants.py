@@ -91,7 +91,7 @@ def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None
     if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
         has = f"{run} has {_told(was.sites[other])}"
         raise ConfigError(f"--data: {_told(now.sites[other])} for {other}: {has}; give its --data again")
-    if other := next((name for name in was.content if was.content[name] != now.content[name]), ""):
+    if other := next((name for name, content in now.content.items() if was.content.get(name, content) != content), ""):
         what = f"{_told(now.sites[other])} for {other}: has other entries or files than when {run} began"
         raise ConfigError(f"--data: {what}; put them back, or start anew in another --workspace")
 

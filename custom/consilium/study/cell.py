@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from consilium.errors import ConsiliumError
+from consilium.federation import checkpoint
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Observer
@@ -205,7 +206,7 @@ def _exchanged(folder: Path, old: str, new: str) -> Record:
 def _simulate(planned: Planned, observer: Observer) -> None:
     """Leave what `consilium simulate --workspace` leaves."""
     folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
-    if not (folder / "server" / "state.safetensors").is_file():
+    if not (folder / checkpoint.FILE).is_file():
         log.unlink(missing_ok=True)  # it ended before there was anything to go on with
     job = assemble_job(planned.cell.load(), planned.cell.base)
     simulate(job, planned.sites(), folder, observer, resume=log.exists())
