@@ -6,7 +6,7 @@
 The studies named are read from their workspaces (a folder each): what finished cells measured goes into `measured/`, and
 what `consilium compare` says of the study between its marks in RESULTS.md. Then the tables of effects are made of all of
 `measured/`, which lasts when workspaces are gone, and so are the tables and pictures of `utility`. Without a study's name only
-these are made.
+these are made. The first table has the papers' claims with the effects that decide them (`claims`).
 An effect is a difference, paired by seed, with the 95 % t interval over seeds; `effects` says which, and where each should lie.
 """
 
@@ -23,11 +23,12 @@ from scipy import stats
 
 from consilium.study.study import load
 from tests.benchmarks import utility
+from tests.benchmarks.claims import CLAIMS, Claim
 from tests.benchmarks.effects import EFFECTS, Best, Effect, Labels, Term
 from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, collected, keep, read
 
 PAGE = Path(__file__).parent / "RESULTS.md"
-BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+) (?P<study>\w+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
+BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+)(?: (?P<study>\w+))? -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
 TABLES = {"compare": "", "costs": "What it costs"}
 """How the title of compare's table begins, by kind of block."""
 FEWEST = 3
@@ -115,6 +116,23 @@ def effects(study: str, folder: Path = FOLDER) -> str:
     return "\n\n".join([*parts, *([f"Did not run: {'; '.join(absent[:NAMED])}{more}."] if absent else [])]) + "\n"
 
 
+def claimed(claim: Claim, folder: Path = FOLDER) -> list[str]:
+    """Return a claim's row: what, whether it holds, and each effect that says so with its interval and seeds."""
+    rows, named = read(claim.study, folder), {one.about: one for one in EFFECTS[claim.study]}
+    parts = {name: row(rows, named[about]) for name, about in claim.by.items()}
+    shown = [part[-1] for part in parts.values()]
+    word = "holds" if set(shown) == {"yes"} else "only in part" if "yes" in shown else "not shown"
+    sizes = "; ".join(f"{name} {part[2]}" for name, part in parts.items())
+    seeds = ", ".join(sorted({part[4] for part in parts.values()}))
+    return [claim.text, f"**{word}**{f': {claim.found}' if claim.found else ''}", sizes, seeds]
+
+
+def claims(folder: Path = FOLDER) -> str:
+    """Return the table of the papers' claims."""
+    lines = [("claim", "is it so", "effect", "seeds"), ("---",) * 4, *(claimed(one, folder) for one in CLAIMS)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def compared(study: str, workspace: Path, titled: str = "") -> str:
     """Return a table that `consilium compare` makes of a study, by how its title begins: the first, of scores, without one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -133,15 +151,17 @@ def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path
 
     def block(match: re.Match[str]) -> str:
         kind, study, text = match["kind"], match["study"], match["text"]
-        if kind == "effects":
+        if kind == "claims":
+            text = claims(folder)
+        elif kind == "effects":
             text = effects(study, folder)
         elif kind == "utility":
             text = utility.table(read(study, folder), utility.SCORES[study])
         elif kind in TABLES:
             text = compared(study, workspaces / study, TABLES[kind]) if workspaces is not None and study in studies else text
         else:
-            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write effects, utility, compare or costs")
-        return f"<!-- made by results: {kind} {study} -->\n{text}<!-- end -->\n"
+            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write claims, effects, utility, compare or costs")
+        return f"{match.group().splitlines()[0]}\n{text}<!-- end -->\n"
 
     return BLOCK.sub(block, page)
 

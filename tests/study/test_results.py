@@ -11,7 +11,8 @@ from consilium.config.overrides import parse_override
 from consilium.study.cell import Record
 from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results, utility
-from tests.benchmarks.effects import EFFECTS, LOSS, Best, Effect, Side
+from tests.benchmarks.claims import Claim
+from tests.benchmarks.effects import DICE, EFFECTS, LOSS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
 from tests.conftest import JOBS
 
@@ -168,10 +169,36 @@ def test_effects_name_what_their_study_has(study: str) -> None:
 def test_the_tables_of_the_page_are_what_was_measured() -> None:
     page = results.PAGE.read_text()
     assert results.renewed(page, None, []) == page, "run python -m tests.benchmarks.results"
-    assert {match["study"] for match in results.BLOCK.finditer(page)} == set(EFFECTS)
+    assert {match["study"] for match in results.BLOCK.finditer(page)} - {None} == set(EFFECTS)
     assert page.count("<!-- made by results:") == len(results.BLOCK.findall(page)) == page.count("<!-- end -->")
 
 
+@pytest.mark.parametrize(
+    ("eight", "thousand", "said"),
+    [
+        ([0.19, 0.2, 0.21], [0.0, 0.1, -0.1], "holds"),
+        ([0.19, 0.2, 0.21], [0.1, 0.1, 0.11], "only in part"),
+        ([0.1, 0.2, 0.4], [0.1, 0.1, 0.11], "not shown"),
+    ],
+)
+def test_a_claim_holds_if_all_its_effects_are_as_they_should(
+    tmp_path: Path, eight: list[float], thousand: list[float], said: str
+) -> None:
+    """Differences over 0 at epsilon 8, by their t interval of the book (4.3027 at three seeds), and none at 1000."""
+    rows: Rows = {
+        (("epsilon", epsilon), ("regulator", side), ("seed", str(seed)), (MEASURE, DICE)): value if side == "on" else 0.0
+        for epsilon, values in (("8", eight), ("1000", thousand))
+        for seed, value in enumerate(values)
+        for side in ("on", "off")
+    }
+    keep("claim_deer_noise", rows, tmp_path)
+    by = {epsilon: f"epsilon {epsilon}: regulator on minus off, Dice" for epsilon in ("8", "1000")}
+    row = results.claimed(Claim("noise", "claim_deer_noise", by, "in words"), tmp_path)
+    assert row[:2] == ["noise", f"**{said}**: in words"]
+    if said == "holds":
+        assert row[2:] == ["8 +0.200 ± 0.025; 1000 +0.000 ± 0.248", "3"]
+
+
 def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="made by results: wonders x -->: write effects, utility, compare or costs"):
+    with pytest.raises(SystemExit, match="made by results: wonders x -->: write claims, effects, utility, compare or costs"):
         results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])
