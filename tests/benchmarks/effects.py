@@ -164,6 +164,9 @@ def _federate() -> list[Effect]:
     pairs = [(one, "local only") for one in ("FedIT", prior)] + [(one, "FedIT") for one in added]
     pairs += [(best, prior), *((one, best) for one in to_best)]
     gaps = [(best, "pooled of 60 steps"), (best, "pooled of 720 steps"), (f"{best} at 0.006", "pooled of 720 steps at 0.006")]
+    later = (f"{best} at 0.01", "FFA-LoRA + prior + kept state at 0.02")
+    pooled = ("pooled of 720 steps", "pooled of 720 steps at 0.006", "pooled of 60 steps of batch 192 at 0.01")
+    gaps += [(one, other) for one in later for other in pooled]
     return [_pair(f"{one} minus {other}", ACCURACY, "method", one, other, {}) for one, other in pairs] + [
         _pair(f"{one} minus {other}", ACCURACY, "method", one, other, {}, "0") for one, other in gaps
     ]
