@@ -127,7 +127,7 @@ def _unequal() -> list[Effect]:
         _pair(f"rate {rate}: {other} minus FedHera, {name}", measure, "method", other, "FedHera", {"rate": rate})
         for name, measure in (("loss", LOSS), ("drift", "oracle drift/relative"))
         for rate in ("0.005", "0.02")
-        for other in PEERS
+        for other in (*PEERS, "FedHeLLo of rank 2")
     ]
     choices = ("gate neutral", "gate open", "residual score", "even allocation", "random allocation")
     return found + [_pair(f"{one} minus FedHera, loss", LOSS, "method", one, "FedHera", {"rate": "0.02"}) for one in choices]
@@ -283,7 +283,6 @@ EFFECTS = {
     "why_federate_rbc12": _federate(),
     "methods_nuclei": _methods(),
     "learning_curve_cells": _curve(),
-    "learning_curve_32": _curve(),
     "learning_curve_nuclei": _nuclei(),
     "converged_nuclei": _converged(),
     "new_site_nuclei": _new_site(),

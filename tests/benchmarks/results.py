@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from scipy import stats
 from consilium.study.study import load
 from tests.benchmarks import utility
 from tests.benchmarks.claims import CLAIMS, Claim
-from tests.benchmarks.effects import EFFECTS, Best, Effect, Labels, Term
+from tests.benchmarks.effects import EFFECTS, LOSS, Best, Effect, Labels, Term
 from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, collected, keep, read
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -100,6 +100,23 @@ def row(rows: Rows, effect: Effect) -> list[str]:
     return [about(rows, effect), value, size, each, str(len(found)), effect.expect, verdict(effect, mean, half, len(found))]
 
 
+def means(study: str, folder: Path = FOLDER) -> str:
+    """Return a row for each cell but for its seed, the best method first: the score that the study's first effect is of."""
+    measure, found = EFFECTS[study][0].measure, dict[tuple[tuple[str, str], ...], list[float]]()
+    for key, value in sorted(read(study, folder).items()):
+        if (MEASURE, measure) in key:
+            found.setdefault(tuple(one for one in key if one[0] not in ("seed", MEASURE)), []).append(value)
+    sign = 1 if measure == LOSS else -1
+    order = sorted(found, key=lambda one: ([label for name, label in one if name != "method"], sign * np.mean(found[one])))
+    headings = [*dict(order[0]), measure.rpartition("/")[-1], "by seed"]
+    lines = [headings, ["---"] * len(headings), *([*dict(one).values(), *_seeds(found[one])] for one in order)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _seeds(values: list[float]) -> list[str]:
+    return [f"{np.mean(values):.3f}", " ".join(f"{value:.3f}" for value in values)]
+
+
 HEADINGS = ("effect", "first value", "difference", "by seed", "seeds", "should be", "is it so")
 
 
@@ -146,21 +163,26 @@ def compared(study: str, workspace: Path, titled: str = "") -> str:
     return f"{title.removeprefix('### ')}:\n{rest.rstrip()}\n"
 
 
+MADE: dict[str, Callable[[str, Path], str]] = {
+    "claims": lambda _, folder: claims(folder),
+    "effects": effects,
+    "means": means,
+    "utility": lambda study, folder: utility.table(read(study, folder), utility.SCORES[study]),
+}
+"""What makes a block of what was measured, by its kind."""
+
+
 def renewed(page: str, workspaces: Path | None, studies: list[str], folder: Path = FOLDER) -> str:
     """Return the page with its blocks made anew: all effects, and the comparisons of these studies."""
 
     def block(match: re.Match[str]) -> str:
         kind, study, text = match["kind"], match["study"], match["text"]
-        if kind == "claims":
-            text = claims(folder)
-        elif kind == "effects":
-            text = effects(study, folder)
-        elif kind == "utility":
-            text = utility.table(read(study, folder), utility.SCORES[study])
+        if kind in MADE:
+            text = MADE[kind](study, folder)
         elif kind in TABLES:
             text = compared(study, workspaces / study, TABLES[kind]) if workspaces is not None and study in studies else text
         else:
-            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write claims, effects, utility, compare or costs")
+            raise SystemExit(f"{PAGE.name}: {match.group().splitlines()[0]}: write one of {', '.join([*MADE, *TABLES])}")
         return f"{match.group().splitlines()[0]}\n{text}<!-- end -->\n"
 
     return BLOCK.sub(block, page)

@@ -199,6 +199,26 @@ def test_a_claim_holds_if_all_its_effects_are_as_they_should(
         assert row[2:] == ["8 +0.200 ± 0.025; 1000 +0.000 ± 0.248", "3"]
 
 
+def test_means_have_every_cell_and_the_best_method_first(tmp_path: Path) -> None:
+    scores = {("A", "0.1"): (3.0, 4.0), ("B", "0.1"): (2.0, 3.0), ("A", "0.2"): (1.0, 2.5)}
+    rows: Rows = {
+        (("method", method), ("rate", rate), ("seed", str(seed)), (MEASURE, measure)): value + (measure == "seconds")
+        for (method, rate), values in scores.items()
+        for seed, value in enumerate(values)
+        for measure in (LOSS, "seconds")
+    }
+    keep("unequal_e2e", rows, tmp_path)
+    assert results.means("unequal_e2e", tmp_path).splitlines() == [
+        "| method | rate | loss | by seed |",
+        "| --- | --- | --- | --- |",
+        "| B | 0.1 | 2.500 | 2.000 3.000 |",
+        "| A | 0.1 | 3.500 | 3.000 4.000 |",
+        "| A | 0.2 | 1.750 | 1.000 2.500 |",
+    ]
+
+
 def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="made by results: wonders x -->: write claims, effects, utility, compare or costs"):
+    with pytest.raises(
+        SystemExit, match="made by results: wonders x -->: write one of claims, effects, means, utility, compare, costs"
+    ):
         results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])
