@@ -125,6 +125,16 @@ def test_fedala_counts_layers_of_the_adapter_from_the_output() -> None:
     assert FedALA(layers=None).upper(names) == names == FedALA(layers=9).upper(names)
 
 
+def test_fedala_mixes_a_decoder_that_trains_whole() -> None:
+    """SAM lists last the layers that rate masks, which no mask depends on: mixed alone they would change nothing."""
+    raw = small_config("fedala").model_dump() | {"adapter": {"kind": "bottleneck", "decoder": "share"}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    upper = FedALA().upper(job.initial)
+    assert {name.rpartition(".mask_decoder.")[0] for name in upper} == {"base"}
+    assert any("output_upscaling" in name for name in upper)
+    assert len(upper) == sum(name.startswith("base.") for name in job.initial)
+
+
 def test_feddbe_is_its_paper_in_a_plain_loop() -> None:
     """Round 0 finds the common mean; then head(z + m) and the pull of the running mean, which starts at 0 in every round."""
     strategy = FedDBE(kappa=2.0, momentum=0.3)
