@@ -23,7 +23,7 @@ from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.local import Blend
 from consilium.strategies.strategy import Role
-from consilium.training.blending import blended
+from consilium.training.blending import blended, similarity
 from tests.conftest import small_config, small_text
 from tests.strategies.site_halves import (
     KIND,
@@ -298,3 +298,9 @@ def test_what_cannot_carry_a_local_adapter_is_refused() -> None:
         assemble_job(JobConfig.model_validate(raw))
     with pytest.raises(ConfigError, match=r"strategy.weighting: 'similarity' .*; use fixed"):
         assemble_job(small_text("feddpa"))
+
+
+def test_feddpa_s_similarity_counts_what_points_away_as_nothing() -> None:
+    """References at cosine 1 and -1: the mean of 1 and 0, where the mean of both would be 0."""
+    found = similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
+    assert found.tolist() == [0.5]
