@@ -15,6 +15,7 @@ from consilium.config import reference
 from consilium.config.job import JobConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.site import SiteConfig
+from consilium.federation.trained import decoder_rule
 from consilium.models.registry import MODELS
 from consilium.schema import validate
 from consilium.strategies.registry import STRATEGIES
@@ -180,6 +181,18 @@ def test_the_tables_say_what_a_field_takes() -> None:
     assert rows["momentum"] == "| `momentum` | number, from 0 under 1 | `0.0` | sgd only |"
     assert "whole number, from 1 to 100,000 | required" in rows["rounds"]
     assert "`adam`, `adamw`, `sgd` | `adam`" in rows["optimizer"]
+
+
+def test_the_page_knows_which_algorithms_share_a_decoder_that_trains() -> None:
+    """SAM with LoRA beside its decoder; an algorithm for unequal ranks takes no such adapter."""
+    shares: dict[str | None, set[str]] = {}
+    for name, kind in STRATEGIES.items():
+        if kind.one_rank or not kind.ranks_differ:
+            shares.setdefault(decoder_rule(kind(), ["base.mask_decoder.mask_tokens.weight"]), set()).add(name)
+    text = " ".join(text_of("jobs/README.md").split())
+    told = [re.search(rf"Algorithms {which}: ([^.]*)\.", text) for which in ("that keep it", "without a rule for it")]
+    assert [set(re.findall(r"`(\w+)`", one[1])) for one in told if one] == [shares["keep"], shares[None]]
+    assert shares["share"] > {"fedit", "fedprox", "fedra", "fedheal", "fedala", "feddbe", "flora", "feddpa"}
 
 
 def test_the_first_page_is_short_and_its_test_command_is_the_one_that_runs() -> None:

@@ -904,7 +904,25 @@ def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) ->
         ["A", "mean", "drift_between", "8.000", "6.000", "+2.000"],
         ["A", "mean", "drift_absolute", "-", "2.000", "-"],
     ]
-    assert "drift: ours is the last round's" in sheet.notes
+    assert "drift_between, drift_absolute: ours is the last round's" in sheet.notes
+
+
+def test_what_was_printed_of_sites_not_asked_to_train_stands_beside_theirs(tmp_path: Path) -> None:
+    """Before the last round 0.4 and 0.8 at the two sites that it leaves out; what trains, and earlier rounds, do not count."""
+    folder = make(tmp_path / "run", {"a": 0.5, "b": 0.5, "c": 0.5})
+    path, lines = folder / "metrics.jsonl", []
+    for round, site, score in ((1, "a", 0.1), (1, "c", 0.1), (2, "a", 0.4), (2, "b", 0.8)):
+        metrics = {"validation/global/accuracy": score}
+        lines.append(json.dumps({"event": "held_out", "site": site, "round": round, "metrics": metrics}) + "\n")
+    path.write_text(path.read_text() + "".join(lines))
+    groups, _ = grouped([read_run(folder, "run", {"method": "A"})])
+    rows: list[dict[str, str | float]] = [{"method": "A", "held_out_accuracy": 0.55, "held_out_f1": 0.3}]
+    (sheet,) = published_sheet(table_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
+    assert [list(row) for row in sheet.rows] == [
+        ["A", "mean", "held_out_accuracy", "0.600", "0.550", "+0.050"],
+        ["A", "mean", "held_out_f1", "-", "0.300", "-"],
+    ]
+    assert "held_out_: sites not asked to train, before the last round" in sheet.notes
 
 
 def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:

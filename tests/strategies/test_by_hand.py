@@ -9,7 +9,7 @@ from torch import Tensor
 
 from consilium.linalg import lowrank
 from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.fedhello import FedHeLLo, odds
+from consilium.strategies.fedhello import FedHeLLo, odds, places
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
 from consilium.strategies.hetlora import HetLoRA
@@ -100,6 +100,19 @@ def test_fedhello_averages_a_layer_over_those_who_trained_it() -> None:
     for factor in "AB":
         assert after[f"model.layers.1.q_proj.lora_{factor}"].tolist() == [[3.5, 3.5], [3.5, 3.5]]
         assert after[f"model.layers.0.q_proj.lora_{factor}"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
+def test_fedhello_takes_the_layers_that_its_authors_configurations_name() -> None:
+    """6 and 9 of 12 blocks. uniform: every second one, and all but every fourth.
+
+    bottleneck: all three groups of sites train the three at each end (odds of 3/27 each), two groups 3, 4 and 8, one 5 to 7.
+    """
+    assert places("spread", 12, 6) == [0, 2, 4, 6, 8, 10]
+    assert places("spread", 12, 9) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    trained = [sum(block in places("ends", 12, count) for count in (6, 9, 12)) for block in range(12)]
+    assert trained == [3, 3, 3, 2, 2, 1, 1, 1, 2, 3, 3, 3]
+    assert [sum(block in places("bottom", 12, n) for n in (6, 9, 12)) for block in range(12)] == [3] * 6 + [2] * 3 + [1] * 3
+    assert [sum(block in places("top", 12, n) for n in (6, 9, 12)) for block in range(12)] == [1] * 3 + [2] * 3 + [3] * 6
 
 
 def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_round() -> None:

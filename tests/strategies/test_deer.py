@@ -85,6 +85,14 @@ def test_a_schedule_keeps_its_share_of_the_exchanges_and_trains_both_factors(sch
     assert B in trained[0]
 
 
+def test_three_quarters_of_the_exchanges_take_turns_in_what_is_left_out() -> None:
+    """Of four rounds the second leaves A out and the fourth B, so that none rests for long."""
+    strategy = DEeR(schedule="75%")
+    trained = ["".join(f for f, name in (("B", B), ("A", A)) if name in strategy.names(start(), Role.SHARED, r, p))
+               for r in range(4) for p in range(strategy.phases(r))]  # fmt: skip
+    assert trained == ["B", "A", "B", "B", "A", "A"]
+
+
 def test_a_schedule_nobody_knows_is_named() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.schedule: '80%'"):
         strategy_of({"name": "deer", "schedule": "80%"})

@@ -97,6 +97,17 @@ def test_a_number_that_nobody_keeps_stays_and_zero_counts_as_falling() -> None:
     assert state.shared["x"].tolist() == [0.5, 0.75]
 
 
+@pytest.mark.parametrize(("past", "kept"), [(-0.5, 1.0), (0.5, 0.0)])
+def test_a_zero_is_kept_where_the_number_fell_before_and_masked_where_it_rose(past: float, kept: float) -> None:
+    """u = theta_g - theta_i >= 0 has the sign of a fall: after one fall its share is 1 of 1, after one rise 0."""
+    strategy = FedHEAL()
+    state = strategy.init_state({"x": torch.ones(1)})
+    aggregate = RoundAggregate(strategy)
+    aggregate.add(SiteInfo("a", 1), Payload(0, 0, {"x": torch.tensor([past])}), 1, strategy.broadcast(state, SiteInfo("a", 1)))
+    state = strategy.merge(state, aggregate.take())
+    assert strategy.mask(state.sites["a"], {"x": torch.zeros(1)})["x"].tolist() == [kept]
+
+
 def test_updates_of_nothing_but_zeros_are_no_division_by_zero() -> None:
     strategy = FedHEAL()
     state = strategy.init_state({"x": torch.ones(2)})

@@ -23,7 +23,7 @@ from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.local import Blend
 from consilium.strategies.strategy import Role
-from consilium.training.blending import blended
+from consilium.training.blending import blended, similarity
 from tests.conftest import small_config, small_text
 from tests.strategies.site_halves import (
     KIND,
@@ -123,6 +123,16 @@ def test_fedala_counts_layers_of_the_adapter_from_the_output() -> None:
     assert FedALA(layers=1).upper(names) == HEAD
     assert FedALA(layers=2).upper(names) == names[2:]
     assert FedALA(layers=None).upper(names) == names == FedALA(layers=9).upper(names)
+
+
+def test_fedala_mixes_a_decoder_that_trains_whole() -> None:
+    """SAM lists last the layers that rate masks, which no mask depends on: mixed alone they would change nothing."""
+    raw = small_config("fedala").model_dump() | {"adapter": {"kind": "bottleneck", "decoder": "share"}}
+    job = assemble_job(JobConfig.model_validate(raw))
+    upper = FedALA().upper(job.initial)
+    assert {name.rpartition(".mask_decoder.")[0] for name in upper} == {"base"}
+    assert any("output_upscaling" in name for name in upper)
+    assert len(upper) == sum(name.startswith("base.") for name in job.initial)
 
 
 def test_feddbe_is_its_paper_in_a_plain_loop() -> None:
@@ -288,3 +298,9 @@ def test_what_cannot_carry_a_local_adapter_is_refused() -> None:
         assemble_job(JobConfig.model_validate(raw))
     with pytest.raises(ConfigError, match=r"strategy.weighting: 'similarity' .*; use fixed"):
         assemble_job(small_text("feddpa"))
+
+
+def test_feddpa_s_similarity_counts_what_points_away_as_nothing() -> None:
+    """References at cosine 1 and -1: the mean of 1 and 0, where the mean of both would be 0."""
+    found = similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
+    assert found.tolist() == [0.5]

@@ -186,7 +186,7 @@ def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
 
 
-@pytest.mark.parametrize("layers", ["top", "bottom", "random", "fisher"])
+@pytest.mark.parametrize("layers", ["top", "bottom", "ends", "spread", "random", "fisher"])
 def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     strategy = make(FedHeLLo, rank=4, layers=layers)
     state = play(strategy, strategy.init_state(initial()), SITES)

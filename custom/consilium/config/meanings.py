@@ -148,7 +148,7 @@ MEANINGS: dict[str, str] = {
     "HetLoRA.prune": "g, the share of ranks that may remain",
     "HetLoRA.prune_weight": "weight of the pruning term in a site's loss; 0 never prunes",
     "FedHeLLo.rank": "the rank of a trained layer",
-    "FedHeLLo.layers": "those nearest the output or the input, or drawn each round: evenly, or those that training moves most",
+    "FedHeLLo.layers": "nearest the output, input or both, spaced, or drawn each round: evenly, or what training moves most",
     "FedHL.floor": "keeps a site that lost nothing from taking all",
     "FedRA.share": "the share of the blocks that a site has in a round, at least one",
     "FedRA.by_site": "another share for some sites, by name",

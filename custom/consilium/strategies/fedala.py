@@ -6,7 +6,9 @@
 W_i is 1 at first and kept from round to round. The first time it is learned until the losses settle, later in one pass.
 
 Our reading, where the paper leaves room or its code differs:
-- The paper counts layers of a network; here a layer is what an adapter adds to one (A and B, or a bottleneck) or a head.
+- The paper counts layers of a network; here a layer is what an adapter adds to one (A and B, or a bottleneck), a head, or all
+  of a mask decoder that trains beside the adapter: of its own layers SAM lists last those that rate masks, and no mask is made
+  by them. A SAM that trains whole lists them last too: it takes more `layers`, or null.
 - The code takes a contiguous slice of the data; the paper draws at random, and so do we, anew every round.
 - The code learns "until the standard deviation of the last 10 losses is under 0.1", which need not come: `most_passes` ends it.
 - A site that has no tensors of its own yet starts from the global ones; the code compares one tensor to find out.
@@ -25,6 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from consilium.adapters.names import BASE
 from consilium.messages import Payload, Tensors
 from consilium.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT
@@ -94,7 +97,12 @@ class FedALA(FedIT):
 
 
 def layer_of(name: str) -> str:
-    """Return what a tensor's layer is called: "<layer>.lora_A" is of <layer>, "<place>.down.weight" of <place>."""
+    """Return what a tensor's layer is called: "<layer>.lora_A" is of <layer>, "<place>.down.weight" of <place>.
+
+    Parts of the base that train beside an adapter are one.
+    """
+    if name.startswith(f"{BASE}."):
+        return BASE
     layer, _, own = name.rpartition(".")
     return layer.removesuffix(".down").removesuffix(".up") if own in ("weight", "bias") else layer
 

@@ -7,11 +7,15 @@ averaged over the sites that trained it; one that nobody trained keeps its value
 to train then depend on what all sites have sent, so that each learns a little of the others' data; the other rules are geometry
 and chance. It takes nothing from a site but its update, so noise that the update carries covers it, and drowns it.
 
-Source's formula: the mean over trainers, the geometric rules. Our reading: the Fisher rule. The authors' code takes the layers'
-Fisher scores on samples at the server, sorts layers into three groups of low, middle and high scores, and draws them without
-replacement at odds of 1, 2 and 3. A server has no data here: the score is the mean square of what the last sites to train the
-layer changed in it (of one step of gradient descent, lr^2 times the squared gradient); groups are thirds by rank; a layer that
-has no score yet counts as high.
+Source's formula: the mean over trainers. The rules without chance follow the paper's four shapes as configurations of its code
+spell them out, where 6, 9 or 12 of 12 blocks train: from one end on (the two triangles: `top`, `bottom`), from both ends
+inwards (the bottleneck: `ends`), evenly spaced (the uniform one: `spread`). The paper also draws layers at odds of such a
+shape; here that is the even one alone (`random`), and a layer is a LoRA pair, not a block.
+
+Our reading: the Fisher rule. The authors' code takes the layers' Fisher scores on samples at the server, sorts layers into
+three groups of low, middle and high scores, and draws them without replacement at odds of 1, 2 and 3. A server has no data
+here: the score is the mean square of what the last sites to train the layer changed in it (of one step of gradient descent,
+lr^2 times the squared gradient); groups are thirds by rank; a layer that has no score yet counts as high.
 
 Source: Z. Zhang, P. Liu, J. Xu, R. Hu, "Fed-HeLLo: Efficient Federated Foundation Model Fine-Tuning with Heterogeneous LoRA
 Allocation", arXiv 2506.12213, 2025.
@@ -38,15 +42,16 @@ SCORES, UNKNOWN = "scores", -1.0
 
 @dataclass(frozen=True)
 class FedHeLLo(UnequalRanks):
-    """Train some of the layers at `rank`: those nearest the output (`top`) or input (`bottom`), or drawn anew each round.
+    """Train some of the layers at `rank`: the same in every round, or drawn anew.
 
-    They are drawn evenly (`random`), or more often where training moves them most (`fisher`).
+    The same are those nearest the output (`top`), the input (`bottom`) or both (`ends`), or evenly spaced ones (`spread`).
+    Layers are drawn evenly (`random`), or more often where training moves them most (`fisher`).
     """
 
     name: ClassVar[str] = "fedhello"
 
     rank: Rank = 8
-    layers: Literal["top", "bottom", "random", "fisher"] = "random"
+    layers: Literal["top", "bottom", "ends", "spread", "random", "fisher"] = "random"
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
@@ -79,7 +84,7 @@ class FedHeLLo(UnequalRanks):
             return set(generator.sample(layers, count))
         if self.layers == "fisher":
             return _drawn(layers, odds(state.matrices[SCORES].tolist()), count, generator)
-        return set(layers[-count:] if self.layers == "top" else layers[:count])
+        return {layers[place] for place in places(self.layers, len(layers), count)}
 
     def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every layer the mean over its trainers."""
@@ -111,6 +116,14 @@ class FedHeLLo(UnequalRanks):
         values = [[share[name] / total * one.double() for one in factors(ends[name], layer)] for name in trainers]
         b, a = (torch.stack(list(parts)).sum(0).float() for parts in zip(*values, strict=True))
         return pair(layer, (b, a))
+
+
+def places(rule: str, layers: int, count: int) -> list[int]:
+    """Return which `count` of so many layers, numbered from the input, a rule without chance takes; of equals the first."""
+    if rule == "spread":
+        return [number * layers // count for number in range(count)]
+    distance = {"bottom": lambda i: i, "top": lambda i: layers - 1 - i, "ends": lambda i: min(i, layers - 1 - i)}[rule]
+    return sorted(range(layers), key=distance)[:count]
 
 
 def odds(scores: Sequence[float]) -> list[int]:

@@ -30,11 +30,12 @@ from consilium.strategies.unequal.layers import changes, others, prefix_and_tail
 
 BYTES = 4
 """Of a number on the wire."""
-STATE = 4
-"""Numbers in memory per trained number: itself, its gradient, Adam's two moments."""
 Ranks = tuple[list[int], list[int]]
 Budgets = tuple[float, float, float]
-"""In bytes to download, in units of time, in bytes of memory."""
+"""To download, of time and of memory, all in bytes of ranks: how much a trained number takes of both is alike in all layers.
+
+So it drops out of Algorithm 2, where only costs over budgets count.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,27 +75,27 @@ class FedHera(ExactServer):
         """Return (download, train) ranks by layer; a tail never holds ranks without energy."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         costs = allocation.download_costs(list(dims.values()), BYTES)
-        memory, total = [STATE * cost for cost in costs], sum(costs)
-        budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * sum(memory))
+        total = sum(costs)
+        budgets = (capacity["download"] * total, capacity["time"] * total, capacity["memory"] * total)
         if self.allocation == "random":
-            download, train = self._drawn(found, costs, memory, budgets, seed_for(self.seed, "ranks", state.round, site.name))
+            download, train = self._drawn(found, costs, budgets, seed_for(self.seed, "ranks", state.round, site.name))
         else:
-            download, train = self._filled(found, costs, memory, budgets)
+            download, train = self._filled(found, costs, budgets)
         real = [int(found[layer].values.count_nonzero()) for layer in dims]
         download = [max(t, min(d, r)) for d, t, r in zip(download, train, real, strict=True)]
         return dict(zip(dims, download, strict=True)), dict(zip(dims, train, strict=True))
 
-    def _filled(self, found: Mapping[str, Spectrum], costs: list[int], memory: list[int], budgets: Budgets) -> Ranks:
+    def _filled(self, found: Mapping[str, Spectrum], costs: list[int], budgets: Budgets) -> Ranks:
         """Return (download, train) ranks by the two water-fillings."""
         whole, literal = sum(one.energy for one in found.values()), self.allocation == "literal"
         energies = [self._energies(one, whole, c / max(costs)) for one, c in zip(found.values(), costs, strict=True)]
         download = allocation.download_ranks(energies, costs, budgets[0], literal)
-        return download, allocation.train_ranks(energies, download, allocation.Training(costs, memory, *budgets[1:]), literal)
+        return download, allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
 
-    def _drawn(self, found: Mapping[str, Spectrum], costs: list[int], memory: list[int], budgets: Budgets, seed: int) -> Ranks:
+    def _drawn(self, found: Mapping[str, Spectrum], costs: list[int], budgets: Budgets, seed: int) -> Ranks:
         """Return (download, train) ranks by chance, within the same budgets."""
         download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
-        return download, allocation.random_ranks(download, [costs, memory], budgets[1:], seed_for(seed, "train"))
+        return download, allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
 
     def _energies(self, found: Spectrum, whole: float, cost: float) -> list[float]:
         """Return a layer's energies; `whole` is the sum over all layers, by which raw ones are divided to keep in range."""

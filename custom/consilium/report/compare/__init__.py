@@ -14,5 +14,9 @@ DIAGNOSED = {
     "drift_between": "drift/cross",
     "drift_absolute": "oracle drift/absolute",
     "drift_relative": "oracle drift/relative",
+    "memory_saturation": "memory/saturation",
+    "information_gain": "ranks/information_gain",
 }
 """Printed numbers that no score is, and what a run calls them that measures them of itself (metrics.jsonl)."""
+HELD_OUT = "held_out_"
+"""Stands before a score that was printed of validation data at sites not asked to train, before the last round's training."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from consilium.report.compare import DIAGNOSED
+from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.diagnosed import last_values
 from consilium.report.compare.groups import Group
 from consilium.report.compare.sheet import Column, Sheet, titled
@@ -78,7 +78,9 @@ def published_sheet(table: Table, numbers: Sequence[Published]) -> list[Sheet]:
     columns += [Column("measured here"), Column("published"), Column("difference")]
     title = titled(group, f"Other published numbers beside ours, {table.stage} model")
     notes = ["published: the paper's own number, not measured here"]
-    notes += ["drift: ours is the last round's"] if any(row[2] in DIAGNOSED for row in rows) else []
+    told = [row[2] for row in rows]
+    notes += [f"{', '.join(last)}: ours is the last round's"] if (last := [n for n in DIAGNOSED if n in told]) else []
+    notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if any(map(_is_held_out, told)) else []
     return [Sheet(title, columns, rows, notes)] if rows else []
 
 
@@ -86,5 +88,12 @@ def _measured(table: Table, one: Published, method: str) -> list[float]:
     """Return what was measured here in the place of a printed number, by run."""
     if one.metric in DIAGNOSED:
         return [] if one.site else last_values(table.group, method, DIAGNOSED[one.metric])
+    if _is_held_out(one.metric):
+        runs = [run for (name, _), run in table.group.runs.items() if name == method]
+        return [value for run in runs if (value := run.held_out(one.metric.removeprefix(HELD_OUT))) is not None]
     other = table_of(table.group, table.stage, one.metric)
     return other.at(method, one.site) if one.site else other.means(method)
+
+
+def _is_held_out(metric: str) -> bool:
+    return metric.startswith(HELD_OUT)

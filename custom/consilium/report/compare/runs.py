@@ -99,6 +99,17 @@ class Run:
                 found[round + after, site] = metrics[key]
         return found
 
+    def held_out(self, metric: str) -> float | None:
+        """Return a validation score of the global model over the sites that the last round did not ask to train, before it.
+
+        None where all were asked, or none told it.
+        """
+        key, found = str(MetricKey("validation", Stage.GLOBAL, metric)), dict[int, list[float]]()
+        for (round, phase, _), metrics in self.rounds.items():
+            if phase == HELD_OUT and key in metrics:
+                found.setdefault(round, []).append(metrics[key])
+        return math.fsum(found[max(found)]) / len(found[max(found)]) if found else None
+
 
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> Run:
     """Return the finished run of a workspace. Raises ConfigError where it is none, has not ended or cannot be read."""
