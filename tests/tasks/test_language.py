@@ -270,6 +270,33 @@ def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatc
     assert found["rouge_l"] == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "outputs", "written", "right"),
+    [
+        ("exact", ("#### 12", "so 0.5", "no number"), ["12", "1/2", "13", "none"], [1, 1, 0, 0]),
+        ("label", ("B", "it is C", "none"), ["B", "C", "A", "none"], [1, 1, 0, 0]),
+    ],
+)
+def test_an_answer_is_right_by_any_reference(
+    kind: str, outputs: tuple[str, ...], written: list[str], right: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one, expected in zip(written, right, strict=True):
+        task = make_task(text("q", *outputs), evaluate=kind, labels=["A", "B", "C"])
+        monkeypatch.setattr(task, "write", lambda *_, said=one: [said])
+        found = task.evaluate(Uniform(), "test", 1, distances=True)
+        assert found["exact" if kind == "exact" else "accuracy"] == expected
+
+
+def test_what_a_record_s_score_is_of(caplog: pytest.LogCaptureFixture) -> None:
+    for learn, said in (("answer", "loss per answer token"), ("sequence", "loss per token")):
+        task = make_task(text("q", "yes"), learn=learn)
+        task.evaluate(Uniform(), "test", 1, distances=True)
+        assert task.scored is not None
+        assert task.scored.score == said
+    make_task(text("q", "yes"), labels=["yes", "no"])
+    assert "task.labels is not read where task.evaluate is loss; use label to score by it" in caplog.text
+
+
 def test_records_without_a_label_or_final_answer_are_refused() -> None:
     with pytest.raises(DataError, match=r"site: training\.jsonl:1: output has none of the labels \(a, b\)"):
         make_task(text("q", "none of them"), evaluate="label", labels=["a", "b"])

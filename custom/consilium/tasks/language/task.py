@@ -16,8 +16,8 @@ from consilium.errors import DataError
 from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
-from consilium.tasks.language import ASKS, CUT, CUT_ASKED, LanguageConfig, text_scores
-from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
+from consilium.tasks.language.judging import judged, truth
 from consilium.tasks.language.neighbours import minds_others
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
@@ -49,6 +49,8 @@ class LanguageTask:
         self._pairs = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
         self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}
         self._told = set[str]()
+        if config.labels and self.kind != "label":
+            self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use label to score by it")
         prompts, answers = _cut([pair for pairs in self._pairs.values() for pair in pairs])
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
@@ -121,7 +123,8 @@ class LanguageTask:
         written = self.write(model, split, batch_size)
         cut = {CUT_ASKED: self._cut_asked / len(written)}
         if self.kind != "generation":
-            return cut, self._judge(split, written)
+            right = judged(written, self.data.splits[split], self._truth[split], self.config)
+            return cut, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
         each = text_scores.of_records(written, references)
         self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
@@ -223,29 +226,12 @@ class LanguageTask:
             total, count = total + float(losses.sum()), count + int(learned.sum())
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
-    def _judge(self, split: str, written: list[str]) -> dict[str, list[float]]:
-        """Return of each written answer whether it is right."""
-        texts, truth = self.data.splits[split], self._truth[split]
-        if self.kind == "exact":
-            return {"exact": [float(final_answer(one) in true) for one, true in zip(written, truth, strict=True)]}
-        said = [first_label(one, text.labels or self.config.labels) for one, text in zip(written, texts, strict=True)]
-        return {"accuracy": [float(one in true) for one, true in zip(said, truth, strict=True)]}
-
-    def _true(self, text: Text) -> set[str]:
-        """Return a record's right labels or final answers, none where none is asked for. Raises DataError if it has none."""
-        given = (text.final_answer,) if text.final_answer else text.outputs
-        if self.kind == "label":
-            known = text.labels or self.config.labels
-            if not (found := {one for output in given if (one := first_label(output, known)) is not None}):
-                names = ", ".join(known) or "none given"
-                raise DataError(f"{self.data.path}: {text.name}: output has none of the labels ({names}); set task.labels")
-            return found
-        if self.kind != "exact":
-            return set()
-        read = settled if text.final_answer else final_answer
-        if not (found := {one for output in given if (one := read(output)) is not None}):
-            raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
-        return found
+    def _true(self, text: Text) -> frozenset[str]:
+        """Return what `truth` does."""
+        try:
+            return truth(text, self.config)
+        except DataError as error:
+            raise DataError(f"{self.data.path}: {error}") from None
 
 
 def _cut(pairs: Sequence[Encoded]) -> tuple[int, int]:
