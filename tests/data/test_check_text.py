@@ -4,7 +4,9 @@ from pathlib import Path
 
 from consilium.data.check_text import check_texts
 from consilium.models.causal_lm.network import load_tokenizer
+from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.tokens import Encoder
+from consilium.tasks.registry import TASKS
 from tests.data.writing import write
 
 
@@ -32,9 +34,11 @@ def test_lengths_in_tokens_of_a_job(tmp_path: Path) -> None:
 def test_a_length_is_that_of_training_with_the_job_s_own_prompt(tmp_path: Path) -> None:
     """A record of just as many tokens as may be is whole; with one less it is too long, and named with what it has."""
     write(tmp_path, "training.jsonl", {"instruction": "Say.", "input": "it now", "output": "it now"})
-    tokenizer, prompt = load_tokenizer("tiny", None), "{instruction}: {input} ="
+    check, tokenizer = TASKS["language"].check, load_tokenizer("tiny", None)
+    assert check is not None
+    config = LanguageConfig(name="language", prompt="{instruction}: {input} =")
     asked, said = (tokenizer(one, add_special_tokens=False).input_ids for one in ("Say.: it now =", "it now"))
     whole = len(asked) + len(said) + 1  # and the end
     for most, told in ((whole, None), (whole - 1, {"count": 1, "first": [f"training.jsonl:1: {whole}"]})):
-        found = check_texts(tmp_path, Encoder(tokenizer, most, prompt).length, most).to_dict()
+        found = check(tmp_path, config, tokenizer, most).to_dict()
         assert found["warnings"].get(f"longer than {most} tokens") == told

@@ -104,7 +104,7 @@ def test_frequencies_that_outlast_a_text_are_refused_without_privacy_too() -> No
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "mpt"])
 def test_a_text_longer_than_the_models_positions_is_refused(kind: str) -> None:
     config = {"model_type": kind, "max_position_embeddings": 32, "n_positions": 32, "num_hidden_layers": 1, "n_layer": 1}
-    config |= {"max_seq_len": 32, "n_layers": 1} if kind == "mpt" else {}
+    config = {"model_type": kind, "max_seq_len": 32, "n_layers": 1} if kind == "mpt" else config
     _laid_out(_text(config, max_length=32))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 32 positions; use 32 at most"):
         _laid_out(_text(config))
