@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,12 +13,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.errors import ConfigError, DataError
+from consilium.errors import ConfigError, UnfitError
 from consilium.models.folder import positions
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
-from consilium.tasks.language import CUT, LanguageConfig, text_scores
-from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language import CUT, WRITTEN, LanguageConfig, text_scores
+from consilium.tasks.language.judging import judged, truth
 from consilium.tasks.language.neighbours import minds_others
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
@@ -39,25 +40,37 @@ class LanguageTask:
     "accuracy", how often the label of the greedily written answer is that of the reference (no label is wrong); "exact" adds
     "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
     see _forced. All but labels come in the closing evaluation only. "truncated" is the share of records that were cut. The
-    closing evaluation adds how many records were scored, and intervals of what is a mean over records.
+    closing evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a
+    record without a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
-        self.data, self.config, self.kind = data, config, config.evaluate
-        self.num_samples = len(data.splits["training"])
+        self.config, self.kind = config, config.evaluate
+        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.quiet
         self.scored: Scored | None = None
         self._minds: bool | None = None
         self._encoder = self._encoder_of(tokenizer, max_length)
-        written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
-        self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
-        self._cut = {split: sum(pair[2] for pair in pairs) for split, pairs in written.items()}
-        self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}
+        written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
+        self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
+        self._pairs = {split: [pair[:2] for _, pair in rows] for split, rows in written.items()}
+        self._cut = {split: sum(pair[2] for _, pair in rows) for split, rows in written.items()}
+        self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
         if self.truncated:
             advice = f"{self.truncated} records are longer than model.max_length {max_length} tokens and lost their middle"
             logging.getLogger(__name__).warning(f"{data.path}: {advice}; raise it to keep them whole")
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
+
+    def _written(self, text: Text) -> tuple[Text, tuple[list[int], list[int], bool]]:
+        """Return a record and what the encoder makes of it; in a quiet list an empty one for UnfitError."""
+        try:
+            return text, self._encoder.pair(text)
+        except UnfitError:
+            if not self.quiet:
+                raise
+        empty = replace(text, instruction="", input="", outputs=("",), final_answer=None)
+        return empty, self._encoder.pair(empty)
 
     @property
     def truncated(self) -> int:
@@ -120,7 +133,8 @@ class LanguageTask:
             return {}, {}
         written = self.write(model, split, batch_size)
         if self.kind != "generation":
-            return {}, self._judge(split, written)
+            right = judged(written, self.data.splits[split], self._truth[split], self.config)
+            return {}, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
         each = text_scores.of_records(written, references)
         self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
@@ -230,28 +244,14 @@ class LanguageTask:
             total, count = total + float(losses.sum()), count + int(learned.sum())
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
-    def _judge(self, split: str, written: list[str]) -> dict[str, list[float]]:
-        """Return of each written answer whether it is right."""
-        texts, truth = self.data.splits[split], self._truth[split]
-        if self.kind == "exact":
-            return {"exact": [float(final_answer(one) == true) for one, true in zip(written, truth, strict=True)]}
-        said = [first_label(one, text.labels or self.config.labels) for one, text in zip(written, texts, strict=True)]
-        return {"accuracy": [float(one == true) for one, true in zip(said, truth, strict=True)]}
-
     def _true(self, text: Text) -> str | None:
-        """Return a record's right label or final answer, None where none is asked for. Raises DataError if it has none."""
-        given = text.final_answer or text.outputs[0]
-        if self.kind == "label":
-            known = text.labels or self.config.labels
-            if (found := first_label(given, known)) is None:
-                names = ", ".join(known) or "none given"
-                raise DataError(f"{self.data.path}: {text.name}: output has none of the labels ({names}); set task.labels")
-            return found
-        if self.kind != "exact":
-            return None
-        if (found := settled(text.final_answer) if text.final_answer else final_answer(given)) is None:
-            raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
-        return found
+        """Return what `truth` does, but for UnfitError None in a quiet list."""
+        try:
+            return truth(text, self.config)
+        except UnfitError as error:
+            if self.quiet:
+                return None
+            raise UnfitError(f"{self.data.path}: {error}") from None
 
 
 def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
