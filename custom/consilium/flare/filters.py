@@ -180,7 +180,7 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
         job, site = context.approved(fl_ctx, name)
         context.allow_upload(fl_ctx, job)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
-        observe = context.observer(component, fl_ctx, f"{name}-guard")
+        observe = context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, data = fl_ctx.get_job_id() or "", sites.data(fl_ctx)
         guard = build_guard(job, name, site, folder, root, observe, context.simulated(), job_id, data)
         guard.identity = context.identity(fl_ctx, name, site) if guard.masks else None

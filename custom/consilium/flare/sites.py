@@ -58,7 +58,7 @@ def ready(component: FLComponent, fl_ctx: FLContext) -> Site:
     """Return the site, its data and weights read. Raises ConsiliumError where it cannot be made; `component` logs meanwhile."""
     if (place := key(fl_ctx)) not in _sites:
         job, site = context.approved(fl_ctx, name := fl_ctx.get_identity_name())
-        observer = context.observer(component, fl_ctx, name)
+        observer = context.observer(component, fl_ctx, name, job.config.privacy is not None)
         root = context.site_root(fl_ctx, job, name, site)
         read = data(fl_ctx)
         try:
