@@ -3,13 +3,13 @@
 from collections.abc import Sequence, Set
 
 from consilium.data.text import Text
-from consilium.errors import DataError
+from consilium.errors import UnfitError
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.answers import final_answer, first_label, settled
 
 
 def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
-    """Return a record's right labels or final answers, none where none is asked for. Raises DataError if it has none."""
+    """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
     if config.evaluate == "label":
         given = (text.final_answer,) if text.final_answer else text.outputs
         found, known = [_said(one, text, config) for one in given], text.labels or config.labels
@@ -21,7 +21,7 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
         return frozenset()
     if right := frozenset(one for one in found if one is not None):
         return right
-    raise DataError(f"{text.name}: {what}")
+    raise UnfitError(f"{text.name}: {what}")
 
 
 def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:

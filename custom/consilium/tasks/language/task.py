@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.errors import DataError
+from consilium.errors import UnfitError
 from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
@@ -35,19 +36,21 @@ class LanguageTask:
     "accuracy", how often the label of the greedily written answer is that of a reference (no label is wrong); "exact" adds
     "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
     see _forced. All but labels come in the closing evaluation only. CUT and CUT_ASKED are shares of records that were cut. The
-    closing evaluation adds how many records were scored, and intervals of what is a mean over records.
+    closing evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a
+    record without a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
-        self.data, self.config, self.kind = data, config, config.evaluate
-        self.num_samples = len(data.splits["training"])
+        self.config, self.kind = config, config.evaluate
+        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.quiet
         self.scored: Scored | None = None
         self._minds: bool | None = None
-        self._cut_asked = 0
-        """How many prompts were cut of those that were answered last."""
+        self._cut_asked = 0  # prompts that were cut, of those that were answered last
         self._encoder = self._encoder_of(tokenizer, max_length)
-        self._pairs = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
-        self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}
+        written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
+        self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
+        self._pairs = {split: [pair for _, pair in rows] for split, rows in written.items()}
+        self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
         self._told = set[str]()
         if config.labels and self.kind != "label":
             self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use label to score by it")
@@ -64,6 +67,16 @@ class LanguageTask:
         if what not in self._told:
             self._told.add(what)
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
+
+    def _written(self, text: Text) -> tuple[Text, Encoded]:
+        """Return a record and what the encoder makes of it; in a quiet list an empty one for UnfitError."""
+        try:
+            return text, self._encoder.pair(text)
+        except UnfitError:
+            if not self.quiet:
+                raise
+        empty = replace(text, instruction="", input="", outputs=("",), final_answer=None)
+        return empty, self._encoder.pair(empty)
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -227,11 +240,13 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
     def _true(self, text: Text) -> frozenset[str]:
-        """Return what `truth` does."""
+        """Return what `truth` does, but for UnfitError nothing in a quiet list."""
         try:
             return truth(text, self.config)
-        except DataError as error:
-            raise DataError(f"{self.data.path}: {error}") from None
+        except UnfitError as error:
+            if self.quiet:
+                return frozenset()
+            raise UnfitError(f"{self.data.path}: {error}") from None
 
 
 def _cut(pairs: Sequence[Encoded]) -> tuple[int, int]:
