@@ -60,9 +60,9 @@ class ConsiliumError(Exception):
     reason = Reason.ERROR
     told = ""
 
-    def __init__(self, message: str, reason: Reason | None = None) -> None:
+    def __init__(self, message: str, reason: Reason | None = None, told: str = "") -> None:
         super().__init__(message)
-        self.reason = reason or type(self).reason
+        self.reason, self.told = reason or type(self).reason, told or type(self).told
 
 
 class ConfigError(ConsiliumError):
@@ -80,6 +80,13 @@ class DataError(ConsiliumError):
     def __init__(self, message: str, kind: str = "unreadable") -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class UnfitError(DataError):
+    """A sample that can be read, and that is not what the job asks for: its class, its size, its mask.
+
+    In a job with privacy or statistics it is an empty sample and no error, or jobs could ask for what samples hold.
+    """
 
 
 class CheckpointError(ConsiliumError):

@@ -50,7 +50,8 @@ def test_a_site_opens_no_path_that_a_job_names(tmp_path: Path, monkeypatch: pyte
     path, opened = _job(tmp_path, str(tmp_path / "base")), []
     plain = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: (opened.append(self), plain(self, *a, **k))[1])
-    with pytest.raises(ConfigError, match=r"model\.config: .*a path, which only the tool that makes a job reads"):
+    told = r"model\.config: .*the contents of config\.json: paths are read only where a job is made; run `consilium export"
+    with pytest.raises(ConfigError, match=told):
         load_job(path)
     assert opened == [path]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.data.datalist import Item, check_still_there, listed_files, pool, read_datalist
+from consilium.data.datalist import Item, pool, read_datalist
 from consilium.errors import DataError
 
 
@@ -26,29 +26,6 @@ def test_reads_relative_paths_plain_strings_and_slices(tmp_path: Path) -> None:
     assert data.splits["validation"][0].name == "v.nii.gz[3]"
     both = pool([data, data])
     assert [len(both.splits[s]) for s in ("training", "validation", "test")] == [2, 2, 2]
-
-
-def test_files_that_are_gone_since_the_list_was_read(tmp_path: Path) -> None:
-    """Where bad samples are skipped they are left out, and without a training sample there is nothing to train on."""
-    pairs = [{"image": "a.png", "label": "m.png"}, {"image": "a.png", "label": "n.png"}]
-    names = ["a.png", "m.png", "n.png", "b.png", "c.png"]
-    data = read_datalist(write(tmp_path, {"training": pairs, "validation": ["b.png"], "test": ["c.png"]}, *names))
-    both = ("training", "validation")
-    assert [file.name for file in listed_files(data, both)] == ["a.png", "m.png", "n.png", "b.png"]
-    (tmp_path / "c.png").unlink()
-    for skip in (False, True):
-        check_still_there(data, both, skip)
-    (tmp_path / "b.png").unlink()
-    (tmp_path / "m.png").unlink()
-    with pytest.raises(DataError, match=r"datalist\.json: .*m\.png: no such file"):
-        check_still_there(data, both, skip=False)
-    check_still_there(data, both, skip=True)
-    (tmp_path / "n.png").unlink()  # the pictures are there
-    with pytest.raises(DataError, match=r"n\.png: no such file"):
-        check_still_there(data, both, skip=True)
-    nothing = read_datalist(write(tmp_path, {"training": []}))
-    for skip in (False, True):
-        check_still_there(nothing, both, skip)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from PIL import Image
 
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.expand import expand
-from consilium.data.tally import LENGTHS, SIZES, SPACING, Tally, greys, tally
+from consilium.data.tally import LENGTHS, OTHERS, SIZES, SPACING, Tally, greys, tally
 from consilium.data.text import read_texts
-from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.segmentation import SegmentationConfig
@@ -73,7 +72,7 @@ def test_pictures_of_a_class_and_whose_they_are(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps({"training": training}))
     task = ClassificationConfig.model_validate({"name": "classification", "classes": ["old", "new"]})
     found = counted(read_datalist(tmp_path / "list.json", True), task)
-    assert found.classes["training"] == {"old": [0, 2], "new": [1, 3]}
+    assert found.classes["training"] == {"old": [0, 2], "new": [1, 3], OTHERS: []}
     assert len(set(found.people["training"])) == 3  # one picture is there twice
     assert not found.patients["training"]
     assert filled(found.sizes) == {"under 64": [0], "64 to 128": [1, 2], "4096 and over": [3]}
@@ -82,12 +81,14 @@ def test_pictures_of_a_class_and_whose_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["other", 2, -1, None])
-def test_a_class_that_is_none_of_the_jobs(label: object, tmp_path: Path) -> None:
+def test_a_class_that_is_none_of_the_jobs_has_a_cell_of_its_own(label: object, tmp_path: Path) -> None:
+    """As an error it told, be it of one patient, whether anybody has a class that the job leaves out."""
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "list.json").write_text(json.dumps({"training": [{"image": "a.png", "label": label}]}))
     task = ClassificationConfig.model_validate({"name": "classification", "classes": ["old", "new"]})
-    with pytest.raises(DataError):
-        counted(read_datalist(tmp_path / "list.json", True), task)
+    found = counted(read_datalist(tmp_path / "list.json", True), task)
+    assert found.classes["training"] == {"old": [], "new": [], OTHERS: [0]}
+    assert filled(found.sizes) == {"under 64": [0]}
 
 
 def test_a_class_that_nobody_annotated_is_neither_there_nor_missing(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Instruction data: the two prompt forms, optional keys, and errors that name file and line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
 from consilium.data.check_text import check_texts
-from consilium.data.text import read_texts
+from consilium.data.text import read_records, read_texts
 from consilium.errors import DataError
+from consilium.tasks.language.answers import settled
 from tests.data.writing import write
 
 
@@ -53,7 +55,15 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
         ("{", r"training\.jsonl:2: not valid JSON"),
         ({"output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
         ({"input": "a"}, r'training\.jsonl:2: needs an "output"'),
-        ({"input": 3, "output": "a"}, "instruction and input are texts too"),
+        ({"input": "a", "output": None}, r'training\.jsonl:2: needs an "output"; write its answer there'),
+        ({"input": "a", "outputs": []}, r'training\.jsonl:2: needs an "output"; write its answer there'),
+        ({"input": None, "output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
+        ({"input": 3, "output": "a"}, r"training\.jsonl:2: input: 3 is no text; write it in quotes"),
+        ({"instruction": ["a"], "output": "a"}, r"training\.jsonl:2: instruction: \['a'\] is no text; write it in quotes"),
+        ({"input": "a", "output": 5}, r"training\.jsonl:2: output: 5 is no text; write it in quotes"),
+        ({"input": "a", "output": "a", "final_answer": ["1"]}, r"final_answer: \['1'\] is neither text nor a number"),
+        ({"input": "a", "output": "a", "final_answer": True}, "final_answer: True is neither text nor a number"),
+        ('{"input": "a", "output": "a", "final_answer": Infinity}', "final_answer: inf is neither text nor a number"),
         ({"input": "a", "outputs": "a"}, "outputs: 'a' is not a list of texts"),
         ({"input": "a", "output": "a", "labels": [1]}, "labels: .* is not a list of texts"),
         ({"input": "a", "output": "a", "patient": {"id": 3}}, "2: patient dict is neither text nor a whole number"),
@@ -63,6 +73,30 @@ def test_a_bad_record_is_named_by_file_and_line(record: object, message: str, tm
     write(tmp_path, "training.jsonl", {"input": "a", "output": "b"}, record)
     with pytest.raises(DataError, match=message):
         read_texts(tmp_path)
+
+
+def test_a_key_whose_value_is_null_counts_as_absent(tmp_path: Path) -> None:
+    """As exports of tables write it."""
+    absent = {"input": None, "outputs": None, "final_answer": None, "labels": None, "patient": None}
+    write(tmp_path, "training.jsonl", {"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b"} | absent)
+    one, two = read_texts(tmp_path).splits["training"]
+    assert replace(two, name=one.name) == one
+
+
+def test_a_record_that_needs_no_answer_may_have_any(tmp_path: Path) -> None:
+    lines = [{"input": "a"}, {"input": "a", "output": 5}, {"input": "a", "outputs": 5}, {"input": 5, "output": "a"}]
+    write(tmp_path, "new.jsonl", *lines)
+    bad = list[DataError]()
+    assert [one.outputs for one in read_records(tmp_path / "new.jsonl", bad)] == [("",)] * 3
+    assert [str(one) for one in bad] == [f"{tmp_path / 'new.jsonl'}:4: input: 5 is no text; write it in quotes"]
+
+
+def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:
+    """As JSON has them; all are read as one exact number, see the language task."""
+    given = ["12", "0.5", "1e-5", "-3"]
+    write(tmp_path, "training.jsonl", *[f'{{"input": "a", "output": "b", "final_answer": {one}}}' for one in given])
+    found = [settled(str(text.final_answer)) for text in read_texts(tmp_path).splits["training"]]
+    assert found == ["12", "1/2", "1/100000", "-3"]
 
 
 def test_a_folder_without_a_training_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from consilium.data.text import Text
 from consilium.errors import ConsiliumError, DataError
 from consilium.federation.build import assemble_job, build_guard, build_site
 from consilium.federation.engine import simulate
-from consilium.federation.samples import site_data, still_there
+from consilium.federation.samples import site_data, watched
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.closing import result_table
@@ -96,7 +96,7 @@ def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytes
     data = site_data(config(), "a", settings, tmp_path / "run")
     assert (len(data.splits["training"]), data.skipped) == (4, 1)
     assert site_data(config(), "a", settings, tmp_path / "run") == data
-    assert caplog.text.count("no such file") == 1
+    assert caplog.text.count("no such file") == 2
     with pytest.raises(DataError, match="no such file"):
         site_data(config(), "a", settings.model_copy(update={"bad_samples": "refuse"}), tmp_path / "run")
 
@@ -107,11 +107,11 @@ def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> Non
         (tmp_path / f"{number}.png").touch()
     texts = tuple(Text(f"line {n}", "see", "", ("x",), image=tmp_path / f"{n}.png") for n in range(2))
     data = DataList(tmp_path / "training.jsonl", {"training": texts, "validation": (), "test": ()}, Loading(skip=True))
-    check = still_there(config().model_copy(update={"task": ReportConfig(name="report")}), data)
-    check()
+    watch = watched(config().model_copy(update={"task": ReportConfig(name="report")}), data)
+    watch.check(lambda split, index: None)
     (tmp_path / "0.png").unlink()
-    with pytest.raises(DataError, match=r"0\.png: no such file"):
-        check()
+    with pytest.raises(DataError, match=r"0\.png: cannot be read \(No such file or directory\)"):
+        watch.check(lambda split, index: None)
 
 
 def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     header(tmp_path / "a", 1)
     pixels(tmp_path / "a", 2)
     job, folder = assemble_job(config()), tmp_path / "run"
-    guard = build_guard(job, "a", settings, folder, folder, quiet)
-    made = build_site(job, "a", settings, folder, quiet)
+    data = site_data(job.config, "a", settings, folder)
+    guard = build_guard(job, "a", settings, folder, folder, quiet, data=data)
+    header(tmp_path / "a", 3)  # what is found once holds for both
+    made = build_site(job, "a", settings, folder, quiet, data=data)
     assert guard.num_samples == made.task.num_samples == 4
-    header(tmp_path / "a", 3)  # what is found once holds for the process
-    assert len(site_data(job.config, "a", settings, folder).splits["training"]) == 4
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from consilium.models.layout import layout
 from consilium.models.sam import SamConfig
 from consilium.models.vision import VISION, VisionConfig
 from consilium.tasks.classification import ClassificationConfig
+from consilium.tasks.language import LanguageConfig
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE
 from tests.models.folders import config_of, save_folder, small_shape
 
@@ -99,12 +101,23 @@ def test_frequencies_that_outlast_a_text_are_refused_without_privacy_too() -> No
         _laid_out(_text(config))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "mpt"])
 def test_a_text_longer_than_the_models_positions_is_refused(kind: str) -> None:
     config = {"model_type": kind, "max_position_embeddings": 32, "n_positions": 32, "num_hidden_layers": 1, "n_layer": 1}
+    config = {"model_type": kind, "max_seq_len": 32, "n_layers": 1} if kind == "mpt" else config
     _laid_out(_text(config, max_length=32))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 32 positions; use 32 at most"):
         _laid_out(_text(config))
+
+
+def test_an_answer_that_leaves_no_position_to_a_prompt_is_refused_before_any_training() -> None:
+    config = _text(small_shape(max_position_embeddings=32).to_dict(), max_length=32)
+    with layout():
+        for most, refused in ((24, False), (25, True)):
+            task = LanguageConfig(name="language", max_new_tokens=most)
+            told = r"task\.max_new_tokens: 25: of the model's 32 positions 7 are left for a prompt; use 24 or less"
+            with pytest.raises(ConfigError, match=told) if refused else nullcontext():
+                CAUSAL_LM.build(config, task, None, False, use_checkpointing=False)
 
 
 def test_a_model_that_says_minus_one_has_as_many_positions_as_a_text_needs() -> None:

@@ -38,6 +38,19 @@ def test_validation_is_named_where_no_site_has_a_test_split() -> None:
     assert "validation split" in shown(result_table({"a": {"validation/pretrained/dice": 0.2}}, "job", DICE))
 
 
+def test_the_title_names_who_was_refused_in_the_closing_evaluation() -> None:
+    def title(results: dict[str, dict[str, float]], refused: list[str]) -> str:
+        return str(result_table(results, "job", DICE, refused=refused).title)
+
+    results = {"a": {"test/pretrained/dice": 0.2, "test/global/dice": 0.5}}
+    assert "; b, c refused in the closing evaluation" in title(results, ["c", "b"])
+    assert "; 4 sites refused in the closing" in title(results, list("bcde"))
+    text = title({"a": {}}, ["a"])
+    assert "job: nothing was scored; a refused in the closing evaluation" in text
+    assert "no test or validation split" not in text
+    assert "no test or validation split: nothing was scored" in title({"a": {}}, [])
+
+
 def language(evaluate: str) -> Scores:
     return scores(LanguageConfig.model_validate({"name": "language", "evaluate": evaluate}))
 

@@ -62,7 +62,7 @@ def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str
         ("3/4.", "3/4"),
         ("It is -6/4. That is all.", "-3/2"),
         ("#### 3/4. Done", "3/4"),
-        ("1/2.5", "2.5"),  # no fraction of whole numbers, as before
+        ("1/2.5", "5/2"),  # no fraction of whole numbers, as before
         ("1/2/3", "3"),
         ("12/25/2020.", "2020"),
         (r"\boxed{x + y}", "x+y"),
@@ -72,7 +72,7 @@ def test_a_letter_is_a_label_only_where_it_is_meant_as_one(text: str, label: str
         (r"\boxed{\text{Sunday}}", "sunday"),
         (r"#### \boxed{7}", "7"),
         (r"Hence $\boxed{\frac{\sqrt{2}}{2}}$.", r"\frac{\sqrt{2}}{2}"),
-        (r"\boxed{12} first. Finally $\boxed{\frac{\sqrt{\frac{3}{5}}}{2}}$", r"\frac{\sqrt{\frac{3}{5}}}{2}"),
+        (r"\boxed{12} first. Finally $\boxed{\frac{\sqrt{\frac{3}{5}}}{2}}$", r"\frac{\sqrt{3/5}}{2}"),
         (r"\boxed{1}, no: \boxed{\frac{\sqrt{3", r"\frac{\sqrt{3"),  # cut by max_new_tokens
         (r"\boxed{1}, no: \boxed{12", "12"),
         ("**#### 18**", "18"),
@@ -93,7 +93,7 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
     ("text", "answer"),
     [
         ("3 + 4 = 7\n#### 7", "7"),
-        ("#### $1,234.50\nthen 9", "1234.5"),
+        ("#### $1,234.50\nthen 9", "2469/2"),
         ("first 3, then -4.0", "-4"),
         ("#### 007", "7"),
         ("#### Paris.", "paris"),
@@ -101,7 +101,7 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
         ("none", None),
         ("12 ####", "12"),
         ("#### -0.0", "0"),
-        ("#### 007.50", "7.5"),
+        ("#### 007.50", "15/2"),
         ("#### 1,00,000 rupees", "100000"),
         ("#### 1, 2", "1,2"),
         ("#### 10:30", "10:30"),
@@ -110,11 +110,11 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
         ("f(x)-7", "7"),
         ("5 - -5", "-5"),
         ("between 2 and -3", "-3"),
-        ("It is .5", "0.5"),
-        ("It costs $.25.", "0.25"),
-        ("It is -.5", "-0.5"),
-        (r"\boxed{.5}", "0.5"),
-        ("#### .5", "0.5"),
+        ("It is .5", "1/2"),
+        ("It costs $.25.", "1/4"),
+        ("It is -.5", "-1/2"),
+        (r"\boxed{.5}", "1/2"),
+        ("#### .5", "1/2"),
         ("see Fig.5", "5"),
         ("1.2.3", "3"),
         ("#### \u22125", "-5"),
@@ -125,6 +125,16 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
         ("#### 5)", "5"),
         ("#### 5).", "5"),
         ("#### (1,2)", "(1,2)"),
+        ("so it is -$5.", "-5"),
+        ("it is \u20135", "-5"),
+        ("pages 3\u20135", "5"),
+        ("She needs 3 1/2 cups.", "7/2"),
+        ("It is 1.5e3.", "1500"),
+        ("It is 2 x 10^3", "2000"),
+        ("about 10^-3 M", "1/1000"),
+        ("3 tablets of vitamin B12", "3"),
+        ("5 million", "5000000"),
+        ("COVID-19: 4 of x2", "4"),
     ],
 )
 def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str, answer: str | None) -> None:
@@ -147,6 +157,72 @@ def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str
 )
 def test_a_given_answer_equals_the_same_one_written(given: str, written: str) -> None:
     assert settled(given) == final_answer(written) is not None
+
+
+ALIKE = [
+    ("0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".50", "2/4", "+0.5", "5e-1", r"5 \times 10^{-1}"),
+    ("3 1/2", "3.5", "7/2", r"1 5/2", r"3\frac{1}{2}", r"3\frac12", "3.50 cups"),
+    ("-3 1/2", "-3.5", "\u22127/2", r"-\frac{7}{2}", r"\frac{-7}{2}", r"\frac{7}{-2}", "\u20133.5"),
+    ("1e3", "1000", "1,000", "1 thousand", "10^3", "1 x 10^3", "1000.0"),
+    ("3", "+3", "\u0663", "\uff13", "3.", "3!", "**3**", "3 apples", "x = 3"),
+    (
+        "5",
+        "5kg",
+        "5 mg",
+        "5mg",
+        "5 g",
+        "5 L",
+        "5 m/s",
+        "5\u00b0",
+        "5 \u00b0C",
+        "5%",
+        "$5",
+        "5 a day",
+        "5 cm^2",
+        "5 g of salt",
+        "5 or more",
+    ),
+    ("-5", "-$5", "-\u20ac5", "\u22125", "\u20135 degrees"),
+    ("B", "(B)", "b", "B)", "B."),
+    ("0.00001", "1e-05", "1e-5"),
+]
+"""Spellings of equal answers, a line each; those of two lines are different."""
+
+
+def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
+    read = [{settled(one) for one in line} | {final_answer(f"so #### {one}") for one in line} for line in ALIKE]
+    assert [len(one) for one in read] == [1] * len(ALIKE)
+    assert None not in set.union(*read)
+    assert len(set.union(*read)) == len(ALIKE)
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        ("120 over 80", "120 over 60", "120"),
+        ("2 hours 30 minutes", "2 hours 45 minutes", "2 hours"),
+        ("1 in 4", "1 in 1000", "1"),
+        ("12 of 40", "12 of 13", "12"),
+        ("5 million", "5 thousand", "5"),
+        ("2 to 5", "2", "2-5", "2 to 6"),
+        ("1 and 2", "1", "1 and 7"),
+        ("3 : 4", "3", "3 : 5"),
+        ("5; 6", "5; 7", "5"),
+        ("10 - 3", "10", "10 + 3", "-3"),
+        ("2^3", "2", "8"),
+        ("B", "B12", "12"),
+        ("5 pi", "5"),
+        ("1/0", "1", "0"),
+    ],
+)
+def test_what_is_more_than_a_number_is_compared_whole(different: tuple[str, ...]) -> None:
+    assert len({settled(one) for one in different}) == len({final_answer(f"#### {one}") for one in different}) == len(different)
+
+
+@pytest.mark.parametrize("text", ["The answer is __B__", "The answer is _B_", "_B_", "__B__, not A"])
+def test_marks_of_markdown_are_no_part_of_a_label(text: str) -> None:
+    assert first_label(text, ["A", "B"]) == "B"
+    assert first_label("A_1 or B_2", ["A", "B"]) is None
 
 
 @pytest.mark.parametrize(

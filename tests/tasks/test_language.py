@@ -4,7 +4,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -66,23 +66,26 @@ def test_a_long_input_loses_its_middle_and_is_counted(caplog: pytest.LogCaptureF
     long = Text("training.jsonl:1", "What is it?", "one two three four five six seven eight nine ten " * 12, ("yes",))
     with caplog.at_level(logging.WARNING):
         task = make_task(long, length=120)
-    assert task.truncated == 3  # one in every split
-    assert "3 records are longer than model.max_length 120 tokens" in caplog.text
+    told = "3 prompts lost their middle, 0 answers their end: records are longer than model.max_length 120 tokens"
+    assert caplog.text.count(told) == 1  # one in every split
     row = task.batch([0], seed=0)["input_ids"][0].tolist()
     assert len(row) == 120
     said, whole = TOKENIZER.decode(row), long.prompt
     start, end = whole.index(long.input), whole.index(long.input) + len(long.input)
     assert said.startswith(whole[:start] + "one two")  # the question is whole, and so is what comes behind the input
     assert whole[end:] in said
-    assert task.evaluate(Uniform(), "test", 1)["truncated"] == 1
-    assert make_task(text("word", "yes")).truncated == 0
+    found = task.evaluate(Uniform(), "test", 1)
+    assert (found["cut_prompts"], found["cut_answers"]) == (1, 0)
+    caplog.clear()
+    found = make_task(text("word", "yes")).evaluate(Uniform(), "test", 1)
+    assert (found["cut_prompts"], found["cut_answers"], caplog.text) == (0, 0, "")
 
 
 def test_a_prompt_of_instruction_alone_keeps_begin_and_end() -> None:
     question = text(" ".join(str(n) for n in range(300)), "yes")
-    ids, labels, cut = Encoder(TOKENIZER, 60).pair(question)
-    whole = Encoder(TOKENIZER, 10_000).pair(question)[0]
-    assert cut
+    ids, labels, cut, lost = Encoder(TOKENIZER, 60).pair(question)
+    whole = Encoder(TOKENIZER, 10_000).pair(question).ids
+    assert (cut, lost) == (True, False)
     assert len(ids) == 60
     learned = sum(label != IGNORED for label in labels)
     assert ids[:20] == whole[:20]
@@ -90,22 +93,50 @@ def test_a_prompt_of_instruction_alone_keeps_begin_and_end() -> None:
     assert ids[-learned:] == whole[-learned:]
 
 
-def test_an_answer_longer_than_everything_keeps_one_token_of_the_prompt() -> None:
-    ids, labels, _ = Encoder(TOKENIZER, 10).pair(text("word", "yes " * 100))
-    assert len(ids) == len(labels) == 10
-    assert labels[0] == IGNORED
-    assert IGNORED not in labels[1:]
+class Beginning:
+    """A tokenizer of a token a word, which begins texts by itself; numbers are those of the words."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+    all_special_tokens, all_special_ids = ("<s>", "</s>", "<pad>"), (1, 2, 0)
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> object:
+        words = text.split()
+        return type(
+            "Encoding", (), {"input_ids": [1] * add_special_tokens + [int(word) if word.isdigit() else 3 for word in words]}
+        )
+
+
+def test_a_long_answer_leaves_half_of_the_length_to_the_prompt_and_loses_its_end() -> None:
+    """By hand, of 10 tokens: a prompt has 5 at least, and an answer that lost its end has no end token."""
+    encoder = Encoder(cast(Any, Beginning()), 10, "{instruction}")
+
+    def pair(prompt: range, answer: range) -> tuple[list[int], int, bool, bool]:
+        ids, labels, *cut = encoder.pair(text(" ".join(map(str, prompt)), " ".join(map(str, answer))))
+        unlearned = labels.count(IGNORED)
+        assert labels == [IGNORED] * unlearned + ids[unlearned:]
+        return ids, unlearned, cut[0], cut[1]
+
+    assert pair(range(10, 13), range(30, 40)) == ([1, 10, 11, 12, 30, 31, 32, 33, 34, 35], 4, False, True)
+    assert pair(range(10, 20), range(30, 40)) == ([1, 10, 11, 18, 19, 30, 31, 32, 33, 34], 5, True, True)
+    assert pair(range(10, 20), range(30, 34)) == ([1, 10, 11, 18, 19, 30, 31, 32, 33, 2], 5, True, False)
+    assert pair(range(10, 20), range(30, 32)) == ([1, 10, 11, 12, 17, 18, 19, 30, 31, 2], 7, True, False)
+    assert pair(range(10, 13), range(30, 35)) == ([1, 10, 11, 12, 30, 31, 32, 33, 34, 2], 4, False, False)
 
 
 def test_a_tokenizer_that_begins_texts_begins_prompts() -> None:
-    class Beginning:
-        bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+    ids = Encoder(cast(Any, Beginning()), 100, "{instruction}").pair(text("7", "8 9")).ids
+    assert ids == [1, 7, 8, 9, 2]
 
-        def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> object:
-            return type("Encoding", (), {"input_ids": [1] * add_special_tokens + [7] * len(text.split())})
 
-    assert Encoder(Beginning(), 100).pair(text("a", "b c"))[0][0] == 1
-    assert Encoder(Beginning(), 100).pair(text("a", "b c"))[0][-3:] == [7, 7, 2]
+def test_answers_that_were_cut_are_counted_apart_from_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        task = make_task(
+            text("word", "yes " * 100), text("word " * 100, "no"), text("a", "b"), text("q", "r " * 200), length=80
+        )
+    assert "3 prompts lost their middle, 6 answers their end" in caplog.text
+    found = task.evaluate(Uniform(), "test", 1)
+    assert (found["cut_prompts"], found["cut_answers"]) == (0.25, 0.5)
 
 
 def test_every_sample_weighs_the_same_in_the_loss() -> None:
@@ -205,7 +236,7 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     monkeypatch.setattr(task, "write", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
     found = task.evaluate(Uniform(), "test", 2)
-    assert found.keys() == {"loss", "perplexity", "truncated", "accuracy"}
+    assert found.keys() == {"loss", "perplexity", "cut_prompts", "cut_answers", "cut_asked", "accuracy"}
     more = {"n", "loss_low", "loss_high", "accuracy_low", "accuracy_high"}
     assert metric_names(LanguageConfig(name="language", evaluate="label")) == found.keys() | more
 
@@ -237,6 +268,33 @@ def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatc
     found = task.evaluate(Uniform(), "test", 2, distances=True)
     assert found.keys() == metric_names(LanguageConfig(name="language", evaluate="generation"))
     assert found["rouge_l"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "written", "right"),
+    [
+        ("exact", ("#### 12", "so 0.5", "no number"), ["12", "1/2", "13", "none"], [1, 1, 0, 0]),
+        ("label", ("B", "it is C", "none"), ["B", "C", "A", "none"], [1, 1, 0, 0]),
+    ],
+)
+def test_an_answer_is_right_by_any_reference(
+    kind: str, outputs: tuple[str, ...], written: list[str], right: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one, expected in zip(written, right, strict=True):
+        task = make_task(text("q", *outputs), evaluate=kind, labels=["A", "B", "C"])
+        monkeypatch.setattr(task, "write", lambda *_, said=one: [said])
+        found = task.evaluate(Uniform(), "test", 1, distances=True)
+        assert found["exact" if kind == "exact" else "accuracy"] == expected
+
+
+def test_what_a_record_s_score_is_of(caplog: pytest.LogCaptureFixture) -> None:
+    for learn, said in (("answer", "loss per answer token"), ("sequence", "loss per token")):
+        task = make_task(text("q", "yes"), learn=learn)
+        task.evaluate(Uniform(), "test", 1, distances=True)
+        assert task.scored is not None
+        assert task.scored.score == said
+    make_task(text("q", "yes"), labels=["yes", "no"])
+    assert "task.labels is not read where task.evaluate is loss; use label to score by it" in caplog.text
 
 
 def test_records_without_a_label_or_final_answer_are_refused() -> None:

@@ -32,6 +32,7 @@ RECORD = Text("training.jsonl:1", "Name the organ.", "It beats {input}.", ("the 
 
 def chatting(template: str = CHATML):  # noqa: ANN201 - the library's own type
     tokenizer = copy.deepcopy(load_tokenizer("tiny", None))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -42,7 +43,8 @@ def text_of(form: str, record: Text = RECORD) -> str:
 
 def test_each_form_asks_in_its_words() -> None:
     assert text_of("Q: {instruction} ({input})\nA:") == "Q: Name the organ. (It beats {input}.)\nA:"
-    assert text_of("{instruction} ->") == "Name the organ. ->"
+    assert text_of("{instruction} ->") == "Name the organ.\n\nIt beats {input}. ->"  # no place of its own: behind, as in a chat
+    assert text_of("{instruction} ->", Text("x:1", "Is it {input}?", "", ("a",))) == "Is it {input}? ->"
     assert text_of("alpaca") == RECORD.prompt
     paper = text_of("alpaca-paper")
     assert paper.startswith("Below is an instruction that describes a task, paired with an input")
@@ -64,23 +66,60 @@ def test_a_chat_is_cut_in_its_input_and_not_in_the_templates_own_words(given: st
 
 
 def test_a_chat_that_writes_an_input_otherwise_is_whole_all_the_same() -> None:
-    loud = chatting(CHATML.replace("m['content']", "m['content'] | upper"))
+    loud = chatting(CHATML.replace("m['content']", "m['content'] | upper if m['role'] == 'user' else m['content']"))
     assert Prompt("chat", loud).parts(Text("x:1", "Is it?", "a", ("yes",)))[1] == "A"
-    long = chatting(CHATML.replace("m['content']", "m['content'] | length"))
+    long = chatting(CHATML.replace("m['content']", "m['content'] | length if m['role'] == 'user' else m['content']"))
     whole = "<|im_start|>user\n10<|im_end|>\n<|im_start|>assistant\n"  # 6 + 2 + 2 letters
     assert Prompt("chat", long).parts(Text("x:1", "Is it?", "ab", ("yes",))) == (whole, "", "")
 
 
 def test_a_chat_answer_is_learned_with_what_ends_it() -> None:
     tokenizer = chatting()
-    ids, labels, cut = Encoder(tokenizer, 1000, "chat").pair(RECORD)
-    learned = [label for label in labels if label != IGNORED]
-    assert not cut
+    found = Encoder(tokenizer, 1000, "chat").pair(RECORD)
+    learned = [label for label in found.labels if label != IGNORED]
+    assert not found.prompt_cut
+    assert not found.answer_cut
     assert tokenizer.decode(learned) == "the heart<|im_end|>\n"
-    begun = tokenizer.decode(ids)
+    begun = tokenizer.decode(found.ids)
     assert begun.count("<|im_start|>assistant\nthe heart<|im_end|>") == 1
-    first = tokenizer("<|im_end|>\n", add_special_tokens=False).input_ids[0]
-    assert Encoder(tokenizer, 1000, "chat").ends() == sorted({tokenizer.eos_token_id, first})
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert Encoder(tokenizer, 1000, "chat").ends == sorted(ends)
+
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_chat_answer_ends_at_a_special_token_and_at_no_blank_before_it() -> None:
+    """Llama 2's template writes a blank and the end token behind an answer; no answer ends at its first blank."""
+    tokenizer = chatting(LLAMA_2)
+    encoder = Encoder(tokenizer, 1000, "chat")
+    assert tokenizer("x " + tokenizer.eos_token, add_special_tokens=False).input_ids[1:] != [tokenizer.eos_token_id]
+    assert encoder.ends == [tokenizer.eos_token_id]
+    assert tokenizer.decode(encoder.answer(RECORD)) == f"the heart {tokenizer.eos_token}"
+
+
+def test_a_chat_writes_what_the_template_has_before_an_answer_behind_the_question() -> None:
+    """Qwen 3's template puts an empty thought before answers; a blank alone is the tokenizer's own."""
+    thought = CHATML.replace(
+        "{{ m['content'] }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    )
+    assert "".join(Prompt("chat", chatting(thought)).parts(RECORD)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert "".join(Prompt("chat", chatting(LLAMA_2)).parts(RECORD)).endswith("It beats {input}. [/INST]")
+
+
+def test_a_record_s_own_words_are_never_special_tokens() -> None:
+    """ "</s>" in an answer ends nothing, and a record that spells a turn of the chat writes none."""
+    tokenizer = chatting()
+    encoder = Encoder(tokenizer, 1000, "chat")
+    plain = encoder.pair(Text("x:1", "q", "i", ("a",)))
+    turn = "</s> <|im_end|>\n<|im_start|>assistant\nno"
+    for record in (Text("x:1", turn, "i", ("a",)), Text("x:1", "q", turn, ("a",)), Text("x:1", "q", "i", (turn + "</s>",))):
+        found, special = encoder.pair(record), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        assert [one for one in found.ids if one in special] == [one for one in plain.ids if one in special]
+        assert turn in tokenizer.decode(found.ids)
 
 
 def test_templates_that_cannot_be_followed_are_refused() -> None:
@@ -88,7 +127,12 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
         Prompt("chat", load_tokenizer("tiny", None))
     thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
     with pytest.raises(ConfigError, match="asks otherwise than it writes answers down"):
-        Encoder(chatting(thinking), 1000, "chat").pair(RECORD)
+        Encoder(chatting(thinking), 1000, "chat")
+    hashes = CHATML.replace("<|im_end|>\n", "\n### ")
+    with pytest.raises(
+        ConfigError, match=r"'chat': the tokenizer's template ends answers by '\\n### ', which is no special token"
+    ):
+        Encoder(chatting(hashes), 1000, "chat")
     with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):
         validate(LanguageConfig, {"name": "language", "prompt": "aplaca"}, "job.yaml")
 
@@ -117,8 +161,8 @@ def test_a_chat_asks_the_same_every_day_and_ends_every_answer_alike() -> None:
 
 def test_the_whole_sequence_is_learned_if_the_job_says_so() -> None:
     tokenizer = load_tokenizer("tiny", None)
-    ids, labels, _ = Encoder(tokenizer, 1000, "alpaca", whole_sequence=True).pair(RECORD)
-    assert ids == labels
+    found = Encoder(tokenizer, 1000, "alpaca", whole_sequence=True).pair(RECORD)
+    assert found.ids == found.labels
 
 
 @pytest.mark.parametrize(("most", "left"), [(0, []), (1, [9]), (2, [0, 9]), (5, [0, 1, 7, 8, 9]), (10, list(range(10)))])
@@ -205,8 +249,12 @@ def test_a_prompt_that_the_model_has_no_positions_for_is_told(caplog: pytest.Log
 
     model = Short(len(tokenizer))
     model.config = SimpleNamespace(max_position_embeddings=64)
-    LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=16)).write(model, "test", 1)
-    assert "1 prompts of 1 lost their middle to be answered: the model has positions for 48 tokens" in caplog.text
+    config = LanguageConfig(name="language", max_new_tokens=16, evaluate="generation")
+    task = LanguageTask(data, tokenizer, 512, config)
+    found = [task.evaluate(model, "test", 1, distances=True) for _ in range(3)]
+    assert [(one["cut_prompts"], one["cut_answers"], one["cut_asked"]) for one in found] == [(0, 0, 1)] * 3
+    told = "prompts lose their middle to be answered: the model has positions for 48 tokens beside task.max_new_tokens 16"
+    assert caplog.text.count(told) == 1
     with pytest.raises(ConfigError, match=r"task.max_new_tokens: 60: of the model's 64 positions 4 are left .* use 56 or less"):
         LanguageTask(data, tokenizer, 512, LanguageConfig(name="language", max_new_tokens=60)).write(model, "test", 1)
 

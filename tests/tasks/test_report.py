@@ -109,9 +109,9 @@ def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> 
 
 def test_a_chat_has_its_picture_in_the_user_s_turn(qwen: Made, tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny", None)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
     task, _ = _task("qwen2_5_vl", qwen, write_records(tmp_path / "a"), tokenizer, prompt="chat")
     ids: Tensor = task.batch([0], 0)["input_ids"][0]
     start = ids.tolist().index(BEGIN)
     assert tokenizer.decode(ids[:start]).endswith("<user>")
-    assert tokenizer.decode(ids[start + 18 :]).startswith("What is seen?</user><assistant>answer 0</assistant>")
+    assert tokenizer.decode(ids[start + 18 :]).startswith("What is seen?</s><assistant>answer 0</s>")

@@ -2,6 +2,7 @@
 
 import math
 import random
+import unicodedata
 
 import pytest
 
@@ -79,6 +80,26 @@ def test_nist_weighs_rare_words_more() -> None:
     assert nist(["", ""], REFERENCES) == 0
 
 
+def test_nist_by_hand() -> None:
+    # of 3 words "a" stands twice, "b" once; "b" behind "a" is one of two; two words of three expected ones cost half
+    assert nist(["a b"], [["a b a"]]) == pytest.approx(0.5 * ((math.log2(3 / 2) + math.log2(3)) / 2 + math.log2(2)))
+    # two references count together, of 6 words: a 1, b 2, c 3; a b 1, b c 1; and 3 words are the mean of 2 and 4
+    single = (math.log2(6) + math.log2(6 / 2) + math.log2(6 / 3)) / 3
+    assert nist(["a b c"], [["a b", "b c c c"]]) == pytest.approx(single + (math.log2(1 / 1) + math.log2(2 / 1)) / 2)
+    # a word counts as often as the one reference that has it most, not as all together: of three b two
+    assert nist(["b b b"], [["a b b", "b a a"]], longest=1) == pytest.approx(2 * math.log2(6 / 3) / 3)
+
+
+def test_nist_is_that_of_e2e_s_evaluation() -> None:
+    """By pymteval.py of tuetschek/e2e-metrics, with mteval-v13a's words; nltk's NIST of several references is another."""
+    written = ["Vegetarians will be happy here: kid-friendly, 20-25 pounds.", "The Eagle is a pub."]
+    references = [
+        ["The Eagle is a kid-friendly pub at 20-25 pounds.", "Kid-friendly pub, 20-25."],
+        ["The Eagle is a pub in the city.", "A pub is The Eagle."],
+    ]
+    assert nist(written, references) == pytest.approx(3.2026116985916087, rel=1e-12)
+
+
 def test_cider_by_hand() -> None:
     # single words only: "x" stands in both documents (weight 0), "y" in the first, "z" in the second (log 2)
     assert cider(["x y", "x q"], [["x y"], ["x z"]], longest=1) == pytest.approx(10 * (1 + 0) / 2)
@@ -102,6 +123,22 @@ def test_cider_is_the_coco_caption_evaluations() -> None:
     truth, _ = reference.compute_score(dict(enumerate(references)), {i: [one] for i, one in enumerate(written)})
     assert 1 < truth < 9
     assert cider(written, references) == pytest.approx(float(truth), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "text", ["बिल्ली चटाई पर बैठी है", "தமிழ் மொழி மிகவும் பழமையான", "עִבְרִית שָׂפָה עַתִּיקָה מְאֹד", "مَرْحَبًا بِكَ فِي المَدِينَة"]
+)
+def test_a_letter_and_its_marks_are_one_word(text: str) -> None:
+    assert words(text) == text.split()
+
+
+def test_a_letter_and_its_mark_are_the_same_as_both_in_one() -> None:
+    composed = ["Das Gefäß öffnet sich früh.", "Ça coûte très cher à l’été."]
+    apart = [unicodedata.normalize("NFD", one) for one in composed]
+    assert apart != composed
+    truth = of_records(composed, [[one] for one in composed]) | of_corpus(composed, [[one] for one in composed])
+    assert of_records(apart, [[one] for one in composed]) | of_corpus(apart, [[one] for one in composed]) == truth
+    assert of_records(composed, [[one] for one in apart]) | of_corpus(composed, [[one] for one in apart]) == truth
 
 
 def test_empty_answers_score_nothing() -> None:

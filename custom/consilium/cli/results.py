@@ -1,6 +1,7 @@
 """What `consilium simulate` prints of a run that came to its end."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import typer
@@ -9,6 +10,7 @@ from rich.console import Console
 from consilium.cli.options import Format, page
 from consilium.cli.privacy import claim_of
 from consilium.config.job import JobConfig
+from consilium.report.clean import shown
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 
@@ -16,23 +18,26 @@ METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in
 def print_results(
     results: dict[str, dict[str, float]], losses: dict[str, float], config: JobConfig, folder: Path, format: Format
 ) -> None:
-    """Print a run's closing scores, why it ended where that was early, what privacy it kept, and where its files are."""
+    """Print a run's closing scores, why it ended where that was early, what privacy it kept, and where its files are.
+
+    Exit code 1 says that sites were refused in the closing evaluation.
+    """
     from consilium.report.closing import result_table
     from consilium.report.cross_sites import VALUES, WORDS, read, table
     from consilium.report.predictions import PREDICTIONS
-    from consilium.report.progress import ended, ending
+    from consilium.report.progress import ended, ending, unscored
     from consilium.report.runlog import test_only
     from consilium.tasks.registry import TASKS
 
-    early = ended(folder)
+    early, refused = ended(folder), unscored(folder, config.training.rounds) if config.trains else {}
     surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
     told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
     crossed = read(json.loads((folder / VALUES).read_text())) if (folder / VALUES).is_file() else None
     if format is Format.JSON:
         found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
         found |= ({"cross_sites": crossed.to_dict()} if crossed else {}) | ({"ended": early} if early else {})
-        print(json.dumps(found, indent=1, sort_keys=True))
-        return
+        print(json.dumps(found | ({"refused": refused} if refused else {}), indent=1, sort_keys=True))
+        return _close(refused)
     if told:
         typer.echo((folder / "statistics.txt").read_text())
         files += ["statistics.json", "statistics.png"]
@@ -46,13 +51,21 @@ def print_results(
         _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
         return
     scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder)))
+    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder), refused))
+    for site, reason in sorted(refused.items()):
+        typer.echo(shown(f"{site}: {reason}", 1000))
     if early:
         typer.echo(ending(early).capitalize())
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
     _tell_files(folder, files)
+    _close(refused)
+
+
+def _close(refused: Collection[str]) -> None:
+    if refused:
+        raise typer.Exit(1)
 
 
 def _tell_files(folder: Path, names: list[str]) -> None:

@@ -14,10 +14,10 @@ import torch
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
-from consilium.data.inspect import Check, faults
-from consilium.data.loading import ahead
+from consilium.data.inspect import NAMED, Check, faults
+from consilium.data.loading import NOTHING_LEFT, ahead
 from consilium.data.store import Raw, Store, open_store
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 
 CACHE_BYTES = 2 * 1024**3
 """Samples that the disk has no room for are kept in memory up to here; beyond it they are read again."""
@@ -38,7 +38,7 @@ class SampleCache:
     `read` must return values that are whole numbers of 0..255 up to rounding. `check` raises DataError for what is bad at a
     look, and every sample is looked at before this returns; without it, or where the list's loading says `decode`, every one is
     read too. Where it says `skip`, who made the list has looked already, and what cannot be read is left out and counted;
-    where it says `looked`, nobody looks again.
+    where it says `quiet`, what does not fit the job is left out; where it says `looked`, nobody looks again.
     `settings`: all that `read` does with an item, as a text; without it nothing is kept on disk. Raises what `read` and `check`
     raise.
     """
@@ -47,7 +47,7 @@ class SampleCache:
         self._data, self._read, self._settings, self._room = data, read, settings, CACHE_BYTES
         self._store = open_store(data.loading.folder, data.loading.most) if settings else None
         self._kept: dict[tuple[str, int], Raw] = {}
-        self._lost: dict[tuple[str, int], DataError] = {}
+        self._lost, self._unfit = set[tuple[str, int]](), set[tuple[str, int]]()
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         self._planes = _planes(data)
@@ -62,9 +62,12 @@ class SampleCache:
         if check is not None and not self._data.loading.decode:
             return
         for split, items in self._data.splits.items():
-            read = self.many(split, range(len(items)), lambda index, raw: None)
-            if items and not read and split == "training":
-                raise DataError("no training sample can be read; see the site's log, and repair the data")
+            self.many(split, range(len(items)), lambda index, raw: None)
+        if self.all_lost:
+            raise DataError(NOTHING_LEFT)
+        if self._unfit:
+            what = f"{len(self._unfit):,} samples do not fit the job, which learns and scores nothing of them"
+            _log.warning(f"{self._data.path}: {what}; `consilium data check --job` names them")
 
     @property
     def store(self) -> Store | None:
@@ -75,6 +78,12 @@ class SampleCache:
     def skipped(self) -> int:
         """How many samples were left out so far because they cannot be read."""
         return self._data.skipped + len(self._lost)
+
+    @property
+    def all_lost(self) -> bool:
+        """Whether there are training samples, and none that can be read."""
+        lost = sum(split == "training" for split, _ in self._lost)
+        return 0 < lost == len(self._data.splits["training"])
 
     def __call__(self, split: str, index: int) -> Sample:
         """Return a decoded sample as float32. Raises DataError."""
@@ -97,16 +106,28 @@ class SampleCache:
         yield from ahead(calls, self._data.loading.ahead)
 
     def _one(self, split: str, index: int, change: Change[T]) -> tuple[int, T] | None:
+        if (split, index) in self._unfit:
+            return None
         try:
             return index, change(index, self.raw(split, index))
         except DataError as error:
-            if not self._data.loading.skip:
+            unfit = self._data.loading.quiet and isinstance(error, UnfitError)
+            if not (unfit or self._data.loading.skip):
                 raise
-            with self._lock:
-                if (split, index) not in self._lost:
-                    self._lost[split, index] = error
-                    _log.warning(f"left out of {split}: {error}")
+            self._leave_out((split, index), error, unfit)
             return None
+
+    def _leave_out(self, place: tuple[str, int], error: DataError, unfit: bool) -> None:
+        """Note a sample that is left out, once. One that does not fit is not counted: how many these are, nobody may ask."""
+        with self._lock:
+            known = self._unfit if unfit else self._lost
+            if place not in known and len(known) < NAMED:
+                _log.warning(f"left out of {place[0]}: {error}")
+            known.add(place)
+
+    def read_again(self, split: str, index: int) -> None:
+        """Read a sample from its files, whatever is kept of it. Raises DataError."""
+        self._read(self._data.splits[split][index])
 
     def raw(self, split: str, index: int) -> Raw:
         """Return a sample's bytes. Raises DataError."""

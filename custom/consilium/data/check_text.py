@@ -2,9 +2,8 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from consilium.data.copies import find_copies
 from consilium.data.datalist import SPLITS
@@ -12,8 +11,8 @@ from consilium.data.findings import Findings, Trace
 from consilium.data.text import Text, read_texts
 
 
-def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int = 0) -> Findings:
-    """Read every record and report; with a tokenizer also lengths in tokens, and which exceed `max_length`.
+def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_length: int = 0) -> Findings:
+    """Read every record and report; with `length_of` also lengths in a job's tokens, and which exceed `max_length`.
 
     Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
     cannot be read.
@@ -22,7 +21,7 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
     report = Findings.of(path, data)
     for split in SPLITS:
         for text in data.splits[split]:
-            _check(report, text, tokenizer, max_length)
+            _check(report, text, length_of, max_length)
             key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
             marks = (("duplicate between {}", key), *([("patient in two {}", text.patient)] if text.patient else []))
             report.traces.append(Trace(split, text.name, marks, training=split == "training"))
@@ -33,14 +32,12 @@ def check_texts(path: Path, tokenizer: PreTrainedTokenizerBase | None = None, ma
     return report
 
 
-def _check(report: Findings, text: Text, tokenizer: PreTrainedTokenizerBase | None, max_length: int) -> None:
+def _check(report: Findings, text: Text, length_of: Callable[[Text], int] | None, max_length: int) -> None:
     if not all(output.strip() for output in text.outputs):
         report.problem("empty answer", text.name)
-    if tokenizer is None:
+    if length_of is None:
         return
-    length = sum(
-        len(tokenizer(part, add_special_tokens=False, verbose=False).input_ids) for part in (text.prompt, text.outputs[0])
-    )
+    length = length_of(text)
     report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += 1
-    if length >= max_length:  # one more, the end token
-        report.warn(f"longer than {max_length} tokens", f"{text.name}: {length + 1}")
+    if length > max_length:
+        report.warn(f"longer than {max_length} tokens", f"{text.name}: {length}")

@@ -54,7 +54,7 @@ class Item:
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
     what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
     `label_map`: classes by the site's own label values, where they differ from the job's. `others`: what values of no
-    class are. `crop`: what a job sees of the picture.
+    class are. `alone`: a part of a file that nothing else of the file may move. `crop`: what a job sees of the picture.
     """
 
     image: Path
@@ -67,6 +67,7 @@ class Item:
     tile: Tile | None = None
     label_map: tuple[tuple[Value, tuple[str, ...]], ...] | None = None
     others: Literal["refused", "background"] = "refused"
+    alone: bool = False
     crop: Crop | None = None
 
     @property
@@ -226,35 +227,9 @@ def _check_there(where: str, file: Path) -> None:
         raise DataError(f"{where}: {error}") from None
 
 
-def listed_files(data: DataList, splits: Iterable[str]) -> tuple[Path, ...]:
-    """Return the pictures and masks that samples of these splits are read from, each once, in the list's order."""
-    files = [file for split in splits for item in data.splits[split] for file in _files_of(item)]
-    return tuple(dict.fromkeys(files))
-
-
-def _files_of(item: Any) -> list[Path]:
+def files_of(item: Any) -> list[Path]:
+    """Return the picture and the mask that a sample is read from."""
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
-
-
-def check_still_there(data: DataList, splits: Iterable[str], skip: bool) -> None:
-    """Raise DataError where a file of these splits is gone; with `skip` only where no training sample has all its files."""
-    samples = [_files_of(item) for item in data.splits["training"]] if skip else [listed_files(data, splits)]
-    lost = None
-    for files in samples:
-        if (lost := _lost(str(data.path), files)) is None:
-            return
-    if lost is not None:
-        raise lost
-
-
-def _lost(where: str, files: Iterable[Path]) -> DataError | None:
-    """Return what is wrong with the first of these files that is gone, None where all are there."""
-    try:
-        for file in files:
-            _check_there(where, file)
-    except DataError as error:
-        return error
-    return None
 
 
 def _most(file: Path) -> int:

@@ -1,15 +1,15 @@
 """Volumes become their planes, and files tell whose they are: what a data list leaves to the files themselves."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from consilium.data import slides, volumes
 from consilium.data.datalist import DataList, Item, pseudonym
 from consilium.data.images import read_labels
-from consilium.data.inspect import tell
+from consilium.data.inspect import Lost, left_of
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 from consilium.seeding import seed_for
 
 _UNIT = 2**32
@@ -20,22 +20,25 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 
     So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
     samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
-    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead.
+    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead, and where it
+    says `quiet`, what cannot be parted as the settings ask stays one sample.
     """
-    errors: list[DataError] | None = [] if data.loading.skip else None
-    splits = {split: tuple(_expanded(items, split, settings, errors)) for split, items in data.splits.items()}
-    tell(data.path, errors or [])
-    return replace(data, splits=splits, skipped=data.skipped + len(errors or []))
+    lost: list[Lost] = []
+    splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}
+    return left_of(replace(data, splits=splits), lost)
 
 
-def _expanded(items: Iterable[Item], split: str, settings: PictureSettings, errors: list[DataError] | None) -> Iterator[Item]:
-    for index, item in enumerate(items):
+def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[Lost]) -> Iterator[Item]:
+    for index, item in enumerate(data.splits[split]):
         try:
             yield from list(_opened(item, index, split, settings))
         except DataError as error:
-            if errors is None:
+            if data.loading.quiet and isinstance(error, UnfitError):
+                yield item
+            elif data.loading.skip:
+                lost.append((split, error))
+            else:
                 raise
-            errors.append(error)
 
 
 def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
@@ -63,7 +66,7 @@ def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iter
         yield item
         return
     if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
-        raise DataError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
+        raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
     whole = replace(item, study=item.study or pseudonym(str(item.image)))
     rows, columns = slides.shape(item.image, wanted.level)
     for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
@@ -75,7 +78,7 @@ def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iter
 def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
         what = f"is one picture, and {item.image.name} has several planes"
-        raise DataError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
+        raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
     slices, count = settings.slices, header.grid.planes(item.axis)
     labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
     for number in range(0, count, slices.every if thin else 1):
@@ -91,7 +94,7 @@ def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
 def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> set[int]:
     """Return the planes that show any label."""
     if not isinstance(item.label, Path) or not volumes.is_volume(item.label):
-        raise DataError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
+        raise UnfitError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
     found = volumes.labels(item.label, header, settings.resample_masks)
     axis = item.axis
     background = {0, *(value for value, classes in item.label_map or () if not classes)}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
-from consilium.data.intensity import windowed
+from consilium.data.intensity import Spread, windowed
 from consilium.data.labels import Labels
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 
 Sample = dict[str, Tensor]
 Classes = Mapping[str, Sequence[Value]]
@@ -79,11 +79,11 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
-        grey = windowed(plane, settings, header.window, lambda: volumes.spread(item.image))
+        grey = windowed(plane, settings, header.window, lambda: _of_file(item, lambda: volumes.spread(item.image)))
     elif item.tile is not None:
         level = level_of(settings)
         plane = slides.read(item.image, item.tile, level)
-        grey = windowed(plane, settings, None, lambda: slides.spread(item.image, level))
+        grey = windowed(plane, settings, None, lambda: _of_file(item, lambda: slides.spread(item.image, level)))
     else:
         plane = slides.whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
@@ -92,22 +92,24 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     )
 
 
-def tied(item: Item) -> bool:
-    """Tell whether a plane's or tile's grey levels follow from more of its file if the job has no window. Raises DataError."""
-    if volumes.is_volume(item.image):
-        return item.slice is not None and volumes.header(item.image).window is None
-    return item.tile is not None and slides.read(item.image, (*item.tile[:2], 1, 1)).dtype != np.uint8
+def _of_file(item: Item, spread: Spread) -> tuple[float, float]:
+    """Return the values of a part's whole file that become black and white. Raises UnfitError for a part that stands alone."""
+    if not item.alone:
+        return spread()
+    parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
+    what = f"its {parts} are records of their own, and percentiles of the {whole} would tie them together"
+    raise UnfitError(f"{item.image}: {what}; set task.window for privacy.unit record")
 
 
 def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
     """Return the labels (H, W) of an item on its image's grid. Raises DataError where it has no mask, or an unfit one."""
     label = item.label
     if label is not None and not isinstance(label, Path):
-        raise DataError(
+        raise UnfitError(
             f"{item.image}: label {label!r} is a class; a segmentation task needs the path of a mask", "class instead of a mask"
         )
     if label is None:
-        raise DataError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask', "no mask")
+        raise UnfitError(f'{item.image}: has no "label"; every sample of a segmentation task needs a mask', "no mask")
     if item.tile is not None:
         return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
@@ -204,7 +206,7 @@ def plane_of(item: Item, path: Path, header: volumes.Header) -> int:
     """Return the plane an item names, of a volume of one plane that one. Raises DataError."""
     count = header.grid.planes(item.axis)
     if item.slice is None and count > 1:
-        raise DataError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")
+        raise UnfitError(f'{path}: has {count} planes; name one by "slice" in the data list', "wrong slice")
     if not 0 <= (item.slice or 0) < count:
         raise DataError(f"{path}: slice {item.slice} is outside 0..{count - 1}; name one that is there", "wrong slice")
     return item.slice or 0

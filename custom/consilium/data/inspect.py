@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +21,17 @@ from consilium.data.images import (
     read_image,
     read_labels,
 )
+from consilium.data.loading import NOTHING_LEFT
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 
 if TYPE_CHECKING:
     from consilium.data.store import Store
 
 Check = Callable[[Item], None]
 Place = tuple[str, int]
+Lost = tuple[str, DataError]
+"""A sample that cannot be read: its split, and why."""
 NAMED = 10
 """Samples left out that the log names."""
 _log = logging.getLogger(__name__)
@@ -70,7 +72,8 @@ def look_at_sample(item: Item, classes: Classes, settings: PictureSettings = DEF
 def faults(data: DataList, check: Check, settings: str, store: "Store | None") -> Iterator[tuple[Place, DataError]]:
     """Yield where a check fails and why, in the list's order but for volumes, whose planes come together.
 
-    What has passed before, by the store's word, is not looked at again. Threads share the work, a volume is one thread's.
+    In a `quiet` list it is no failure that a sample does not fit the job. What has passed before, by the store's word, is not
+    looked at again. Threads share the work, a volume is one thread's.
     """
     groups: dict[object, list[tuple[Place, Item]]] = {}
     for split, items in data.splits.items():
@@ -80,9 +83,9 @@ def faults(data: DataList, check: Check, settings: str, store: "Store | None") -
     def look(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         todo = [(place, item) for place, item in group if not (store and store.fingerprints.passed(item, settings))]
         if not todo or todo[0][1].slice is None:
-            return _looked(todo, check, settings, store)
+            return _looked(todo, check, settings, store, data.loading.quiet)
         with volumes.held():
-            return _looked(todo, check, settings, store)
+            return _looked(todo, check, settings, store, data.loading.quiet)
 
     if not data.loading.workers:
         for group in groups.values():
@@ -94,31 +97,37 @@ def faults(data: DataList, check: Check, settings: str, store: "Store | None") -
 
 
 def _looked(
-    group: list[tuple[Place, Item]], check: Check, settings: str, store: "Store | None"
+    group: list[tuple[Place, Item]], check: Check, settings: str, store: "Store | None", quiet: bool
 ) -> list[tuple[Place, DataError]]:
     found = []
     for place, item in group:
         try:
             check(item)
         except DataError as error:
-            found.append((place, error))
+            if not (quiet and isinstance(error, UnfitError)):
+                found.append((place, error))
         else:
             if store:
                 store.fingerprints.note_passed(item, settings)
     return found
 
 
-def tell(path: Path, errors: Collection[DataError]) -> None:
-    """Say in the site's own log which samples are left out."""
-    for error in list(errors)[:NAMED]:
+def left_of(data: DataList, lost: Collection[Lost]) -> DataList:
+    """Return a list that the samples `lost` are out of already: they are counted, and the first named in the site's own log.
+
+    Raises DataError where they were all that there was to train on: the share they lie on may be back at the next look.
+    """
+    for _, error in list(lost)[:NAMED]:
         _log.warning(f"left out: {error}")
-    if len(errors) > NAMED:
-        _log.warning(f"{path}: {len(errors):,} samples are left out; `consilium data check` names all")
+    if len(lost) > NAMED:
+        _log.warning(f"{data.path}: {len(lost):,} samples are left out; `consilium data check` names all")
+    if not data.splits["training"] and any(split == "training" for split, _ in lost):
+        raise DataError(NOTHING_LEFT)
+    return replace(data, skipped=data.skipped + len(lost))
 
 
 def without_faults(data: DataList, check: Check, settings: str, store: "Store | None") -> DataList:
-    """Return the list without samples that fail the check; they are counted, and the first named in the log."""
+    """Return the list without samples that fail the check, see `left_of`. Raises DataError."""
     bad = dict(faults(data, check, settings, store))
-    tell(data.path, bad.values())
     kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
-    return replace(data, splits=kept, skipped=data.skipped + len(bad))
+    return left_of(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])

@@ -25,7 +25,8 @@ class Loading:
 
     `workers`: threads that read, 0 for none. `skip`: a sample that cannot be read is left out instead of being an error.
     `decode`: all samples are read before anything is trained on them, not only looked at. `looked`: another process has done
-    so, and this one reads none.
+    so, and this one reads none. `quiet`: a sample that does not fit the job (UnfitError) is an empty one: it is counted, and
+    nothing is learned or scored of it.
     """
 
     folder: Path | None = None
@@ -34,6 +35,7 @@ class Loading:
     skip: bool = False
     decode: bool = False
     looked: bool = False
+    quiet: bool = False
 
     @property
     def ahead(self) -> int:
@@ -41,6 +43,7 @@ class Loading:
         return AHEAD if self.workers else 0
 
 
+NOTHING_LEFT = "no training sample can be read; see the site's log, and repair the data"
 IN_MEMORY = Loading()
 """Nothing is kept on disk, and who asks reads."""
 

@@ -5,6 +5,7 @@ list is trusted that far; what is no picture is refused without a word of its co
 """
 
 import math
+import os
 import stat
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 """What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
@@ -28,6 +29,8 @@ MOST_VOLUME = 4 * 1024**3
 """Bytes that a NIfTI volume may take in memory."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
+Stamp = tuple[tuple[int, ...], ...]
+"""Of every file: inode, size, and when content and inode changed last."""
 TAKE_OFF = "replace it or take it off the list"
 
 
@@ -43,6 +46,36 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
         raise DataError(f"{path}: cannot be read ({kind}, not a file); {remedy}")
     if found.st_size > most:
         raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
+
+
+def check_opens(path: Path) -> None:
+    """Raise DataError unless a file, or every plain file of a folder, can be opened and read from."""
+    try:
+        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
+        for file in files:
+            check_file(file, most=MOST_SLIDE)
+            with file.open("rb") as opened:
+                opened.read(1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {TAKE_OFF}") from None
+
+
+def stamp(path: Path) -> Stamp:
+    """Return what changes when a file does, or any file of a folder: a folder's own time stays when one is written over.
+
+    () of what is not there.
+    """
+    try:
+        if not path.is_dir():
+            return (_told(path.stat()),)
+        with os.scandir(path) as entries:
+            return tuple(sorted(_told(entry.stat()) for entry in entries))
+    except (OSError, ValueError):
+        return ()
+
+
+def _told(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
@@ -80,16 +113,16 @@ def open_picture(path: Path) -> Image.Image:
 
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
-    """Raise DataError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
+    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
     if (pages := getattr(picture, "n_frames", 1)) > 1:
-        raise DataError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
+        raise UnfitError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
 
 
 def _too_large(path: Path, found: str) -> DataError:
     what = f"cannot be read as one picture ({found})"
-    return DataError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
+    return UnfitError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
 
 
 def check_volume(path: Path, volume: Any) -> None:

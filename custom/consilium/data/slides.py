@@ -20,7 +20,7 @@ from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers, whole_numbers
 from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, reading
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is told in one line, by us
 MOST_BLOCK = 2**26
@@ -55,7 +55,7 @@ def shape(path: Path, level: int = 0) -> tuple[int, int]:
     """Return the (rows, columns) of a level. Raises DataError for one that is not there."""
     levels = layout(path).levels
     if level >= len(levels):
-        raise DataError(f"{path}: has {len(levels)} levels, the first is 0; set task.tiles.level lower", "wrong tile")
+        raise UnfitError(f"{path}: has {len(levels)} levels, the first is 0; set task.tiles.level lower", "wrong tile")
     return levels[level]
 
 
@@ -67,7 +67,7 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
     x, y, width, height = tile
     rows, columns = shape(path, level)
     if x + width > columns or y + height > rows:
-        raise DataError(f"{path}: tile {list(tile)} is outside its {columns}x{rows} pixels; name one within", "wrong tile")
+        raise UnfitError(f"{path}: tile {list(tile)} is outside its {columns}x{rows} pixels; name one within", "wrong tile")
     if width * height > MOST_PIXELS:
         raise DataError(f"{path}: tile {list(tile)} has over {MOST_PIXELS:,} pixels; name a smaller one", "wrong tile")
     with reading(path, "tile cannot be read", most=MOST_SLIDE):
@@ -78,7 +78,7 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     """Return the labels of a mask's tile; the mask, or a level of it, has the (rows, columns) `wanted`. Raises DataError."""
     levels = layout(path).levels
     if wanted not in levels:
-        raise DataError(f"{path}: mask is {levels[0]}, its image {wanted}; make them equal", "mask of another size")
+        raise UnfitError(f"{path}: mask is {levels[0]}, its image {wanted}; make them equal", "mask of another size")
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")
@@ -108,7 +108,7 @@ def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
     """
     if (count := -(-rows // stride) * -(-columns // stride)) > MOST_TILES:
         what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
-        raise DataError(f"{what}; set task.tiles.size or stride higher", "too large")
+        raise UnfitError(f"{what}; set task.tiles.size or stride higher", "too large")
     return [
         (x, y, min(size, columns), min(size, rows)) for y in _starts(rows, size, stride) for x in _starts(columns, size, stride)
     ]
@@ -135,7 +135,7 @@ def whole(path: Path) -> np.ndarray:
     except DataError:
         if not is_slide(path):
             raise
-        raise DataError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
+        raise UnfitError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
 
 
 def _starts(length: int, size: int, stride: int) -> list[int]:
@@ -176,27 +176,27 @@ def _tiff_layout(path: Path) -> Layout:
         first = file.pages[0]
         if any(len(series.pages) > 1 for series in file.series):
             pages = len(file.pages)
-            raise DataError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
+            raise UnfitError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
         levels = [level.pages[0] for level in file.series[0].levels]
         for page in levels:
             _check(path, page)
         sizes = tuple((int(page.imagelength), int(page.imagewidth)) for page in levels)
         turned = 274 in first.tags and first.tags[274].value not in (0, 1)
     if turned:
-        raise DataError(f"{path}: is turned by its Orientation tag; save it upright")
+        raise UnfitError(f"{path}: is turned by its Orientation tag; save it upright")
     return Layout(sizes, "tifffile")
 
 
 def _check(path: Path, page: Any) -> None:
-    """Raise DataError for a TIFF that cannot be read by tiles."""
+    """Raise UnfitError for a TIFF that cannot be read by tiles."""
     if page.planarconfig != 1 or page.samplesperpixel not in (1, 3, 4) or page.imagedepth != 1:
-        raise DataError(f"{path}: is a TIFF of separate planes or layers; save it as grey or RGB")
+        raise UnfitError(f"{path}: is a TIFF of separate planes or layers; save it as grey or RGB")
     if page.photometric not in (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS):
-        raise DataError(f"{path}: is a TIFF in {page.photometric}; save it as grey or RGB")
+        raise UnfitError(f"{path}: is a TIFF in {page.photometric}; save it as grey or RGB")
     rows, columns = _block(page)
     if rows * columns * page.samplesperpixel > MOST_BLOCK:
         what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
-        raise DataError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+        raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
     needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
     if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
         raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")

@@ -16,7 +16,7 @@ from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text
-from consilium.errors import DataError
+from consilium.errors import UnfitError
 
 Cells = dict[str, list[int]]
 """The numbers of the samples in each cell. All cells are there, in their order."""
@@ -34,6 +34,8 @@ def bins(edges: Sequence[float]) -> tuple[str, ...]:
 
 SIZES, LENGTHS = bins(_SIDES), bins(_LENGTHS)
 SPACING = (*bins(_STEPS), "not known")
+OTHERS = "none/others"
+"""The last cell of classes, for samples that have none of a job's: no class is called so."""
 
 
 def greys(count: int) -> tuple[str, ...]:
@@ -42,9 +44,10 @@ def greys(count: int) -> tuple[str, ...]:
 
 
 def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
-    """Return a task's classes, and whether a sample has just one of them; none for a task without classes."""
+    """Return the cells of a task's classes, and whether a sample is in just one of them; none for a task without classes."""
     found = getattr(task, "classes", None)
-    return tuple(found or ()), not isinstance(found, Mapping)
+    single = not isinstance(found, Mapping)
+    return (*(found or ()), *([OTHERS] if found and single else [])), single
 
 
 @dataclass
@@ -70,7 +73,8 @@ class Tally:
 def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lambda: None) -> Tally:
     """Return the counts of a data list for a job's `task` section, with `count` bins of grey levels; `stop` may raise.
 
-    Every label and every training picture is read. Raises DataError.
+    Every label and every training picture is read. A sample that does not fit the job is one of OTHERS, or shows no class; a
+    picture that is too large for it is of the last size. Raises DataError.
     """
     names, single = class_names(task)
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
@@ -101,9 +105,12 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
     if not isinstance(item, Item) or not found.classes[split]:
         return
     if single:
-        found.classes[split][_class(item, list(found.classes[split]))].append(number)
+        found.classes[split][_class(item, task.classes)].append(number)
         return
-    labels, classes = read_labels(item, settings), classes_of(item, task.classes)
+    try:
+        labels, classes = read_labels(item, settings), classes_of(item, task.classes)
+    except UnfitError:
+        return
     check_values(item, labels, classes)
     for name in classes if item.annotated is None else [n for n in classes if n in item.annotated]:
         share = float(labels.where(classes[name]).mean()) if labels.shape else 0.0
@@ -113,12 +120,12 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
 
 
 def _class(item: Item, names: Sequence[str]) -> str:
-    """Return the class of a picture. Raises DataError where it has none of `names`."""
+    """Return the class of a picture, OTHERS where it has none of `names`."""
     if isinstance(item.label, str) and item.label in names:
         return item.label
     if isinstance(item.label, int) and 0 <= item.label < len(names):
         return names[item.label]
-    raise DataError(f"{item.image}: label {item.label!r} is no class of the task; it has {', '.join(names)}")
+    return OTHERS
 
 
 def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
@@ -127,13 +134,19 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         found.lengths[_bin(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
     if not isinstance(item, Item):
         return
-    image = read_image(item, settings)
-    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
-        check_pair(item, image.shape[:2], pictures.labels(item.label))
-    found.sizes[_bin(max(image.shape[:2]), _SIDES, SIZES)].append(number)
-    found.spacing[_spacing(item)].append(number)
-    levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
-    found.light.append(levels / levels.sum())
+    try:
+        image = read_image(item, settings)
+    except UnfitError:
+        size, spacing, light = SIZES[-1], SPACING[-1], np.zeros(count)
+    else:
+        if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+            check_pair(item, image.shape[:2], pictures.labels(item.label))
+        size, spacing = _bin(max(image.shape[:2]), _SIDES, SIZES), _spacing(item)
+        levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
+        light = levels / levels.sum()
+    found.sizes[size].append(number)
+    found.spacing[spacing].append(number)
+    found.light.append(light)
 
 
 def _spacing(item: Item) -> str:

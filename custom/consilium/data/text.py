@@ -8,6 +8,7 @@ from; "patient", whose it is, as in a list of pictures. Other keys are left alon
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +110,36 @@ def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> It
 
 
 def _record(where: str, file: str, number: int, line: str, answered: bool = True) -> Text:
-    raw = _parse(where, line)
-    if not isinstance(raw, dict) or not (raw.get("instruction") or raw.get("input")):
+    """Return a line's record; a key whose value is null counts as absent. One that is not `answered` needs no output."""
+    read = _parse(where, line)
+    raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
+    instruction, given = (_text(where, key, raw.get(key, "")) for key in ("instruction", "input"))
+    if not instruction and not given:
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}'
         )
-    outputs = raw["outputs"] if "outputs" in raw else [raw["output"]] if "output" in raw else [] if answered else [""]
-    parts = [raw.get("instruction", ""), raw.get("input", ""), *_texts(where, "outputs", outputs)]
-    if not outputs or not all(isinstance(part, str) for part in parts):
-        raise DataError(f'{where}: needs an "output" text (or "outputs", a list); instruction and input are texts too')
-    labels = _texts(where, "labels", raw.get("labels", []))
-    final = None if raw.get("final_answer") is None else str(raw["final_answer"])
-    if not all(whole(part) for part in (*parts, *labels, final or "")):
+    outputs = _outputs(where, raw) if answered else ("",)
+    labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
+    if not all(whole(part) for part in (instruction, given, *outputs, *labels, final or "")):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
-    return Text(f"{file}:{number}", parts[0], parts[1], tuple(parts[2:]), final, labels, patient=patient)
+    return Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient)
+
+
+def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
+    if "outputs" in raw and (found := _texts(where, "outputs", raw["outputs"])):
+        return found
+    if "output" not in raw:
+        raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
+    return (_text(where, "output", raw["output"]),)
+
+
+def _final(where: str, value: Any) -> str | None:
+    """Return a final answer as text."""
+    endless = isinstance(value, float) and not isfinite(value)
+    if endless or isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
+    return None if value is None else str(value)
 
 
 def _parse(where: str, line: str) -> Any:
@@ -135,6 +151,12 @@ def _parse(where: str, line: str) -> Any:
         raise DataError(f"{where}: not valid JSON ({error}); write one record a line") from None
     except RecursionError:
         raise DataError(f"{where}: not valid JSON (nested too deep); write one record a line") from None
+
+
+def _text(where: str, key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key}: {repr(value)[:80]} is no text; write it in quotes")
+    return value
 
 
 def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:

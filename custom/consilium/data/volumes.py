@@ -1,6 +1,5 @@
 """Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import numpy as np
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers
-from consilium.errors import DataError
+from consilium.data.opening import Stamp, stamp
+from consilium.errors import DataError, UnfitError
 
 T = TypeVar("T")
 _KINDS = ("consilium.data.nifti", "consilium.data.dicom")
@@ -48,25 +48,25 @@ def is_volume(path: Path) -> bool:
 
 def header(path: Path) -> Header:
     """Return a volume's header. Raises DataError."""
-    return _header(path, _stamp(path))
+    return _header(path, stamp(path))
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
-    return _once(_voxels, path, _stamp(path))
+    return _once(_voxels, path, stamp(path))
 
 
 def labels(path: Path, image: Header, resample: bool = False) -> Labels:
     """Return the labels of a file on the grid of its image (i, j, k); the last are kept.
 
-    Raises DataError where they lie on another grid, unless `resample`.
+    Raises UnfitError where they lie on another grid, unless `resample`.
     """
-    return _once(_labels, path, _stamp(path), image, resample)
+    return _once(_labels, path, stamp(path), image, resample)
 
 
 def spread(path: Path) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
-    return _spread(path, _stamp(path))
+    return _spread(path, stamp(path))
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _once(read: Callable[..., T], *args: object) -> T:
 
 def forget() -> None:
     """Let go of the volumes that are kept."""
-    for kept in (_header, _voxels, _labels, _spread, _kind):
+    for kept in (_header, _voxels, _labels, _spread, _kind_at):
         kept.cache_clear()
 
 
@@ -112,7 +112,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
-def _header(path: Path, stamp: tuple[tuple[int, ...], ...]) -> Header:
+def _header(path: Path, stamp: Stamp) -> Header:
     found: Header = _known(path).header(path)
     affine = found.grid.affine
     if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
@@ -122,12 +122,12 @@ def _header(path: Path, stamp: tuple[tuple[int, ...], ...]) -> Header:
 
 
 @lru_cache(maxsize=KEPT)
-def _voxels(path: Path, stamp: tuple[tuple[int, ...], ...]) -> np.ndarray:
+def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
     return check_numbers(path, _known(path).voxels(path))
 
 
 @lru_cache(maxsize=KEPT)
-def _labels(path: Path, stamp: tuple[tuple[int, ...], ...], image: Header, resample: bool) -> Labels:
+def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     found: Labels = _known(path).labels(path, image)
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
@@ -137,27 +137,12 @@ def _labels(path: Path, stamp: tuple[tuple[int, ...], ...], image: Header, resam
     if resample and own.affine is not None and image.grid.affine is not None:
         return found.map(lambda values: resampled(values, own, image.grid))
     what = f"the mask's grid differs from its image's ({wrong})"
-    raise DataError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
+    raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
 
 
 @lru_cache(maxsize=4096)
-def _spread(path: Path, stamp: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+def _spread(path: Path, stamp: Stamp) -> tuple[float, float]:
     return percentiles(voxels(path))
-
-
-def _stamp(path: Path) -> tuple[tuple[int, ...], ...]:
-    """Return what changes when a file does, or any file of a folder: a folder's own time stays when one is written over."""
-    try:
-        if not path.is_dir():
-            return (_told(path.stat()),)
-        with os.scandir(path) as entries:
-            return tuple(sorted(_told(entry.stat()) for entry in entries))
-    except (OSError, ValueError):
-        return ()
-
-
-def _told(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _known(path: Path) -> ModuleType:
@@ -167,6 +152,14 @@ def _known(path: Path) -> ModuleType:
     return kind
 
 
-@lru_cache(maxsize=65536)
 def _kind(path: Path) -> ModuleType | None:
+    """Return the module that reads a path. A folder is another when its time is: where a share is away, it is an empty one."""
+    try:
+        return _kind_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=65536)
+def _kind_at(path: Path, time: int) -> ModuleType | None:
     return next((module for module in map(import_module, _KINDS) if module.is_own(path)), None)

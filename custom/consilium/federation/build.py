@@ -18,10 +18,10 @@ from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
 from consilium.federation.privacy_checks import check_privacy
-from consilium.federation.samples import of_patients, patients_of, site_data, still_there, units_of
+from consilium.federation.samples import of_patients, patients_of, site_data, units_of, watched
 from consilium.federation.site import Site
 from consilium.federation.speedups import speed_up
-from consilium.federation.trained import base_shapes, check_base, check_start, warnings_of
+from consilium.federation.trained import base_shapes, check_base, check_blend, check_start, warnings_of
 from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
@@ -83,7 +83,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     check_base(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
-    _check_blend(job, base, source)
+    check_blend(job.strategy, base, source)
     check_privacy(job, source)
     _check_optimizers(job, source)
     check_start(config, job.initial, source)
@@ -113,13 +113,6 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
         has = "with frozen ranks in its products has" if strategy.tails or adapter.unequal_ranks else "has"
         what = f"{has} no per-sample gradients, which privacy.unit record takes of linear layers only"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use {'fedit on lora' if strategy.tails else 'lora'}")
-
-
-def _check_blend(job: Job, base: ModelKind, source: Path | str) -> None:
-    """Raise ConfigError for samples that would be weighed with the answer in sight."""
-    if (blend := job.strategy.blend(closing=True)) and blend.examples and base.tokenizer:
-        what = "would weigh a text by prompt and answer, which scores must not see"
-        raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
 
 def _check_optimizers(job: Job, source: Path | str) -> None:
@@ -173,10 +166,11 @@ def build_site(
     observer: Observer,
     model: nn.Module | None = None,
     root: Path | None = None,
+    data: DataList | None = None,
 ) -> Site:
     """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
 
-    `model` lets sites of one process share the frozen base.
+    `model` lets sites of one process share the frozen base. `data`: what its guard counts; by default it is read here.
     """
     if model is not None and site.base == "sharded":
         what = "the sites of a simulation in one process share their base"
@@ -184,7 +178,8 @@ def build_site(
     if site.threads:
         torch.set_num_threads(site.threads)
     observer(loading("data", name))
-    data = site_data(job.config, name, site, folder, root)
+    data = data or site_data(job.config, name, site, folder, root)
+    watch = watched(job.config, data) if job.config.privacy is not None else None
     decoded = replace(data, loading=replace(data.loading, decode=job.config.privacy is not None))  # or it costs, see README
     task = build_task(job.config, decoded, site)
     if warning := of_patients(job.config, data):
@@ -192,7 +187,9 @@ def build_site(
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
-    return _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
+    made = _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
+    made.watch = watch
+    return made
 
 
 def build_guard(
@@ -204,12 +201,14 @@ def build_guard(
     observer: Observer,
     simulated: bool = False,
     job_id: str = "",
+    data: DataList | None = None,
 ) -> Guard:
     """Return the gate of one site for this job. `root` holds the site's records of all runs and its ledger.
 
     In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
+    `data`: what the site trains on, which the plan must count; by default it is read here.
     """
-    data = site_data(job.config, name, site, folder, root)
+    data = data or site_data(job.config, name, site, folder, root)
     shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
     return Guard(
         name,
@@ -230,7 +229,6 @@ def build_guard(
         tuple(job.initial),
         site.test_only,
         site.share_personalized,
-        still_there(job.config, data),
     )
 
 

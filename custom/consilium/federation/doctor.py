@@ -113,7 +113,7 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
         nameless = sum(not item_patient(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
             found = (
-                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient are refused"
+                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient leave them out"
             )
             yield Finding(check, found, 'write "patient" into every entry of the list')
         elif "record" in site.privacy.budgets and "patient" not in site.privacy.budgets and most > 1:

@@ -15,6 +15,7 @@ from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.data.datalist import DataList
 from consilium.data.patients import by_patient
+from consilium.data.watching import Watch
 from consilium.errors import CheckpointError, DataError, Reason
 from consilium.federation.multi_device import jointly
 from consilium.federation.ranks import Ranks
@@ -54,10 +55,17 @@ class LocalTraining:
     """What samples of one patient are known by."""
     ranks: Ranks | None = None
     """The site's other devices."""
+    watch: Watch | None = None
+    """The files that a round reads."""
+
+    def begin(self) -> None:
+        """Make sure that a round can be trained: its files can be read, and other devices are there. Raises ConsiliumError."""
+        if self.watch:
+            self.watch.check(getattr(self.task, "read_again", lambda split, index: None))
+        self._start()
 
     @jointly
-    def begin(self) -> None:
-        """Start the site's other devices, where it has some. Raises ConsiliumError."""
+    def _start(self) -> None:
         if self.ranks:
             self.ranks.begin()
 

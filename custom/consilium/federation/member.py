@@ -10,6 +10,7 @@ from torch import nn
 
 from consilium.config.site import SiteConfig, check_packages
 from consilium.federation.build import Job, build_guard, build_model, build_site
+from consilium.federation.samples import site_data
 from consilium.federation.site import Site
 from consilium.messages import Hello, Kind, Observer, Payload, loading
 from consilium.privacy.guard import Guard
@@ -81,10 +82,12 @@ def _member(
     job: Job, name: str, site: SiteConfig, folder: Path, former: Path | None, observer: Observer, model: nn.Module
 ) -> Member:
     check_packages(job.config, site, name)
-    guard = build_guard(job, name, site, folder, folder, observer, simulated=True)
+    own = former / "sites" / name if former else folder
+    home = own if own.is_dir() else folder
+    data = site_data(job.config, name, site, home, folder)
+    guard = build_guard(job, name, site, folder, folder, observer, simulated=True, data=data)
     if job.config.secure_aggregation:
         guard.identity = simulated_identity(folder.parent.parent / IDENTITIES, name, site.secure_aggregation)
-    own = former / "sites" / name if former else folder
-    made = build_site(job, name, site, own if own.is_dir() else folder, observer, model)
+    made = build_site(job, name, site, home, observer, model, data=data)
     guard.ready = made.begin
     return Member(made, guard)

@@ -1,11 +1,11 @@
 """The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,14 +13,18 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.crop import drawn
-from consilium.data.datalist import SPLITS, DataList, Item, check_still_there
+from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient, most_of_one
+from consilium.data.patients import by_patient, item_patient, most_of_one
 from consilium.data.relabel import relabelled
-from consilium.errors import ConfigError, DataError
+from consilium.data.watching import Watch
+from consilium.errors import ConfigError
 from consilium.privacy.plan import per_patient
 from consilium.seeding import seed_for
 from consilium.tasks.registry import TASKS
+
+if TYPE_CHECKING:
+    from consilium.data.inspect import Lost
 
 SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
@@ -32,27 +36,20 @@ def site_data(
     """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
 
     `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
-    are gone already, and what was found once holds for the process: guard and task must count alike. `quiet`: mask values of
-    no class are background, as in every job with privacy or statistics. Raises ConfigError.
+    are gone already. `quiet`: what does not fit the job is no error, as in every job with privacy or statistics: who sends jobs
+    with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what they
+    ask about. Raises ConfigError, DataError.
     """
-    loading, bad = _loading(site, root or folder), list[DataError]()
-    read = _read(config, name, site, folder, bad if loading.skip else None)
-    read = _quiet(read) if quiet or config.privacy is not None or config.statistics is not None else read
-    read = _test_alone(config, name, read) if site.test_only else read
-    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading, skipped=len(bad))
-    if not loading.skip:
-        return _samples(config, data)
-    key = (config.digest, quiet, name, site.model_dump_json(), str(folder), data.path.stat().st_mtime_ns)
-    if key not in _looked_at:
-        from consilium.data.inspect import tell
+    from consilium.data.inspect import left_of
 
-        tell(data.path, bad)
-        _looked_at[key] = _samples(config, data, partial(_without_bad, config))
-    return _looked_at[key]
-
-
-_looked_at: dict[tuple[object, ...], DataList] = {}
-"""This process' lists without bad samples, by job, site and list."""
+    quiet = quiet or config.privacy is not None or config.statistics is not None
+    loading, lost = _loading(site, root or folder, quiet), list["Lost"]()
+    read = _read(config, name, site, folder, lost if loading.skip else None, quiet)
+    read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
+    if site.test_only:
+        read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
+    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
+    return _samples(config, left_of(data, lost))
 
 
 def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
@@ -83,15 +80,17 @@ def _part(item: Item, side: int, seed: int) -> Item:
     return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
 
 
-def _samples(config: JobConfig, data: DataList, without: Callable[[DataList], DataList] = lambda data: data) -> DataList:
-    """Return the samples that a task makes of a list, `without` what a site leaves out, as the job sees them."""
-    found = without(_check_windows(config, TASKS[config.task.name].prepare(config.task, data)))
+def _samples(config: JobConfig, data: DataList) -> DataList:
+    """Return the samples that a task makes of a list, without what a site leaves out, as the job sees them."""
+    found = _alone(config, TASKS[config.task.name].prepare(config.task, data))
+    found = _without_bad(config, found) if data.loading.skip else found
     return cropped(found, getattr(config.task, "crop", None), config.training.seed)
 
 
-def _loading(site: SiteConfig, root: Path) -> Loading:
+def _loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
-    return Loading(site.cache.folder or root, int(site.cache.gigabytes * 1e9), workers, site.bad_samples == "skip")
+    skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
+    return Loading(site.cache.folder or root, most, workers, skip, quiet=quiet)
 
 
 def _without_bad(config: JobConfig, data: DataList) -> DataList:
@@ -111,17 +110,17 @@ def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
         what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
         raise ConfigError(f"{name}: test_only: {what}")
     if not data.splits["test"]:
-        raise ConfigError(f"{name}: test_only: {data.path} has no test split; add entries under `test`")
+        raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: list[DataError] | None) -> DataList:
-    """Return the data list; entries that cannot be used are errors, or left out and put into `bad` where that is given."""
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: "list[Lost] | None", quiet: bool) -> DataList:
+    """Return the data list; entries that cannot be used are errors, or left out and put into `lost` where that is given."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
-        data = task.usable(own.datalist, bad) if bad is not None and task.usable else task.read(own.datalist)
-        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None))
+        data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
+        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
@@ -133,46 +132,47 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, bad: lis
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
 
-def _quiet(data: DataList) -> DataList:
-    """Return a list whose masks answer no question about what values they hold.
+def _quiet(data: DataList, classes: Collection[str] | None) -> DataList:
+    """Return a list whose masks answer no question about what they hold or show: the job's `classes`, and background.
 
-    Who sends jobs with other classes would otherwise learn, as a refusal and without a row in the ledger, whether anybody has a
-    label that they leave out. A site's own `labels` map decides alone, so it may refuse.
+    Of values the site's own `labels` map decides alone, so it may refuse.
     """
-    splits = {split: tuple(map(_unasked, items)) for split, items in data.splits.items()}
+    splits = {split: tuple(_unasked(item, classes) for item in items) for split, items in data.splits.items()}
     return replace(data, splits=splits)
 
 
-def _unasked(item: Any) -> Any:
-    masked = isinstance(item, Item) and isinstance(item.label, Path) and item.label_map is None
-    return replace(item, others="background") if masked else item
+def _unasked(item: Any, classes: Collection[str] | None) -> Any:
+    if not isinstance(item, Item) or not isinstance(item.label, Path):
+        return item
+    shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
+    return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
 
 
-def _check_windows(config: JobConfig, data: DataList) -> DataList:
-    """Raise DataError for a file of several records whose grey levels follow from all of it: one would move the others."""
-    window = getattr(config.task, "window", None)
-    if config.privacy is None or config.privacy.unit != "record" or window is not None:
+def _alone(config: JobConfig, data: DataList) -> DataList:
+    """Return a list whose planes and tiles are records of their own: nothing else of their file may move them."""
+    if config.privacy is None or config.privacy.unit != "record":
         return data
-    from consilium.data.images import tied
+    several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item))
 
-    records = [item for item in data.splits["training"] if isinstance(item, Item)]
-    several = Counter(item.image for item in records)
-    for item in {item.image: item for item in records}.values():
-        if several[item.image] > 1 and tied(item):
-            parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")
-            what = f"its {parts} are records of their own, and percentiles of the {whole} would tie them together"
-            raise DataError(f"{item.image}: {what}; set task.window for privacy.unit record")
-    return data
+    def apart(item: Any) -> Any:
+        return replace(item, alone=True) if isinstance(item, Item) and several[item.image] > 1 else item
+
+    return replace(data, splits=data.splits | {"training": tuple(map(apart, data.splits["training"]))})
 
 
 def units_of(config: JobConfig, data: DataList) -> int:
-    """Return how many records, or patients where they are the unit, a site trains on. Raises DataError for nameless ones."""
+    """Return how many records, or patients where they are the unit, a site trains on."""
     return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
 
 
 def of_patients(config: JobConfig, data: DataList) -> str | None:
-    """Return a warning where records are hidden one by one and the list knows that several are of one patient."""
-    patients, most = most_of_one(data.splits["training"])
+    """Return a warning where patients are hidden and the list does not know all, or records and it knows of several of one."""
+    samples = data.splits["training"]
+    patients, most = most_of_one(samples)
+    nameless = sum(not item_patient(item) for item in samples)
+    if per_patient(config.privacy) and nameless:
+        what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"
+        return f'privacy.unit patient: {what}; write "patient" into every entry of the list'
     if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
         return None
     what = f"its list names {patients} patients with up to {most} training samples each"
@@ -187,7 +187,7 @@ def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) 
     return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
 
 
-def still_there(config: JobConfig, data: DataList) -> Callable[[], None]:
-    """Return what raises DataError where files that a round cannot do without are gone: a task that looks skips bad ones."""
+def watched(config: JobConfig, data: DataList) -> Watch:
+    """Return the files that a round cannot do without, as they are now: a task that looks skips bad ones."""
     splits = ("training", "validation") if config.training.validation.stages else ("training",)
-    return partial(check_still_there, data, splits, data.loading.skip and TASKS[config.task.name].look is not None)
+    return Watch(data, splits, data.loading.skip and TASKS[config.task.name].look is not None)

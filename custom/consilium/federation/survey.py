@@ -7,7 +7,7 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.data.datalist import SPLITS
-from consilium.data.tally import LENGTHS, SIZES, SPACING, class_names, greys
+from consilium.data.tally import LENGTHS, OTHERS, SIZES, SPACING, class_names, greys
 from consilium.errors import RefusedError
 from consilium.messages import Observer
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
@@ -79,7 +79,9 @@ def check(config: JobConfig, found: SiteStatistics) -> None:
         if split is not None:
             _counts("samples", split.samples, found.minimum)
             _counts("patients", split.patients or found.minimum, found.minimum)
-            _groups(split.classes, names, split.samples if single else None, found.minimum)
+            named = {name for group in split.classes for name in group.names}
+            told = [name for name in names if name != OTHERS or name in named]  # a former version had no such cell
+            _groups(split.classes, told, split.samples if single else None, found.minimum)
             if any(group.samples > split.samples for group in split.classes):
                 raise RefusedError("statistics with more samples of a class than there are")
     whole = 0 if training is None else training.samples

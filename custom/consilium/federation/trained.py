@@ -21,6 +21,7 @@ from consilium.adapters.names import (
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
+from consilium.models.registry import ModelKind
 from consilium.strategies.strategy import Role, Strategy
 
 ROLES: dict[Decoder, Role] = {"share": Role.SHARED, "keep": Role.LOCAL}
@@ -62,6 +63,13 @@ def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> 
     for name in filter(is_base, names):
         if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.places()):
             raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
+
+
+def check_blend(strategy: Strategy, base: ModelKind, source: Path | str) -> None:
+    """Raise ConfigError for samples that would be weighed with the answer in sight."""
+    if (blend := strategy.blend(closing=True)) and blend.examples and base.tokenizer:
+        what = "would weigh a text by prompt and answer, which scores must not see"
+        raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
 
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:

@@ -33,6 +33,7 @@ from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.registry import NO_PLUGINS, Plugins
+from consilium.report.of_data import places
 from consilium.report.predictions import PREDICTIONS
 from consilium.storage import private_folder, sweep, write_atomic
 
@@ -43,9 +44,7 @@ UPLOAD = 300.0
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
     folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    plugins = kit_plugins(
-        Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
-    )  # all that counts of a server's site.yaml
+    plugins = kit_plugins(Path(_workspace(fl_ctx).get_site_config_dir()), simulated())  # a server's site.yaml says no more
     return federated_job(folder / "config" / "job.yaml", plugins)
 
 
@@ -261,13 +260,13 @@ def simulated() -> bool:
     return OUTPUT in os.environ
 
 
-def observer(component: FLComponent, fl_ctx: FLContext, name: str) -> Observer:
-    """Return an observer that logs each event and, in a simulation, hands it to the live view through a file."""
+def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:
+    """Return an observer that logs each event, a `private` one without its numbers, or hands it to a simulation's live view."""
     output = os.environ.get(OUTPUT)
 
     def observe(event: Mapping[str, Any]) -> None:
         if event["event"] != "step":
-            component.log_info(fl_ctx, json.dumps(dict(event)))
+            component.log_info(fl_ctx, json.dumps(places(event) if private and not output else dict(event)))
         if output:
             folder = Path(output) / "events"
             folder.mkdir(parents=True, exist_ok=True)

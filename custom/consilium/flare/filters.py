@@ -60,6 +60,8 @@ class GuardTaskFilter(ClosedFilter):
         """Return a shareable that only names the task as authorized; what came is not passed on."""
         if isinstance(wire.held(shareable), Task) or _refused.get(sites.key(fl_ctx)) is shareable:
             return shareable  # the first pair's
+        if sites.read_anew(fl_ctx):
+            _guards.pop(sites.key(fl_ctx), None)
         guard = _guard(self, fl_ctx)
         guard.end_task()
         return wire.hold(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
@@ -178,8 +180,9 @@ def _guard(component: Filter, fl_ctx: FLContext) -> Guard:
         job, site = context.approved(fl_ctx, name)
         context.allow_upload(fl_ctx, job)
         folder, root = context.site_folder(fl_ctx, job, name, site), context.site_root(fl_ctx, job, name, site)
-        observe = context.observer(component, fl_ctx, f"{name}-guard")
-        guard = build_guard(job, name, site, folder, root, observe, context.simulated(), fl_ctx.get_job_id() or "")
+        observe = context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
+        job_id, data = fl_ctx.get_job_id() or "", sites.data(fl_ctx)
+        guard = build_guard(job, name, site, folder, root, observe, context.simulated(), job_id, data)
         guard.identity = context.identity(fl_ctx, name, site) if guard.masks else None
         guard.ready = lambda: sites.ready(component, fl_ctx).begin()
         _guards[key] = guard

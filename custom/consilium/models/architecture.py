@@ -35,7 +35,8 @@ class FolderConfig(ModelConfig):
     @classmethod
     def _embedded(cls, value: Any) -> Any:
         if isinstance(value, str):
-            raise ValueError("a path, which only the tool that makes a job reads; submit the job by `consilium submit`")
+            what = "the contents of config.json: paths are read only where a job is made"
+            raise ValueError(f"{what}; run `consilium export JOB --output FOLDER`, and give FOLDER/NAME instead")
         return value
 
     @field_validator("config")

@@ -29,6 +29,8 @@ _WITHOUT_CACHE = ("xlstm",)
 """Architectures whose code in `transformers` makes a cache of other sizes than it takes."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Loads with the classes of `transformers` alone."""
+LEAST = 8
+"""Tokens that a prompt must have room for, as in `model.max_length`."""
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -112,19 +114,33 @@ def _beyond(tokenizer: Any, rows: int) -> str:
 
 
 def positions(model: nn.Module) -> int:
-    """Return how many tokens a model can read; a great many where its config does not say."""
+    """Return how many tokens a model can read; a great many where its config does not say.
+
+    `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
+    """
     shape = getattr(model, "config", None)
     text = shape.get_text_config() if isinstance(shape, PreTrainedConfig) else shape
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else 2**30  # XLNet's -1 is no limit
+    told = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((most for most in told if isinstance(most, int) and most > 0), 2**30)  # XLNet's -1 is no limit
 
 
-def require_positions(model: PreTrainedModel, longest: int) -> None:
+def room(model: nn.Module, written: int) -> int:
+    """Return how many tokens a prompt may have where `written` more are to follow. Raises ConfigError for too few."""
+    left = positions(model) - written
+    if left < LEAST:
+        what = f"{written}: of the model's {positions(model)} positions {max(left, 0)} are left for a prompt"
+        raise ConfigError(f"task.max_new_tokens: {what}; use {max(positions(model) - LEAST, 1)} or less")
+    return left
+
+
+def require_positions(model: PreTrainedModel, longest: int, written: int) -> None:
     """Raise ConfigError for texts of more tokens (`model.max_length`) than the model has positions for.
 
-    Rotary positions go on; dynamic ones would keep the frequencies of the longest text that the process has read.
+    Rotary positions go on; dynamic ones would keep the frequencies of the longest text that the process has read. Also where
+    `written` tokens of an answer leave no room for a prompt.
     """
     most, turned = positions(model), getattr(model.config.get_text_config(), "rope_parameters", None)
+    room(model, written)
     if longest <= most:
         return
     if not turned:

@@ -21,13 +21,12 @@ from consilium.storage import digest, locked, room_for
 class Answers(Masking):
     """What a guard knows of the answers that have left, and how it admits a round that may have one.
 
-    `dataset`: the data's name in the ledger. `check_data` raises DataError where files that a round reads are gone; `ready`
-    makes the site ready to train, and raises what that raises: neither knows of anything that a server sends.
+    `dataset`: the data's name in the ledger. `ready` makes the site ready to train, and raises what that raises, such as
+    DataError where files that a round reads are gone: it knows of nothing that a server sends.
     """
 
     dataset: str
     records: Path
-    check_data: Callable[[], None]
     ready: Callable[[], object]
     _attempt: str
 
@@ -45,19 +44,21 @@ class Answers(Masking):
         with room_for(folder), locked(folder):
             answered = self._given(task) is not None
         if not answered:  # not under the lock: to read data and weights may take longer than anybody waits for that
-            self.check_data()
             self.ready()
         with room_for(folder), locked(folder):
             self._charge(task, stored := self._given(task))
-        kept.begin(folder, task.place)
         return replace(task, answered=stored is not None)
 
     def _charge(self, task: Task, stored: Payload | None) -> None:
-        """Charge a round; what is kept of it is paid at the ask, as a word is: who comes between finds the same budget."""
+        """Charge a round; what is kept of it is paid at the ask, as a word is: who comes between finds the same budget.
+
+        That it has begun is noted before: where there is no room for the note, nothing is charged for what cannot be trained.
+        """
+        entry = self._entry(self._attempt, *task.place)
+        self.ledger.check([entry], self.policy.budgets)
+        kept.begin(self.folder / task.run, task.place)
         if self._in_steps:
-            self.ledger.spend(self._entry(self._attempt, *task.place), self.policy.budgets)
-        elif self.plan:
-            self.ledger.check([self._entry(self._attempt, *task.place)], self.policy.budgets)
+            self.ledger.spend(entry, self.policy.budgets)
         if stored is not None:
             self._pay_release(task, stored)
 

@@ -38,7 +38,7 @@ class Guard(Answers):
     Use: authorize(...) each task before the site sees it, then once greet, release or release_scores with that very task.
     `job_id` is FLARE's, "" in process; `listed`: what the ledger called the data before they had a name; `terms`: what the
     site says of statistics; `tensors`: the names of the adapter's; `test_only`: nothing is trained here; `share_personalized`:
-    its own model may go to a cross-site job; `check_data` and `ready`: see Answers.
+    its own model may go to a cross-site job; `ready`: see Answers.
     """
 
     name: str
@@ -59,7 +59,6 @@ class Guard(Answers):
     tensors: Collection[str] = ()
     test_only: bool = False
     share_personalized: bool = False
-    check_data: Callable[[], None] = lambda: None
     ready: Callable[[], object] = lambda: None
     identity: Identity | None = None
 

@@ -214,6 +214,7 @@ def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: l
         f"privacy budget: one {unit} of data set {planned[0].dataset!r} has spent epsilon {before:.4g} of {budget.epsilon:g} "
         f"at delta {budget.delta:g}; with this it would be {after:.4g}; nothing was sent; {why}",
         Reason.BUDGET,
+        "the privacy budget does not allow the job",
     )
 
 

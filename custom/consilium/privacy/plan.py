@@ -239,10 +239,10 @@ def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
 def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_units: int, passes: int) -> Plan:
     """Return the plan of a site; every release is charged all `passes` of its phase's local training."""
     if config.training.batch_size >= num_units:
-        units = "samples" if privacy.unit == "record" else "patients"
+        units, named = ("samples", "") if privacy.unit == "record" else ("patients", ', or write "patient" into every entry')
         raise ConfigError(
             f"training.batch_size: {config.training.batch_size}: not under this site's {num_units} {units}, so nothing is "
-            f"sampled and {privacy.unit}-level DP has no use; lower it"
+            f"sampled and {privacy.unit}-level DP has no use; lower it{named}"
         )
     steps = passes * config.training.steps_per_round(num_units)
     rate = 1 / math.ceil(num_units / config.training.batch_size)  # as Opacus' loader has it

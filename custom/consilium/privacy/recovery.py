@@ -36,7 +36,8 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
     """Raise RefusedError where the ledger knows data by their list's path, `listed`: under a name they would begin anew."""
     if listed and listed != dataset and ledger.entries(listed):
         what = f"the ledger has rows of this list under its path, not as {dataset!r}"
-        raise RefusedError(f"{who}: {what}; give the data set `patients: {listed}` in site.yaml", Reason.LEDGER)
+        remedy = f"give the data set `patients: {listed}` in site.yaml"
+        raise RefusedError(f"{who}: {what}; {remedy}", Reason.LEDGER, "the ledger has rows of the data list under its path")
 
 
 def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:

@@ -150,7 +150,8 @@ def _kept(folder: Path, dataset: str, config: JobConfig) -> dict[str, Any] | Non
         ) from None
     if asked != question(config):
         what = f"another question about data set {dataset!r} was answered before, and the two could be subtracted"
-        raise RefusedError(f"{what}; nothing was sent; remove {path} to answer anew", Reason.STATISTICS)
+        told = "another question about the data was answered before"
+        raise RefusedError(f"{what}; nothing was sent; remove {path} to answer anew", Reason.STATISTICS, told)
     return values.model_dump(mode="json")
 
 

@@ -1,6 +1,6 @@
 """The closing table of a run: every site's scores, their means, and what it does not tell."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -18,6 +18,8 @@ Headings = Callable[[str], dict[str, str]]
 """Return headings by metric, their words joined as told."""
 Parts = tuple[Results, Results]
 """Sites that trained, and those that only test."""
+FEW = 3
+"""So many sites a title names, more it counts."""
 
 
 def result_table(
@@ -27,17 +29,21 @@ def result_table(
     width: int = 120,
     losses: Mapping[str, float] = MappingProxyType({}),
     apart: frozenset[str] = frozenset(),
+    refused: Collection[str] = (),
 ) -> Table:
     """Return the closing per-site table: the leading score of all three models, then the global one's other scores.
 
-    Sites `apart`, which only test, stand below the means and are in none.
+    Sites `apart`, which only test, stand below the means and are in none. The title names those that were `refused` and so have
+    no scores.
 
     In fewer than the needed `width` cells headings become narrower, then names shorter, then every score gets a line of its
     own. Where nothing was scored it says so and shows the last training `losses` by site.
     """
     keys = [key for metrics in results.values() for name in metrics if (key := MetricKey.parse(name))]
+    missing = f"; {_names(refused)} refused in the closing evaluation" if refused else ""
     if not keys:
-        found = fit([partial(_unscored, results, title, losses)] * 2, map(shown, results), width)
+        why = "nothing was scored" if refused else "no test or validation split: nothing was scored"
+        found = fit([partial(_unscored, results, f"{shown(title)}: {why}{missing}", losses)] * 2, map(shown, results), width)
         found.min_width = min(width, len(str(found.title)))  # so that its title is one line
         found.caption = _caption("", results)
         return found
@@ -45,7 +51,7 @@ def result_table(
     columns = partial(_columns, split, scores, {key.metric for key in keys})
     inside, below = ({s: results[s] for s in sorted(results) if (s in apart) is only} for only in (False, True))
     parts = inside, below
-    table = partial(_wide, parts, f"{shown(title)}: {split} split{scores.remark}", columns)
+    table = partial(_wide, parts, f"{shown(title)}: {split} split{scores.remark}{missing}", columns)
     layouts = [partial(table, " "), partial(table, "\n"), partial(table, "\n", lean=True), partial(_tall, *table.args)]
     found = fit(layouts, map(shown, [*results, *_means(columns(" "))]), width)
     notes = [str(one) for one in (_caption(split, results), found.caption) if one]
@@ -62,6 +68,10 @@ def _caption(split: str, results: Results) -> Text | None:
     lines = [f"no {split} split, so not scored here: {', '.join(map(shown, without))}"] if without else []
     lines += [f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else []
     return Text("\n".join(lines)) if lines else None
+
+
+def _names(sites: Collection[str]) -> str:
+    return ", ".join(shown(site) for site in sorted(sites)) if len(sites) <= FEW else f"{len(sites)} sites"
 
 
 def _columns(split: str, scores: Scores, reported: set[str], joint: str) -> dict[str, str]:
@@ -118,7 +128,7 @@ def _tall(parts: Parts, title: str, headings: Headings, names: Mapping[str, str]
 
 def _unscored(results: Results, title: str, losses: Mapping[str, float], names: Mapping[str, str]) -> Table:
     """Return a row per site with the only number there is."""
-    table = _table(f"{shown(title)}: no test or validation split: nothing was scored")
+    table = _table(title)
     table.add_column("site", no_wrap=True)
     table.add_column("training loss", justify="right", no_wrap=True)
     for site in sorted(results):

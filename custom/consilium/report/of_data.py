@@ -4,11 +4,16 @@ FLARE's logs have many readers, and events go there. A site's process has these 
 flare/private_log.py.
 """
 
+import json
 import logging
 import os
+from collections.abc import Mapping
+from typing import Any
 
 OF_DATA = ("consilium.data", "consilium.tasks", "consilium.report")
 """Loggers of the code that reads and shows samples, and names files of them."""
+PLACES = ("event", "site", "round", "phase", "stage", "what", "reason")
+"""What an event of private training may tell: none of these holds a number that follows from the data."""
 _log = logging.getLogger(__name__)
 
 
@@ -16,6 +21,12 @@ def say_to(handler: logging.Handler) -> None:
     """Have what these loggers say go to `handler` only, from now on in this process."""
     for logger in map(logging.getLogger, OF_DATA):
         logger.handlers, logger.propagate = [handler], False
+
+
+def places(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what may be told of an event of private training: losses, scores and norms have no noise. All goes to the log."""
+    _log.info(json.dumps(dict(event)))
+    return {key: event[key] for key in PLACES if key in event}
 
 
 def undrawn(what: str, error: Exception) -> str:

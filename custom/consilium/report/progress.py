@@ -87,6 +87,16 @@ def ended(folder: Path) -> Line | None:
     return _ended(read_lines(path)) if path.is_file() else None
 
 
+def unscored(folder: Path, rounds: int) -> dict[str, str]:
+    """Return why sites have no closing scores, by site: they were refused in the closing evaluation of so many rounds."""
+    path = folder / "metrics.jsonl"
+    lines = read_lines(path) if path.is_file() else []
+    last = (_ended(lines) or {"round": rounds})["round"]
+    scored = {x["site"] for x in lines if x["event"] == "final" and x["round"] >= last}
+    refused = [x for x in lines if x["event"] == "refused" and x["round"] >= last and not x.get("joining")]
+    return {x["site"]: x["reason"] for x in refused if x["site"] not in scored}
+
+
 def _ended(lines: list[Line]) -> Line | None:
     found = [x for x in lines if x["event"] == "ended"]
     return {name: found[-1][name] for name in ENDING} if found else None

@@ -87,6 +87,14 @@ class GroupsRecords(Protocol):
         ...
 
 
+class ReadsAgain(Protocol):
+    """A task whose samples come from files, which may change while a job runs."""
+
+    def read_again(self, split: str, index: int) -> None:
+        """Read a sample from its files, whatever is kept of it. Raises DataError."""
+        ...
+
+
 class Task(Protocol):
     """What the loop needs of a task; see tasks/segmentation/task.py."""
 
@@ -101,7 +109,8 @@ class Task(Protocol):
 
         A sample's augmentation depends on `seed` and its own index only, never on the samples beside it. Without those that
         cannot be read, where the site leaves them out; {} if none is left. A task with `workers`, a number of threads, has
-        its next batches made by another thread, one at a time.
+        its next batches made by another thread, one at a time. One that is `quiet` leaves out what does not fit the job, and
+        none need be left; see data/loading.py.
         """
         ...
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consilium.data.datalist import DataList, read_datalist
-from consilium.errors import DataError
 from consilium.tasks.registry import Change
 
 if TYPE_CHECKING:
     from consilium.data.findings import Findings
+    from consilium.data.inspect import Lost
 
 
 def reader(classes: bool) -> Callable[[Path], DataList]:
@@ -17,9 +17,9 @@ def reader(classes: bool) -> Callable[[Path], DataList]:
     return lambda path: read_datalist(path, classes)
 
 
-def usable(classes: bool) -> Callable[[Path, list[DataError]], DataList]:
+def usable(classes: bool) -> "Callable[[Path, list[Lost]], DataList]":
     """Return what reads the entries that can be used, and puts into a list why the others cannot."""
-    return lambda path, bad: read_datalist(path, classes, lambda split, index, error: bad.append(error))
+    return lambda path, lost: read_datalist(path, classes, lambda split, index, error: lost.append((split, error)))
 
 
 def prepare(config: Any, data: DataList) -> DataList:

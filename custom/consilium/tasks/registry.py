@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from consilium.data.datalist import DataList
-from consilium.errors import DataError
 from consilium.registry import Registry
 from consilium.schema import Section
 from consilium.tasks.base import Task
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from consilium.data.findings import Findings
+    from consilium.data.inspect import Lost
 
 
 COUNT, LOW, HIGH = "n", "_low", "_high"
@@ -83,8 +83,8 @@ class TaskKind:
 
     `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
     that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
-    look, which a site may have left out; `usable(path, bad)`: `read` without the entries that cannot be used, which go into
-    `bad`; `file`: what such a list is called; `models`: names of models made for another
+    look, which a site may have left out; `usable(path, lost)`: `read` without the entries that cannot be used, which go into
+    `lost`; `file`: what such a list is called; `models`: names of models made for another
     task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
     loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
     in a private job.
@@ -100,7 +100,7 @@ class TaskKind:
     models: frozenset[str] = frozenset()
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
     look: Callable[[Any, Any], None] | None = None
-    usable: Callable[[Path, list[DataError]], DataList] | None = None
+    usable: "Callable[[Path, list[Lost]], DataList] | None" = None
     rehearse: "Callable[[Any, Any, nn.Module, int], Tensor] | None" = None
 
 

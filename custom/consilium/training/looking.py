@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.config.job import TrainingConfig
+from consilium.data.loading import NOTHING_LEFT
 from consilium.errors import ConsiliumError, DataError, Reason
 from consilium.messages import Tensors
 from consilium.seeding import seed_for
@@ -29,26 +30,33 @@ class Looking:
         self.batches, self._parts = len(parts), itertools.cycle(enumerate(parts))
 
     def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
-        """See Look. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite."""
+        """See Look. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite.
+
+        Of a task that is `quiet` about samples that do not fit it, such a look sees nothing.
+        """
+        if not (batch := self._batch()) and getattr(self.task, "quiet", False):
+            return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
+        if not batch:
+            raise DataError(NOTHING_LEFT)
         layers.load(self.model, values)
         params = layers.tensors(self.model)
         for name, parameter in params.items():
             parameter.requires_grad_(name in names)
         device = next(self.model.parameters()).device
         with torch.random.fork_rng(devices=cuda_devices(params)), autocast(device, self.config.precision):
-            loss = self.task.loss(self.model, self._batch())
+            loss = self.task.loss(self.model, batch)
         if not torch.isfinite(loss):
             what = f"training.lr: {self.config.lr}: the loss became {loss.item()} before training; lower it or check the data"
             raise ConsiliumError(what, Reason.TRAINING)
         return loss.item(), gradients_of(loss, {name: params[name] for name in names})
 
     def _batch(self) -> Batch:
-        """Return the next batch of which some sample can be read."""
+        """Return the next batch of which some sample can be read, {} where there is none."""
         for _ in range(self.batches):
             number, indices = next(self._parts)
             if batch := self.task.batch(indices, seed_for(self.seed, "look", number)):
                 return batch
-        raise DataError("no training sample can be read; see the site's log, and repair the data")
+        return {}
 
 
 def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.data.loading import AHEAD, ahead
+from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
 from consilium.errors import ConsiliumError, DataError, Reason
 from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
@@ -157,12 +157,15 @@ def _step(
     losses: Losses,
     last: bool,
 ) -> bool:
-    """Take one step over `accumulate` batches. A loss that is known not to be finite never reaches the optimizer."""
+    """Take one step over `accumulate` batches, without any over the penalty alone.
+
+    A loss that is known not to be finite never reaches the optimizer.
+    """
     penalty = regularizer(step)
     if penalty is not None and penalty.requires_grad:
         penalty.backward()
-    for _ in range(config.accumulate):
-        losses.add(_backward(model, task, next(stream), config, 1 / config.accumulate))
+    for batch in itertools.islice(stream, config.accumulate):
+        losses.add(_backward(model, task, batch, config, 1 / config.accumulate))
     known = losses.look(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -232,7 +235,8 @@ def stream(
 ) -> Generator[Batch, None, None]:
     """Yield `count` batches, each epoch shuffled by its own seed; the next are made ready meanwhile where the task can.
 
-    A batch of which no sample can be read is passed over. Raises DataError where that is so for a whole epoch.
+    A batch of which no sample can be read is passed over. Where that is so for a whole epoch there are no more, of a task that
+    is `quiet` about samples that do not fit it; of others DataError is raised.
     """
     epochs = (_calls(task, config.batch_size, seed_for(seed, "epoch", epoch), device) for epoch in itertools.count())
     calls, empty, length = itertools.chain.from_iterable(epochs), 0, -(-task.num_samples // config.batch_size)
@@ -243,7 +247,9 @@ def stream(
                     empty, count = 0, count - 1
                     yield batch
                 elif (empty := empty + 1) >= length:
-                    raise DataError("no training sample can be read; see the site's log, and repair the data")
+                    if getattr(task, "quiet", False):
+                        return
+                    raise DataError(NOTHING_LEFT)
 
 
 def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:

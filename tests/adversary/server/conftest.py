@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
@@ -17,12 +18,16 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.data.tally import Tally
+from consilium.errors import Reason
 from consilium.federation.build import Job, build_guard
-from consilium.flare import filters, wire
+from consilium.federation.samples import site_data, watched
+from consilium.flare import context, filters, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Hello, Payload, SiteInfo
+from consilium.privacy.composition import Entry
 from consilium.privacy.guard import Guard
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.release import upload_shapes
 from tests.conftest import assembled, small_config
 
@@ -102,9 +107,67 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         raw = small_config(strategy).model_dump() | {"privacy": privacy} | (more or {})
         job = assembled(JobConfig.model_validate(raw))
         settings = SiteConfig(**site or {}, privacy=HospitalPrivacyPolicy.model_validate({"dataset": "ward-7", **policy}))
-        guard = build_guard(job, "site-1", settings, tmp_path / folder, tmp_path, lambda event: None, job_id="flare-1")
+        own = tmp_path / folder
+        data = site_data(job.config, "site-1", settings, own, tmp_path)
+        guard = build_guard(job, "site-1", settings, own, tmp_path, lambda event: None, job_id="flare-1", data=data)
+        watch = watched(job.config, data)
+        guard.ready = lambda: watch.check(lambda split, index: None)  # as the site does before a round
         filters._guards[None, FLContext().get_identity_name()] = guard
         return Client(job, guard, Trainer(job))
 
     with patch.dict(filters._guards), patch.dict(filters._sent), patch.dict(filters._refused):
         yield make
+
+
+NAME = FLContext().get_identity_name()
+
+
+class Kit:
+    """A site as FLARE runs it, of filters and executor alone; FLARE's context has the job, the settings and the folders."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job, self.folder, self.executor = job, folder, SiteExecutor()
+
+    def train(self, round: int = 0) -> Reason | None:
+        """Return the word that the site answers a round with, None for an update."""
+        fl_ctx = FLContext()
+        fl_ctx.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
+        sent = self.job.strategy.broadcast(self.job.strategy.init_state(self.job.initial), SiteInfo(NAME, 1))
+        message = wire.encode(type(sent)(round, 0, sent.tensors), "run-1", update=False)
+        return wire.reason_of(self._answer(GuardTaskFilter().process(message, fl_ctx), fl_ctx))
+
+    def _answer(self, task: Shareable, fl_ctx: FLContext) -> Shareable:
+        return GuardResultFilter().process(self.executor.execute("train", task, fl_ctx, Signal()), fl_ctx)
+
+    def begin_anew(self) -> None:
+        """Let the process end, and another begin."""
+        self.executor.handle_event(EventType.END_RUN, FLContext())
+        self.executor = SiteExecutor()
+        filters._guards.clear()
+
+    @property
+    def rows(self) -> list[Entry]:
+        return Ledger(self.folder / "ledger.sqlite").entries()
+
+
+@pytest.fixture
+def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make a site for a job with this `privacy` and `more`, with these settings; its data are `ward-7`, but with a `policy`."""
+    made: list[Kit] = []
+
+    def make(privacy: dict, more: dict | None = None, policy: dict | None = None, **settings: Any) -> Kit:
+        job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
+        own = {"dataset": "ward-7"} if policy is None else policy
+        site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
+        monkeypatch.setattr(context, "approved", lambda fl_ctx, name: (job, site))
+        monkeypatch.setattr(context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
+        monkeypatch.setattr(context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
+        monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+        made.append(Kit(job, tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.begin_anew()
+    filters._sent.clear()
+    filters._refused.clear()

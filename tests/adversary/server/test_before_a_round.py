@@ -1,84 +1,16 @@
 """A server that begins with a round: what a site cannot do whatever is sent says so before anything is charged."""
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey
-from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
-from nvflare.apis.signal import Signal
 
-from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
-from consilium.config.site import NodesConfig, SiteConfig
+from consilium.config.site import NodesConfig
 from consilium.errors import Reason
-from consilium.federation.build import Job
-from consilium.flare import context, filters, wire
-from consilium.flare.executor import SiteExecutor
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.messages import SiteInfo
-from consilium.privacy.composition import Entry
-from consilium.privacy.ledger import Ledger
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
-from tests.conftest import assembled, small_config
+from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
-
-NAME = FLContext().get_identity_name()
-
-
-class Kit:
-    """A site as FLARE runs it, of filters and executor alone; FLARE's context has the job, the settings and the folders."""
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.job, self.folder, self.executor = job, folder, SiteExecutor()
-
-    def train(self, round: int = 0) -> Reason | None:
-        """Return the word that the site answers a round with, None for an update."""
-        fl_ctx = FLContext()
-        fl_ctx.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
-        sent = self.job.strategy.broadcast(self.job.strategy.init_state(self.job.initial), SiteInfo(NAME, 1))
-        message = wire.encode(type(sent)(round, 0, sent.tensors), "run-1", update=False)
-        return wire.reason_of(self._answer(GuardTaskFilter().process(message, fl_ctx), fl_ctx))
-
-    def _answer(self, task: Shareable, fl_ctx: FLContext) -> Shareable:
-        return GuardResultFilter().process(self.executor.execute("train", task, fl_ctx, Signal()), fl_ctx)
-
-    def begin_anew(self) -> None:
-        """Let the process end, and another begin."""
-        self.executor.handle_event(EventType.END_RUN, FLContext())
-        self.executor = SiteExecutor()
-        filters._guards.clear()
-
-    @property
-    def rows(self) -> list[Entry]:
-        return Ledger(self.folder / "ledger.sqlite").entries()
-
-
-@pytest.fixture
-def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Make a site for a job with this `privacy` and `more`, with these settings."""
-    made: list[Kit] = []
-
-    def make(privacy: dict, more: dict | None = None, **settings: Any) -> Kit:
-        job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
-        site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy(dataset="ward-7"))
-        monkeypatch.setattr(context, "approved", lambda fl_ctx, name: (job, site))
-        monkeypatch.setattr(context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
-        monkeypatch.setattr(context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
-        monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
-        made.append(Kit(job, tmp_path))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.begin_anew()
-    filters._sent.clear()
-    filters._refused.clear()
-
 
 BOTH = pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL], ids=["site", "record"])
 

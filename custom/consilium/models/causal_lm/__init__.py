@@ -47,7 +47,7 @@ def _build(config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: 
     from consilium.models.folder import require_positions
 
     model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
-    require_positions(model, config.max_length)
+    require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write nothing
     return model
 
 

@@ -18,7 +18,7 @@ def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequ
     """Return (N, D) float32. A text is read by itself, so that no other's padding has a say."""
     found, most = [], min(LONGEST, positions(model))
     for text in texts:
-        ids = tokenizer(text or " ", truncation=True, max_length=most, return_tensors="pt").input_ids
+        ids = tokenizer(text or " ", truncation=True, max_length=most, split_special_tokens=True, return_tensors="pt").input_ids
         states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         found.append(states[0].float().mean(0))
     return torch.stack(found).numpy()

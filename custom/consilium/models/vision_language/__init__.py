@@ -38,7 +38,7 @@ def _build(
     from consilium.models.vision_language.network import build_vision_language
 
     model = build_vision_language(config, checkpoint, weights, use_checkpointing)
-    require_positions(model, config.max_length)
+    require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write nothing
     return model
 
 

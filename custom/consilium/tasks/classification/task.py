@@ -16,20 +16,23 @@ from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
 from consilium.data.inspect import look_at_picture
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
-from consilium.errors import DataError
+from consilium.errors import DataError, UnfitError
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
 """How many pictures of a split are shown."""
+NONE = -1
+"""In the place of a class, of an image that has none of the task's."""
 
 
 class ClassificationTask:
     """One site's images, each of one class. All are looked at once at the start, so that bad data stops before any training.
 
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
-    A class without samples in the evaluated split has no recall and is left out of macro F1.
+    A class without samples in the evaluated split has no recall and is left out of macro F1. In a quiet list an image of no
+    class is in no batch and no score, and a patient of two classes has that of the first image.
     """
 
     def __init__(
@@ -44,28 +47,52 @@ class ClassificationTask:
         balance: str = "none",
     ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
+        self.workers = data.loading.workers
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
-        self._labels = {split: [class_index(item, self.classes) for item in data.splits[split]] for split in SPLITS}
-        labels = torch.tensor(self._labels["training"], dtype=torch.long)  # there may be none
+        self._labels = {split: [self._class(item) for item in data.splits[split]] for split in SPLITS}
+        labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
-        if by_patient:
+        if by_patient and not data.loading.quiet:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
-        self.workers = data.loading.workers
         self._samples = SampleCache(
             data,
-            lambda item: {"image": read_picture_bytes(item, image_size, settings, padding)},
+            lambda item: self._read(item, image_size, settings, padding),
             lambda item: look_at(item, self.classes, settings),
             read_as("classification", settings, image_size, [self.classes, padding]),
         )
+
+    def _class(self, item: Item) -> int:
+        """Return the class of an image. Raises UnfitError where it has none of the task's, but for NONE in a quiet list."""
+        try:
+            return class_index(item, self.classes)
+        except UnfitError:
+            if not self.data.loading.quiet:
+                raise
+            return NONE
+
+    def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
+        """Return an image of some class of the task. Raises DataError."""
+        found = {"image": read_picture_bytes(item, size, settings, padding)}
+        class_index(item, self.classes)  # last: whether a file can be read must not depend on what the job asks for
+        return found
 
     @property
     def skipped(self) -> int:
         """How many samples were left out so far because they cannot be read."""
         return self._samples.skipped
+
+    @property
+    def quiet(self) -> bool:
+        """See Task."""
+        return self.data.loading.quiet and not self._samples.all_lost
+
+    def read_again(self, split: str, index: int) -> None:
+        """See ReadsAgain."""
+        self._samples.read_again(split, index)
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -171,21 +198,21 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
 
 def look_at(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
     """Raise DataError for a sample without a class of the task, or whose header tells that it cannot be read."""
-    class_index(item, classes)
     look_at_picture(item, settings)
+    class_index(item, classes)
 
 
 def class_index(item: Item, classes: Sequence[str]) -> int:
-    """Return a sample's class by name or number from 0. Raises DataError if it has none of `classes`."""
+    """Return a sample's class by name or number from 0. Raises UnfitError if it has none of `classes`."""
     known = f"task.classes has {', '.join(classes)}"
     if item.label is None or isinstance(item.label, Path):
-        raise DataError(f"{item.image}: has no class; every sample of a classification task needs a label ({known})")
+        raise UnfitError(f"{item.image}: has no class; every sample of a classification task needs a label ({known})")
     if isinstance(item.label, str):
         if item.label not in classes:
-            raise DataError(f"{item.image}: label {item.label!r} is no class of the task; {known}")
+            raise UnfitError(f"{item.image}: label {item.label!r} is no class of the task; {known}")
         return list(classes).index(item.label)
     if not 0 <= item.label < len(classes):
-        raise DataError(f"{item.image}: label {item.label} is outside 0..{len(classes) - 1}; {known}")
+        raise UnfitError(f"{item.image}: label {item.label} is outside 0..{len(classes) - 1}; {known}")
     return item.label
 
 

@@ -23,6 +23,12 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 """Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
 
 
+CUT = ("cut_prompts", "cut_answers")
+"""Shares of a split's records whose prompt, or answer, did not fit in whole."""
+CUT_ASKED = "cut_asked"
+"""The same of prompts that were answered: an answer needs positions of the model too."""
+ASKS = ("label", "exact", "generation")
+"""Kinds of evaluation that have answers written."""
 BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
 """Those of them that are means over records, so that an interval tells how sure they are; so is the loss."""
 
@@ -67,7 +73,9 @@ class LanguageConfig(TaskConfig):
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
     written = WRITTEN[config.evaluate]
-    return frozenset({"loss", "perplexity", CUT, *written, *interval_names({"loss", *BY_RECORD.intersection(written)})})
+    return frozenset(
+        {"loss", "perplexity", *_cuts(config), *written, *interval_names({"loss", *BY_RECORD.intersection(written)})}
+    )
 
 
 def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> "LanguageTask":
@@ -81,15 +89,22 @@ def _check(
 ) -> "Findings":
     from consilium.data.check_text import check_texts
 
-    return check_texts(path, tokenizer, max_length)  # a site's labels are not for texts: nothing changes
+    if config is None:
+        return check_texts(path)  # a site's labels are not for texts: nothing changes
+    from consilium.tasks.language.tokens import Encoder
+
+    return check_texts(path, Encoder(tokenizer, max_length, config.prompt).length, max_length)
 
 
 HEADINGS = {
     "accuracy": "Accuracy", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "meteor": "METEOR (stems)", "nist": "NIST", "cider": "CIDEr-D", "token_accuracy": "Token accuracy",
-    "truncated": "Cut",
+    "cut_prompts": "Cut prompts", "cut_answers": "Cut answers", "cut_asked": "Cut when asked",
 }  # fmt: skip
-CUT = "truncated"
+
+
+def _cuts(config: LanguageConfig) -> tuple[str, ...]:
+    return (*CUT, CUT_ASKED) if config.evaluate in ASKS else CUT
 
 
 def scores(config: LanguageConfig) -> Scores:
@@ -97,7 +112,7 @@ def scores(config: LanguageConfig) -> Scores:
     written = WRITTEN[config.evaluate]
     remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
     beside = (*written[1:], "loss") if written else ("perplexity",)
-    return Scores((*written[:1], "loss"), (*beside, CUT), HEADINGS, remark)
+    return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark)
 
 
 def _rehearse(config: LanguageConfig, base: Any, model: "nn.Module", count: int) -> "Tensor":

@@ -1,23 +1,38 @@
 """What a written answer says: the label it settles on, or its final answer."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-_NUMBER = r"(?:(?<![\w)\]}])-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""Behind a digit or a word "-" is no sign: "3-5" ends with 5. Nor does "." begin a number there: "Fig.5" ends with 5."""
-_FRACTION = re.compile(
-    r"(-?)\\[dt]?frac\s*\{\s*(-?\d{1,18})\s*\}\s*\{\s*(-?\d{1,18})\s*\}|(?<![\d/.])(-?)(\d{1,18})\s*/\s*(\d{1,18})(?![\d/]|\.\d)"
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+"""Behind a word "." begins no number: "Fig.5" ends with 5."""
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
+    r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
+    rf"|(?:(?P<times>{_DECIMAL})\s*(?:[x×*·]|\\times|\\cdot)\s*)?10\s*\^\s*\{{?\s*(?P<power>[-+]?\d{{1,3}})(?!\d)\s*\}}?"
+    rf"|(?P<decimal>{_DECIMAL}(?:[eE][-+]?\d{{1,3}}(?!\w))?))"
+    r"(?:\s+(?P<scale>(?i:thousand|million|billion|trillion))s?\b)?"
 )
-_STATED = re.compile(
-    rf"(?P<number>{_FRACTION.pattern}|{_NUMBER})(?=\s*$|\s*[)\]]+\.?\s*$|\s*[.;:!?%](?!\d)|\s*,(?!\s*-?\d)|\s+(?:[^\W\d]{{2}}|\())"
+"""1/2 and 3 1/2, 2 x 10^3, or 1,234.5 and 1.5e3, and "5 million". Behind a digit or a word "-" is no sign: "3-5" ends with 5.
+A letter before it, of a script with spaces, makes digits a name: "B12"."""
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_LONGEST = 400
+"""Characters of a number that is computed; longer ones are compared as they stand, because Python refuses to write them."""
+_BEHIND = re.compile(
+    r"(?!\s*pi\b)(?:\s*%|\s*°[CF]?|[kcdmµμap][gmlLsW][^\W\d_]*(?:/[^\W\d_]+)?|m/[^\W\d_]+)?"
+    r"(?=\s*$|\s*[.,;:!?)\]]|\s+(?:[^\W\d_]{2}|(?![eiknxyz]\b)[A-Za-z]\b|\())"
+    r"(?:(?<=[^\W\d_])\s*\^\{?[23]\}?|\D)*?(?:[.!?]\s+[^\W\d_].*)?"
 )
-"""A number that is an answer, and words behind it: "12 apples", not "2x + 3" or "1, 2"."""
+"""What may stand behind a number that is all of an answer: words and units, and another sentence. "2x" and "1 in 4"
+are no numbers."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
 """What changes no answer: degrees, money, LaTeX's spaces and the bounds of its formulas, where Markdown's bold and code end."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
 """Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
+_END = r"(?!_*[^\W_])"
+"""Where a label ends: Markdown's _B_ is B, and A_1 is not A."""
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
 _SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
 _BOX = re.compile(r"\\boxed\s*\{")
@@ -33,13 +48,15 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     said = [found for label in labels for found in _said(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
-    places = [found for label in labels for found in _places(rf"(?<!\w)(?P<label>{re.escape(label)})(?!\w)", text, label)]
+    places = [
+        found for label in labels for found in _places(rf"(?<!\w)_{{0,3}}(?P<label>{re.escape(label)}){_END}", text, label)
+    ]
     return min(places)[2] if places else None
 
 
 def _said(text: str, label: str) -> list[tuple[int, int, str]]:
     """Return where a label stands behind "answer"."""
-    pattern = rf"{_SAYS}(?P<label>{re.escape(label)})(?!\w)"
+    pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
     alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
     return [*_places(pattern, text, label), *alone]
 
@@ -64,23 +81,24 @@ def final_answer(text: str) -> str | None:
         return settled(marked)
     if (boxed := _boxed(text)) is not None:
         return settled(boxed)
-    found = [match[0] for match in re.finditer(f"{_FRACTION.pattern}|{_NUMBER}", _spelt(text))]
-    return plain(found[-1]) if found else None
+    found = list(_NUMBER.finditer(_spelt(text)))
+    return _exact(found[-1]) if found else None
 
 
 def settled(answer: str) -> str | None:
-    """Return an answer that stands alone in its plain form, None for an empty one.
+    """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
 
-    That is the number it begins with, if nothing but words follow; else all of its first line, so that "2x + 3" is no 2. A
-    name before a sign, "x = 7", is left out.
+    That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
+    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out.
     """
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
-    bare = re.sub(r"^\s*(?:[A-Za-z]\s*)?=\s*", "", bare.strip("*_` ")).strip()
-    if (number := _STATED.match(bare)) is not None:
-        return plain(number["number"])
-    return plain(re.sub(r"\s*([^\w\s])\s*", r"\1", bare)) or None
+    bare = re.sub(r"^(?:[A-Za-z] ?)?= ?", "", " ".join(bare.split()).strip("*_` "))
+    if (number := _NUMBER.match(bare)) is not None and _BEHIND.fullmatch(bare, number.end()):
+        return _exact(number)
+    words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
+    return re.sub(r"^\(?([^\W\d_])\)?$", r"\1", words) or None  # (B) is B
 
 
 def _boxed(text: str) -> str | None:
@@ -97,36 +115,29 @@ def _boxed(text: str) -> str | None:
 
 
 def _spelt(text: str) -> str:
-    r"""Return a text with "-" for every minus, LaTeX's 1{,}000 without braces, and \frac12 in full, as \frac{1}{2}."""
-    plain_marks = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
-    half = re.sub(r"(\\[dt]?frac)\s*(\d)", r"\1{\2}", plain_marks)
-    return re.sub(r"(\\[dt]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
+    r"""Return a text with digits 0 to 9, "-" for every minus, LaTeX's 1{,}000 without braces, and \frac12 as 1/2."""
+    plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-"}).replace("{,}", ",")
+    plain = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in plain)
+    half = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain)
+    whole = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
+    return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _over, whole)
 
 
-def plain(answer: str) -> str:
-    """Return an answer so that equal ones are equal texts: numbers without commas, signs of money and trailing zeros.
-
-    Fractions are in lowest terms, \\frac{2}{4} as 1/2.
-    """
-    bare = answer.strip().strip("$€£ ").rstrip(".%")
-    if (fraction := _FRACTION.fullmatch(bare)) is not None:
-        return _lowest(fraction) or answer.strip().rstrip(".").lower()
-    if re.fullmatch(_NUMBER, bare):
-        return _plain_number(bare.replace(",", ""))
-    return answer.strip().rstrip(".").lower()
+def _over(match: re.Match[str]) -> str:
+    r"""Return \frac{a}{b} as a/b, behind a whole number as that and a/b."""
+    minus = "-" if f"{match[2]}{match[3]}{match[5]}" in ("-", "---") else ""
+    return f"{' ' if match[1] else ''}{minus}{match[4]}/{match[6]}"
 
 
-def _lowest(match: re.Match[str]) -> str:
-    sign, top, bottom = (match[1], match[2], match[3]) if match[2] else (match[4], match[5], match[6])
-    if not int(bottom):
-        return ""
-    value = Fraction(int(top), int(bottom)) * (-1 if sign else 1)
-    return str(value)
-
-
-def _plain_number(digits: str) -> str:
-    """Return a decimal number without needless zeros, as text: Python refuses to read thousands of digits as one number."""
-    sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
-    whole, _, rest = digits.partition(".")
-    text = (whole.lstrip("0") or "0") + (f".{rest.rstrip('0')}" if rest.strip("0") else "")
-    return text if text == "0" else sign + text
+def _exact(match: re.Match[str]) -> str:
+    """Return a number in lowest terms; as it stands if it is none, 1/0, or too long."""
+    if len(match[0]) > _LONGEST or (match["bottom"] and not int(match["bottom"])):
+        return match[0]
+    if match["bottom"]:
+        value = int(match["whole"] or 0) + Fraction(int(match["top"]), int(match["bottom"]))
+    elif match["power"]:
+        value = Fraction((match["times"] or "1").replace(",", "")) * Fraction(10) ** int(match["power"])
+    else:
+        value = Fraction(match["decimal"].replace(",", ""))
+    value *= _SCALES.get((match["scale"] or "").lower(), 1)
+    return str(-value if (match["sign"] or "").startswith("-") else value)

@@ -56,8 +56,9 @@ class Prompt:
 
     def _asked(self, question: str, context: str) -> Parts:
         """Return a chat's prompt. A short input may be in the template's own words too, so a stand-in tells its place."""
-        said = self._chat(_message(question, context))
-        before, _, after = self._chat(_message(question, HERE)).rpartition(HERE) if context else ("", "", "")
+        lead, _ = self._around
+        said = self._chat(_message(question, context)) + lead
+        before, _, after = (self._chat(_message(question, HERE)) + lead).rpartition(HERE) if context else ("", "", "")
         end = len(said) - len(after)
         if not before or not said.endswith(after) or not said[:end].startswith(before):  # a template may write it otherwise
             return Parts(said, "", "")
@@ -65,16 +66,22 @@ class Prompt:
 
     def ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it follows the prompt, and what ends it ("" where the tokenizer's end token does)."""
-        return (answer.strip(), self._close) if self.form == "chat" else (answer, "")
+        return (answer.strip(), self._around[1]) if self.form == "chat" else (answer, "")
 
     @cached_property
-    def _close(self) -> str:
-        """What the chat template writes behind an answer. Raises ConfigError if none can follow the question."""
+    def _around(self) -> tuple[str, str]:
+        """What the chat template writes before and behind an answer. Raises ConfigError if none can follow the question.
+
+        Words before it, such as an empty thought, are given with the question. Blanks alone are not: tokenizers that need one
+        before a word put it there.
+        """
         start, said = self._chat("?"), self._chat("?", PROBE)
-        _, found, rest = said.removeprefix(start).partition(PROBE)
-        if not (said.startswith(start) and found and rest):
+        before, found, behind = said.removeprefix(start).partition(PROBE)
+        if not (said.startswith(start) and found and behind):
             raise _no_chat("the tokenizer's template asks otherwise than it writes answers down")
-        return rest
+        if not any(word in behind for word in specials(self.tokenizer)):
+            raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is no special token")
+        return before if before.strip(" ") else "", behind
 
     def _chat(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}]
@@ -93,8 +100,19 @@ def _no_chat(why: str) -> ConfigError:
     return ConfigError(f"task.prompt: 'chat': {why}; use alpaca, or write a template")
 
 
+def specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return a tokenizer's special tokens and their numbers."""
+    added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
+    return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added
+
+
 def filled(template: str, instruction: str, context: str) -> Parts:
-    """Return a template with both fields put in; braces of a record are text, not fields."""
+    """Return a template with both fields put in; braces of a record are text, not fields.
+
+    Where it has no place for an input, that stands behind the instruction, as in a chat.
+    """
+    if context and "{input}" not in template:
+        template = template.replace("{instruction}", _message("{instruction}", "{input}"), 1)
     before, field, after = template.partition("{input}")
     before, after = (part.replace("{instruction}", instruction) for part in (before, after))
     return Parts(before, context, after) if field else Parts(before, "", "")

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,57 +13,70 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.errors import ConfigError, DataError
-from consilium.models.folder import positions
+from consilium.errors import UnfitError
+from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
-from consilium.tasks.language import CUT, LanguageConfig, text_scores
-from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
+from consilium.tasks.language.judging import judged, truth
 from consilium.tasks.language.neighbours import minds_others
 from consilium.tasks.language.packing import grouped, packed_losses
-from consilium.tasks.language.tokens import IGNORED, Encoder
+from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 """Language models (`model_type`) in which a token is known to look at none behind it, and at no padding."""
 
 
-LEAST = 8
-"""Tokens that a prompt must have room for, as for model.max_length."""
-
-
 class LanguageTask:
     """One site's instructions. All are turned into tokens once at the start, so that bad data stops before any training.
 
-    Metrics: "loss", the mean over samples of each sample's mean loss per answer token, so that every sample has a gradient of
-    its own and weighs the same; "perplexity", exp of the mean over all answer tokens of the split. By `evaluate`: "label" adds
-    "accuracy", how often the label of the greedily written answer is that of the reference (no label is wrong); "exact" adds
+    Metrics: "loss", the mean over samples of each sample's mean loss per learned token, so that every sample has a gradient of
+    its own and weighs the same; "perplexity", exp of the mean over all learned tokens of the split. By `evaluate`: "label" adds
+    "accuracy", how often the label of the greedily written answer is that of a reference (no label is wrong); "exact" adds
     "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
-    see _forced. All but labels come in the closing evaluation only. "truncated" is the share of records that were cut. The
-    closing evaluation adds how many records were scored, and intervals of what is a mean over records.
+    see _forced. All but labels come in the closing evaluation only. CUT and CUT_ASKED are shares of records that were cut. The
+    closing evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a
+    record without a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
-        self.data, self.config, self.kind = data, config, config.evaluate
-        self.num_samples = len(data.splits["training"])
+        self.config, self.kind = config, config.evaluate
+        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.quiet
         self.scored: Scored | None = None
         self._minds: bool | None = None
+        self._cut_asked = 0  # prompts that were cut, of those that were answered last
         self._encoder = self._encoder_of(tokenizer, max_length)
-        written = {split: [self._encoder.pair(text) for text in data.splits[split]] for split in SPLITS}
-        self._pairs = {split: [pair[:2] for pair in pairs] for split, pairs in written.items()}
-        self._cut = {split: sum(pair[2] for pair in pairs) for split, pairs in written.items()}
-        self._truth = {split: [self._true(text) for text in data.splits[split]] for split in SPLITS if split != "training"}
-        if self.truncated:
-            advice = f"{self.truncated} records are longer than model.max_length {max_length} tokens and lost their middle"
-            logging.getLogger(__name__).warning(f"{data.path}: {advice}; raise it to keep them whole")
+        written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
+        self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
+        self._pairs = {split: [pair for _, pair in rows] for split, rows in written.items()}
+        self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
+        self._told = set[str]()
+        if config.labels and self.kind != "label":
+            self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use label to score by it")
+        prompts, answers = _cut([pair for pairs in self._pairs.values() for pair in pairs])
+        if prompts or answers:
+            what = f"{prompts} prompts lost their middle, {answers} answers their end"
+            self._tell(f"{what}: records are longer than model.max_length {max_length} tokens; raise it to keep them whole")
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
 
-    @property
-    def truncated(self) -> int:
-        """How many records did not fit into `max_length` tokens."""
-        return sum(self._cut.values())
+    def _tell(self, what: str) -> None:
+        """Warn the site's user, once of each."""
+        if what not in self._told:
+            self._told.add(what)
+            logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
+
+    def _written(self, text: Text) -> tuple[Text, Encoded]:
+        """Return a record and what the encoder makes of it; in a quiet list an empty one for UnfitError."""
+        try:
+            return text, self._encoder.pair(text)
+        except UnfitError:
+            if not self.quiet:
+                raise
+        empty = replace(text, instruction="", input="", outputs=("",), final_answer=None)
+        return empty, self._encoder.pair(empty)
 
     def has(self, split: str) -> bool:
         """Tell whether the split holds any sample."""
@@ -74,7 +88,7 @@ class LanguageTask:
 
     def _collate(self, split: str, indices: Sequence[int]) -> Batch:
         """Return a batch of these records of a split."""
-        return self._encoder.collate([self._pairs[split][i] for i in indices])
+        return self._encoder.collate([self._pairs[split][i][:2] for i in indices])
 
     def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
         """Return a batch of these records' prompts, to be written on."""
@@ -86,7 +100,7 @@ class LanguageTask:
 
     def grouped(self, order: list[int], size: int) -> list[int]:
         """Return an epoch's order, for batches of `size`, as the job wants it; see packing.py."""
-        return grouped(order, [len(ids) for ids, _ in self._pairs["training"]], size) if self.config.bucketed else order
+        return grouped(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
@@ -100,7 +114,8 @@ class LanguageTask:
             losses, found = self._likelihood(model, split, batch_size)
             self.scored = self._scored(split, losses) if distances else None
             whole, each = self._answers(model, split, batch_size, distances)
-        found |= {CUT: self._cut[split] / len(self._pairs[split])} | whole
+        cut = dict(zip(CUT, _cut(self._pairs[split]), strict=True))
+        found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
         found |= {name: sum(values) / len(values) for name, values in each.items()}
         return found | (self._summary(split, {"loss": losses} | each) if distances else {})
 
@@ -116,15 +131,17 @@ class LanguageTask:
         if self.kind == "teacher_forced" and distances:
             said, true, accuracy = self._forced(model, split, batch_size)
             return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
-        if self.kind != "label" and (self.kind not in ("exact", "generation") or not distances):
+        if self.kind not in ASKS or not (distances or self.kind == "label"):
             return {}, {}
         written = self.write(model, split, batch_size)
+        cut = {CUT_ASKED: self._cut_asked / len(written)}
         if self.kind != "generation":
-            return {}, self._judge(split, written)
+            right = judged(written, self.data.splits[split], self._truth[split], self.config)
+            return cut, {WRITTEN[self.kind][0]: right}
         references = [text.outputs for text in self.data.splits[split]]
         each = text_scores.of_records(written, references)
         self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
-        return text_scores.of_corpus(written, references), each
+        return cut | text_scores.of_corpus(written, references), each
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
@@ -135,7 +152,7 @@ class LanguageTask:
         model has no position left for a prompt.
         """
         answers, texts = list[str](), self._texts(split, indices)
-        rows = self._prompts(texts, min(self._encoder.max_length, self._left(model)))
+        rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))
         how, numbers = self._greedy(), range(len(texts)) if indices is None else indices
 
         def given(part: Sequence[int]) -> Batch:
@@ -162,27 +179,18 @@ class LanguageTask:
             self._minds = found or (False if padded else None)  # without padding only who is found out is known
         return bool(self._minds)
 
-    def _left(self, model: nn.Module) -> int:
-        """Return how many positions a model has for a prompt."""
-        left = positions(model) - self.config.max_new_tokens
-        if left < LEAST:
-            what = f"{self.config.max_new_tokens}: of the model's {positions(model)} positions {max(left, 0)} are left"
-            raise ConfigError(f"task.max_new_tokens: {what} for a prompt; use {max(positions(model) - LEAST, 1)} or less")
-        return left
-
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return the prompts' tokens, and say how many were cut only because the model has too few positions."""
+        """Return the prompts' tokens, counting those that are cut; who has too few positions of the model is told."""
         found = [self._encoder.prompt(text, most) for text in texts]
-        if most < self._encoder.max_length and (cut := sum(one[1] for one in found)):
-            advice = (
-                f"{cut} prompts of {len(texts)} lost their middle to be answered: the model has positions for {most} tokens"
-            )
-            logging.getLogger(__name__).warning(f"{self.data.path}: {advice}; lower task.max_new_tokens to keep them whole")
+        self._cut_asked = sum(cut for _, cut in found)
+        if most < self._encoder.max_length and self._cut_asked:
+            what = f"prompts lose their middle to be answered: the model has positions for {most} tokens"
+            self._tell(f"{what} beside task.max_new_tokens {self.config.max_new_tokens}; lower that to keep them whole")
         return [tokens for tokens, _ in found]
 
     def _greedy(self) -> GenerationConfig:
-        most, ends = self.config.max_new_tokens, self._encoder.ends()
-        return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=self._encoder.pad)
+        most, encoder = self.config.max_new_tokens, self._encoder
+        return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
     def _forced(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[str], list[list[str]], dict[str, float]]:
         """Return each position's likeliest token, the true ones before it being given, as texts, and the true texts.
@@ -216,12 +224,13 @@ class LanguageTask:
         texts = self.data.splits[split]
         return list(texts) if indices is None else [texts[index] for index in indices]
 
-    def _scored(self, split: str, values: Sequence[float], score: str = "loss per answer token", lower: bool = True) -> Scored:
+    def _scored(self, split: str, values: Sequence[float], score: str = "", lower: bool = True) -> Scored:
         names = tuple(text.name for text in self.data.splits[split])
-        return Scored(score, lower, names, tuple(values), tuple(range(len(names))))
+        learned = "token" if self.config.learn == "sequence" else "answer token"
+        return Scored(score or f"loss per {learned}", lower, names, tuple(values), tuple(range(len(names))))
 
     def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[float], dict[str, float]]:
-        """Return each record's mean loss per answer token, and the split's scores."""
+        """Return each record's mean loss per learned token, and the split's scores."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
             losses, learned = token_losses(model, self._collate(split, part), self.config.packed)
@@ -230,32 +239,23 @@ class LanguageTask:
             total, count = total + float(losses.sum()), count + int(learned.sum())
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
-    def _judge(self, split: str, written: list[str]) -> dict[str, list[float]]:
-        """Return of each written answer whether it is right."""
-        texts, truth = self.data.splits[split], self._truth[split]
-        if self.kind == "exact":
-            return {"exact": [float(final_answer(one) == true) for one, true in zip(written, truth, strict=True)]}
-        said = [first_label(one, text.labels or self.config.labels) for one, text in zip(written, texts, strict=True)]
-        return {"accuracy": [float(one == true) for one, true in zip(said, truth, strict=True)]}
+    def _true(self, text: Text) -> frozenset[str]:
+        """Return what `truth` does, but for UnfitError nothing in a quiet list."""
+        try:
+            return truth(text, self.config)
+        except UnfitError as error:
+            if self.quiet:
+                return frozenset()
+            raise UnfitError(f"{self.data.path}: {error}") from None
 
-    def _true(self, text: Text) -> str | None:
-        """Return a record's right label or final answer, None where none is asked for. Raises DataError if it has none."""
-        given = text.final_answer or text.outputs[0]
-        if self.kind == "label":
-            known = text.labels or self.config.labels
-            if (found := first_label(given, known)) is None:
-                names = ", ".join(known) or "none given"
-                raise DataError(f"{self.data.path}: {text.name}: output has none of the labels ({names}); set task.labels")
-            return found
-        if self.kind != "exact":
-            return None
-        if (found := settled(text.final_answer) if text.final_answer else final_answer(given)) is None:
-            raise DataError(f"{self.data.path}: {text.name}: has no final answer; add final_answer, or a number behind ####")
-        return found
+
+def _cut(pairs: Sequence[Encoded]) -> tuple[int, int]:
+    """Return of how many records the prompt, and the answer, lost something."""
+    return sum(pair.prompt_cut for pair in pairs), sum(pair.answer_cut for pair in pairs)
 
 
 def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
-    """Return the mean over samples of their mean cross-entropy per answer token, in float32."""
+    """Return the mean over samples of their mean cross-entropy per learned token, in float32."""
     losses, learned = token_losses(model, batch, packed)
     return (losses.sum(1) / learned.sum(1)).mean()
 

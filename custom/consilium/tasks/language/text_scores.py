@@ -1,19 +1,20 @@
 """Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
 
-ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR and NIST by nltk. METEOR matches exact
-words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values.
-CIDEr-D is our own, equal to the COCO caption evaluation's on equal words. METEOR, NIST and CIDEr-D split lower-case text at
-words and punctuation. ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters.
+ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR by nltk. METEOR matches exact words and
+stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST and CIDEr-D
+are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption evaluation's. BLEU and
+NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation. ROUGE-L drops punctuation; of
+ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark are the same as both in one.
 
 No score knows where a word ends in a script without spaces (Chinese, Japanese, Thai): all up to the next mark is one word.
 """
 
 import math
-import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any
 
 NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
@@ -63,7 +64,7 @@ class _Stems:
 
     def tokenize(self, text: str) -> list[str]:
         """Return a text's lower-case stems."""
-        found = "".join(c if _spells(c) else " " for c in unicodedata.normalize("NFC", text.lower())).split()
+        found = "".join(c if _spells(c) else " " for c in _composed(text.lower())).split()
         return [self._porter.stem(one) if len(one) > 3 and one.isascii() else one for one in found]
 
 
@@ -71,13 +72,17 @@ def _spells(character: str) -> bool:
     return character.isalpha() or character.isdecimal() or unicodedata.category(character).startswith("M")
 
 
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
 def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Return corpus BLEU-4 in 0..1; answers may have different numbers of references."""
     from sacrebleu import corpus_bleu
 
     most = max(len(refs) for refs in references)
-    streams = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
-    return corpus_bleu(list(written), streams).score / 100
+    streams = [[_composed(refs[i]) if i < len(refs) else None for refs in references] for i in range(most)]
+    return corpus_bleu([_composed(one) for one in written], streams).score / 100
 
 
 def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
@@ -88,15 +93,40 @@ def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[
     return [meteor_score([words(ref) for ref in refs], words(one), wordnet=_NoSynonyms()) for one, refs in pairs]
 
 
-def nist(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Return corpus NIST with n-grams up to 5, fewer where all answers are shorter; 0 where all are empty."""
-    from nltk.translate.nist_score import corpus_nist
+def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 5) -> float:
+    """Return corpus NIST (Doddington, HLT 2002) as mteval-v13a has it; references may vary in number, as in E2E's evaluation.
 
-    tokens = [words(one) for one in written]
-    longest = max(len(one) for one in tokens)
-    if not longest:
-        return 0.0
-    return float(corpus_nist([[words(ref) for ref in refs] for refs in references], tokens, n=min(5, longest)))
+    An n-gram tells log2(how often its first n - 1 words are said / how often it is itself), over all references. For n = 1 ..
+    `longest`, what the answers' n-grams tell is added up, each as often as the reference with most of them has it, and divided
+    by how many there are. Answers that are shorter than their references' mean lose. 0 where nothing is written.
+    """
+    split = _mteval()
+    own, known = [split(one) for one in written], [[split(ref) for ref in refs] for refs in references]
+    times: Grams = Counter()
+    for ref in (ref for refs in known for ref in refs):
+        times.update({(): len(ref)})
+        times.update(gram for n in range(1, longest + 1) for gram in _grams(ref, n).elements())
+    total = 0.0
+    for n in range(1, longest + 1):
+        found = [_grams(one, n) & reduce(or_, (_grams(ref, n) for ref in refs)) for one, refs in zip(own, known, strict=True)]
+        told = sum(count * math.log2(times[gram[:-1]] / times[gram]) for grams in found for gram, count in grams.items())
+        total += told / max(1, sum(max(0, len(one) - n + 1) for one in own))
+    return total * _brevity(sum(map(len, own)), sum(sum(map(len, refs)) / len(refs) for refs in known))
+
+
+def _brevity(written: int, expected: float) -> float:
+    """Return NIST's factor for answers of so many words: 1/2 at two thirds of what their references have."""
+    if not written or written >= expected:
+        return float(written > 0)
+    return float(0.5 ** ((math.log(written / expected) / math.log(1.5)) ** 2))
+
+
+def _mteval() -> Callable[[str], list[str]]:
+    """Return what splits a text into mteval-v13a's words, in lower case."""
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    split = Tokenizer13a()
+    return lambda text: str(split(_composed(text.lower()))).split()
 
 
 def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
@@ -124,8 +154,9 @@ def _penalty(one: str, other: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return a text's lower-case words and punctuation marks."""
-    return re.findall(r"\w+|[^\w\s]", text.lower())
+    """Return a text's lower-case words and punctuation marks. Letters, marks on them, numbers and _ make words."""
+    inside = (c if c.isalnum() or c == "_" or _spells(c) else f" {c} " for c in _composed(text.lower()))
+    return "".join(inside).split()
 
 
 def _grams(tokens: Sequence[str], n: int) -> Grams:

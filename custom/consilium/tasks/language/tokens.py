@@ -1,24 +1,47 @@
 """Instruction records as token numbers: prompt and answer, cut to a length, padded into batches."""
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from consilium.data.text import Text
-from consilium.tasks.language.prompts import Prompt
+from consilium.tasks.language.prompts import Prompt, specials
 
 IGNORED = -100
 """Label of tokens that are not learned."""
 
 
+BREAK = "\ufdd0"
+"""Where a record's own words are cut into texts that become tokens apart; Unicode gives it to nobody's text."""
+
+
+WHOLE = 2**40
+"""More tokens than any text has."""
+
+
+class Encoded(NamedTuple):
+    """A record's tokens, the labels of each, and whether its prompt and its answer lost something."""
+
+    ids: list[int]
+    labels: list[int]
+    prompt_cut: bool
+    answer_cut: bool
+
+
 class Encoder:
     """Writes records as tokens: [begin] prompt answer end, of which `max_length` counts all.
 
-    A begin token is there if the tokenizer puts one by itself. A record that is too long loses the middle of its input, then
-    the middle of the rest of its prompt: the begin token and the prompt's end stay. Only an answer that is longer than all
-    is cut, at its end. `whole_sequence`: the prompt is learned too, not only the answer.
+    A begin token is there if the tokenizer puts one by itself. Of a record that is too long the prompt is cut first, down to
+    half of `max_length`: it loses the middle of its input, then the middle of the rest, never the begin token or its end. Then
+    the answer loses its end, and the end token with it. A record's own words hold no special token: "</s>" is four letters.
+    `whole_sequence`: the prompt is learned too, not only the answer. Raises ConfigError for a chat that cannot be followed.
     """
 
     def __init__(
@@ -28,11 +51,14 @@ class Encoder:
         self._prompt = Prompt(form, tokenizer)
         begin = tokenizer.bos_token_id
         self._begin = [begin] if begin is not None and tokenizer("a").input_ids[:1] == [begin] else []
+        self._least = max_length // 2
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.ends = self._ends()
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """Return the prompt's tokens, at most `most`, and whether some had to go."""
-        parts = self._prompt.parts(text)
+        own = replace(text, instruction=self._own(text.instruction), input=self._own(text.input))
+        parts = self._prompt.parts(own)
         whole = self._begun(self._plain("".join(parts)))
         if len(whole) <= most:
             return whole, False
@@ -45,25 +71,27 @@ class Encoder:
 
     def answer(self, text: Text) -> list[int]:
         """Return the tokens of a record's first reference with what ends it."""
-        said, ending = self._prompt.ending(text.outputs[0])
+        said, ending = self._prompt.ending(self._own(text.outputs[0]))
         tokens = self._plain(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
-    def ends(self) -> list[int]:
-        """Return the tokens that end an answer."""
+    def _ends(self) -> list[int]:
+        """Return the tokens that end an answer: the tokenizer's own, and the first special one of a chat's ending."""
         _, ending = self._prompt.ending("")
-        return sorted({self.tokenizer.eos_token_id, *self._plain(ending)[:1]})
+        known = specials(self.tokenizer).values()
+        return sorted({self.tokenizer.eos_token_id, *[token for token in self._plain(ending) if token in known][:1]})
 
-    def pair(self, text: Text) -> tuple[list[int], list[int], bool]:
-        """Return tokens and labels of a record with its first reference, and whether something was cut.
-
-        Labels of the prompt are IGNORED, unless the whole sequence is learned.
-        """
+    def pair(self, text: Text) -> Encoded:
+        """Return a record with its first reference. Labels of the prompt are IGNORED, unless the whole sequence is learned."""
         answer = self.answer(text)
-        prompt, cut = self.prompt(text, max(self.max_length - len(answer), 1))
+        prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
         kept = answer[: self.max_length - len(prompt)]
         unlearned = [IGNORED] * len(prompt) if not self._whole else prompt
-        return prompt + kept, unlearned + kept, cut or len(kept) < len(answer)
+        return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
+
+    def length(self, text: Text) -> int:
+        """Return how many tokens a record and its first reference are, whole."""
+        return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return written tokens as text, without special tokens and outer spaces."""
@@ -84,8 +112,23 @@ class Encoder:
         """Return tokens behind the begin token; a chat template may have written it already."""
         return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
 
+    def _own(self, words: str) -> str:
+        """Return a record's words with every special token's name in them broken, so that none is read as one."""
+        return self._names.sub(BREAK, words.replace(BREAK, ""))
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Finds where a special token's name goes on behind its first letter."""
+        rests = defaultdict[str, list[str]](list)
+        for name in specials(self.tokenizer):
+            rests[name[:1]] += [re.escape(name[1:])] if len(name) > 1 else []
+        found = [f"(?<={re.escape(first)})(?={'|'.join(some)})" for first, some in rests.items() if some]
+        return re.compile("|".join(found) or "(?!)", re.IGNORECASE)
+
     def _plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids if text else []
+        """Return a text's tokens; names of special tokens are such tokens, unless they are broken."""
+        parts = [self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in text.split(BREAK) if part]
+        return [token for part in parts for token in part]
 
 
 def without_middle(tokens: list[int], most: int) -> list[int]:

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import read_picture_bytes
+from consilium.data.images import Sample, read_picture_bytes
 from consilium.data.inspect import look_at_picture
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
-from consilium.errors import ConfigError, DataError
+from consilium.errors import ConfigError, UnfitError
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
@@ -48,18 +48,18 @@ class SeeingEncoder(Encoder):
             self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """See Encoder. Raises DataError for a record that says what stands for a picture, or too long to hold its own."""
+        """See Encoder. Raises UnfitError for a record that says what stands for a picture, or too long to hold its own."""
         found, cut = super().prompt(self._marked(text), most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
             why = "has words that stand for a picture, or is too long to keep its own"
-            raise DataError(f"{text.name}: {why}; remove them, shorten it, or raise model.max_length")
+            raise UnfitError(f"{text.name}: {why}; remove them, shorten it, or raise model.max_length")
         return found, cut
 
     def answer(self, text: Text) -> list[int]:
-        """See Encoder. Raises DataError for an answer that says what stands for a picture."""
+        """See Encoder. Raises UnfitError for an answer that says what stands for a picture."""
         found = super().answer(text)
         if self._seen.token in found:
-            raise DataError(f"{text.name}: its output has words that stand for a picture; remove them")
+            raise UnfitError(f"{text.name}: its output has words that stand for a picture; remove them")
         return found
 
     def _marked(self, text: Text) -> Text:
@@ -83,7 +83,7 @@ class SeeingEncoder(Encoder):
 class ReportTask(LanguageTask):
     """One site's pictures with texts. All records are turned into tokens, and all pictures looked at, once at the start.
 
-    Metrics: see LanguageTask.
+    Metrics: see LanguageTask. In a quiet list a picture that does not fit the job is black.
     """
 
     config: ReportConfig
@@ -94,13 +94,27 @@ class ReportTask(LanguageTask):
         self._seen, self.config = picture(model), config
         super().__init__(data, tokenizer, model.max_length, config)
         settings, side, padding = config.settings, model.image_side, model.padding
+        blank = torch.zeros(3, side, side, dtype=torch.uint8)
+
+        def read(item: Item) -> Sample:
+            try:
+                return {"image": read_picture_bytes(item, side, settings, padding)}
+            except UnfitError:
+                if not data.loading.quiet:
+                    raise
+                return {"image": blank}
+
         pictures = {split: tuple(Item(Path(text.image), None) for text in texts) for split, texts in data.splits.items()}
         self._pictures = SampleCache(
             DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # nobody else has looked at them
-            lambda item: {"image": read_picture_bytes(item, side, settings, padding)},
+            read,
             partial(_look, settings),
-            read_as("report", settings, side, padding),
+            read_as("report, or black" if data.loading.quiet else "report", settings, side, padding),
         )
+
+    def read_again(self, split: str, index: int) -> None:
+        """See ReadsAgain."""
+        self._pictures.read_again(split, index)
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return SeeingEncoder(tokenizer, max_length, self.config.prompt, self._seen)

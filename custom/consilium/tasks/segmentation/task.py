@@ -35,7 +35,8 @@ class SegmentationTask:
     Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
     lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
     class counts with the grid's diagonal. Distances are in millimetres where the spacing is known ("hd95_mm"), else in pixels.
-    "dice" and so on are means over the classes. A class that a site did not annotate in an item counts nowhere in it.
+    "dice" and so on are means over the classes. A class that a site did not annotate in an item counts nowhere in it, nor
+    does, in a quiet list, an item that does not fit the job.
     """
 
     def __init__(
@@ -70,6 +71,15 @@ class SegmentationTask:
     def skipped(self) -> int:
         """How many samples were left out so far because they cannot be read."""
         return self._samples.skipped
+
+    @property
+    def quiet(self) -> bool:
+        """See Task."""
+        return self.data.loading.quiet and not self._samples.all_lost
+
+    def read_again(self, split: str, index: int) -> None:
+        """See ReadsAgain."""
+        self._samples.read_again(split, index)
 
     def remember(self, encoder: str) -> None:
         """Encode no picture twice from now on, by the frozen encoder of this name; augmented ones are other pictures."""

@@ -1,0 +1,39 @@
+"""What is printed at the end of a run, and the exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from consilium.cli.options import Format
+from consilium.cli.results import print_results
+from tests.conftest import small_config
+
+WHY = "task.max_new_tokens: 508: of the model's 512 positions 4 are left for a prompt; use 504 or less"
+
+
+@pytest.mark.parametrize("format", [Format.TXT, Format.JSON])
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_refusal_in_the_closing_evaluation_is_told_and_no_success(
+    refused: bool, format: Format, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one round, behind which the closing evaluation comes; a refusal in a round alone is none of it."""
+    config = small_config("fedit", rounds=1)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    line = {"event": "refused", "site": "b", "round": int(refused), "reason": WHY, "joining": False}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    results = {"a": {"test/global/dice": 0.5}, "b": {}}
+    if refused:
+        with pytest.raises(typer.Exit) as ended:
+            print_results(results, {}, config, tmp_path, format)
+        assert ended.value.exit_code == 1
+    else:
+        print_results(results, {}, config, tmp_path, format)
+    said = capsys.readouterr().out
+    assert (WHY in said) is refused
+    if format is Format.TXT:
+        assert ("refused in the closing evaluation" in " ".join(said.split())) is refused
+    else:
+        assert json.loads(said).get("refused") == ({"b": WHY} if refused else None)

@@ -1,0 +1,152 @@
+"""Files that are gone, cannot be opened or have changed since their samples were read."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from consilium.data import volumes
+from consilium.data.datalist import DataList, read_datalist
+from consilium.data.watching import Watch
+from consilium.errors import DataError, UnfitError
+from tests.data import dicoms
+
+BOTH = ("training", "validation")
+Place = tuple[str, int]
+
+
+def listed(folder: Path, content: object, *files: str) -> DataList:
+    for name in files:
+        (folder / name).write_text("as it was")
+    (folder / "datalist.json").write_text(json.dumps(content))
+    return read_datalist(folder / "datalist.json")
+
+
+def pairs(folder: Path) -> DataList:
+    """Two pictures of one file with two masks, and one to validate on; nobody watches the test picture."""
+    entries = [{"image": "a.png", "label": "m.png"}, {"image": "a.png", "label": "n.png"}]
+    lists = {"training": entries, "validation": ["b.png"], "test": ["c.png"]}
+    return listed(folder, lists, "a.png", "m.png", "n.png", "b.png", "c.png")
+
+
+def reader(*bad: Place, error: type[DataError] = DataError) -> tuple[list[Place], Callable[[str, int], None]]:
+    """Return what was read again, and what reads it, but for what is bad."""
+    done: list[Place] = []
+
+    def read(split: str, index: int) -> None:
+        done.append((split, index))
+        if (split, index) in bad:
+            raise error(f"{split} {index}: cannot be decoded")
+
+    return done, read
+
+
+def test_files_that_are_gone(tmp_path: Path) -> None:
+    """Where bad samples are skipped they are left out, and without a training sample there is nothing to train on."""
+    data = pairs(tmp_path)
+    strict, skips = Watch(data, BOTH, skip=False), Watch(data, BOTH, skip=True)
+    done, read = reader()
+    (tmp_path / "c.png").unlink()
+    strict.check(read)
+    skips.check(read)
+    (tmp_path / "b.png").unlink()
+    (tmp_path / "m.png").unlink()
+    with pytest.raises(DataError, match=r"m\.png: cannot be read \(No such file"):
+        strict.check(read)
+    skips.check(read)
+    (tmp_path / "n.png").unlink()  # the pictures are there
+    with pytest.raises(DataError, match=r"n\.png: cannot be read"):
+        skips.check(read)
+    assert not done
+    nothing = listed(tmp_path, {"training": []})
+    for skip in (False, True):
+        Watch(nothing, BOTH, skip).check(read)
+
+
+def test_what_has_changed_is_read_again_once(tmp_path: Path) -> None:
+    watch = Watch(pairs(tmp_path), BOTH, skip=False)
+    (tmp_path / "m.png").write_text("another mask")
+    (tmp_path / "b.png").write_text("other")
+    done, read = reader()
+    for _ in range(2):
+        watch.check(read)
+    assert done == [("training", 0), ("validation", 0)]
+
+
+def test_what_has_changed_and_cannot_be_read_says_so_until_it_can(tmp_path: Path) -> None:
+    data = pairs(tmp_path)
+    strict, skips = Watch(data, BOTH, skip=False), Watch(data, BOTH, skip=True)
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_text("trunc")
+    _, read = reader(("training", 1))
+    for _ in range(2):
+        with pytest.raises(DataError, match="training 1: cannot be decoded"):
+            strict.check(read)
+        skips.check(read)
+    _, read = reader(("training", 0), ("training", 1))
+    for _ in range(2):
+        with pytest.raises(DataError, match="cannot be decoded"):
+            skips.check(read)
+    strict.check(reader()[1])
+    (tmp_path / "b.png").write_text("once more")
+    done, read = reader(("validation", 0), error=UnfitError)
+    strict.check(read)  # that it does not fit the job is no reason to stop
+    assert done == [("validation", 0)]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_file_that_is_there_and_cannot_be_opened_or_read(skip: bool, tmp_path: Path) -> None:
+    """A share whose permission was withdrawn, a disk with bad blocks: the look at sizes passed."""
+    watch, opened = Watch(pairs(tmp_path), BOTH, skip), Path.open
+    for number in (5, 13):
+
+        def fails(path: Path, *how: str, number: int = number) -> object:
+            if path.name == "a.png":
+                raise OSError(number, os.strerror(number))
+            return opened(path, *how)
+
+        with patch.object(Path, "open", fails), pytest.raises(DataError, match=os.strerror(number)):
+            watch.check(reader()[1])
+
+
+@pytest.mark.parametrize("how", ["emptied", "away", "shorter"])
+def test_a_folder_of_dicom_files_is_what_was_in_it(how: str, tmp_path: Path) -> None:
+    """An emptied folder, or one of links whose share went away, was still a volume, and each round was charged."""
+    series, share = tmp_path / "series", tmp_path / "share"
+    dicoms.stack(series, np.zeros((3, 8, 8), np.int16))
+    share.mkdir()
+    for file in sorted(series.iterdir()):
+        (share / file.name).write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(share / file.name)
+    data = listed(tmp_path, {"training": [{"image": "series", "label": 0}]})
+    watch = Watch(data, BOTH, skip=False)
+
+    def read(split: str, index: int) -> object:
+        return volumes.voxels(data.splits[split][index].image)
+
+    watch.check(read)
+    if how == "away":
+        share.rename(tmp_path / "away")
+    for file in sorted(series.iterdir())[how == "shorter" :] if how != "away" else ():
+        file.unlink()
+    for _ in range(2):
+        if how == "shorter":  # a plane alone is still a volume: what was read is what counts
+            watch.check(read)
+        else:
+            with pytest.raises(DataError, match=r"series: (holds no DICOM image|is no volume)"):
+                watch.check(read)
+
+
+def test_a_folder_that_was_empty_is_a_volume_when_its_share_is_back(tmp_path: Path) -> None:
+    """That it was none was remembered by its path for as long as the process lived."""
+    (tmp_path / "series").mkdir()
+    assert not volumes.is_volume(tmp_path / "series")
+    dicoms.stack(tmp_path / "made", np.zeros((3, 8, 8), np.int16))
+    shutil.copytree(tmp_path / "made", tmp_path / "series", dirs_exist_ok=True)
+    assert volumes.is_volume(tmp_path / "series")
