@@ -10,6 +10,7 @@ from PIL import Image
 from consilium.data.datalist import Item, read_datalist
 from consilium.data.partition import partition, share_out
 from consilium.errors import DataError
+from tests.conftest import run
 
 CLASSES = ["a", "b", "c", "d"]
 NAMES = [f"site-{i}" for i in range(1, 6)]
@@ -135,6 +136,23 @@ def test_lists_summary_and_picture_are_written(pictures: Path, tmp_path: Path) -
     with Image.open(tmp_path / "out/partition.png") as picture:
         assert picture.size[0] > 500
         assert len(np.unique(np.asarray(picture.convert("P")))) > 5
+
+
+def test_without_the_test_split_all_else_is_the_same(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--sites", 3, "--beta", 0.5, "--minimum", 2)
+    for name, more in (("whole", ()), ("choosing", ("--no-test",))):
+        assert run(monkeypatch, "data", "partition", pictures, tmp_path / name, *asked, *more) == 0
+    for site in ("site-1", "site-2", "site-3"):
+        whole, choosing = (
+            read_datalist(tmp_path / name / site / "datalist.json", classes=True).splits for name in ("whole", "choosing")
+        )
+        assert choosing == whole | {"test": ()}
+        assert len(whole["test"]) == 8
+    (tmp_path / "texts.jsonl").write_text("{}\n")
+    assert run(monkeypatch, "data", "partition", tmp_path / "texts.jsonl", tmp_path / "none", "--no-test") == 2
+    assert "--no-test: is for pictures" in capsys.readouterr().err
 
 
 def test_a_site_can_be_shared_out_again_and_errors_are_clear(pictures: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from consilium.cli.main import app
+from consilium.config.site import Given, find_site
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.errors import DataError
@@ -17,6 +18,7 @@ from consilium.federation.build import assemble_job
 from consilium.federation.cost import own_cost
 from consilium.study.study import Cell, load
 from tests.conftest import JOBS, run
+from tests.data.importing import OUTER, mask, picture, splits_of
 
 STUDIES = JOBS / "studies"
 PAPERS = ("iat_", "fedsca_", "deer_table", "deer_figure", "fedhera_")
@@ -90,6 +92,43 @@ def test_no_record_is_lost_on_the_way_to_the_sites(
         for split in ("training", "validation", "test")
     }
     assert lines == {"training": 800, "validation": 100, "test": 100}
+
+
+def test_deers_table_3_trains_at_four_even_sites_and_tests_each_set_at_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zhu et al., IV-A: sets that only test, scored each on its own. Here 22 pictures and five sets."""
+    trains = [*(f"{n}" for n in range(11)), *(f"cju{n}" for n in range(11))]
+    tests = [f"TESTS/TestDataset/{name}/" for name in ("CVC-300", "CVC-ClinicDB", "CVC-ColonDB", "ETIS-LaribPolypDB", "Kvasir")]
+    for place, letter, names in [("TRAIN/TrainDataset/", "", trains), *((one, "s", ["50", "51"]) for one in tests)]:
+        for name in names:
+            picture(tmp_path / f"{place}image{letter}/{name}.png")
+            mask(tmp_path / f"{place}mask{letter}/{name}.png", {255: OUTER})
+    monkeypatch.chdir(tmp_path)
+    for words in commands("deer_table3"):
+        assert run(monkeypatch, *words) == 0
+    data = Path("DATA")
+    alone = {path.name: find_site(path.name, Given(data)).test_only for path in data.iterdir() if path.is_dir()}
+    splits = {name: {split: len(items) for split, items in splits_of(data, name).items()} for name in alone}
+    for name in ("cvc-clinicdb", "cvc-colondb", "etis-laribpolypdb", "kvasir-seg"):
+        assert alone.pop(name)
+        assert splits.pop(name) == {"training": 0, "validation": 0, "test": 2}
+    assert list(alone.values()) == [False] * 4
+    trained = [one["training"] for one in splits.values()]
+    assert sum(trained) == 22
+    assert max(trained) - min(trained) <= 2, "two frames of a run stay together"
+    assert not any(one["validation"] or one["test"] for one in splits.values())
+
+
+@pytest.mark.slow
+def test_fedscas_figure_7_has_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the validation split by round, of which the study's import keeps some."""
+    imported = next(commands("fedsca_figure7"))
+    assert float(imported[imported.index("--validation") + 1]) > 0
+    assert run(monkeypatch, "study", "run", "fedsca_figure7", "--smoke", "--workspace", tmp_path / "runs") == 0
+    words = ("--smoke", "--workspace", tmp_path / "runs", "--metric", "iou", "--pictures", tmp_path / "pictures")
+    assert run(monkeypatch, "compare", "fedsca_figure7", *words) == 0
+    assert (tmp_path / "pictures/curves.png").is_file()
 
 
 @pytest.mark.parametrize("study", FEDSCA)

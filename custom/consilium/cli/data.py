@@ -168,6 +168,7 @@ def data_partition(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="texts: every site cuts its own share 0.8 / 0.1 / 0.1")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
+    no_test: Annotated[bool, typer.Option("--no-test", help="pictures: no test split, for runs that choose settings")] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
@@ -179,6 +180,8 @@ def data_partition(
     shares, left_out = None if iid else beta, exclude or []
     with undone(folder):
         if has_texts(source) or source.suffix == ".jsonl":
+            if no_test:
+                raise ConfigError("--no-test: is for pictures; with --local every site tests on its own texts")
             if clusters == 1 or (clusters and by):
                 raise ConfigError("--clusters: take 2 or more, and without --by")
             kinds = partial(_kinds, clusters, model, seed) if clusters else None
@@ -189,7 +192,7 @@ def data_partition(
         elif local:
             raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
         else:
-            found = partition(source, folder, sites, shares, seed, minimum, left_out)
+            found = partition(source, folder, sites, shares, seed, minimum, left_out, not no_test)
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return

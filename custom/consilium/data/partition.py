@@ -48,15 +48,23 @@ Patient = Sequence[S]
 
 
 def partition(
-    source: Path, folder: Path, sites: int, beta: float | None, seed: int, minimum: int, exclude: Sequence[str] = ()
+    source: Path,
+    folder: Path,
+    sites: int,
+    beta: float | None,
+    seed: int,
+    minimum: int,
+    exclude: Sequence[str] = (),
+    test: bool = True,
 ) -> dict[str, Any]:
     """Write `folder`/site-K/datalist.json (absolute paths, nothing is copied), partition.json and partition.png.
 
-    `beta` None: even shares. Returns partition.json's content: the arguments, the classes, and counts by split, site and class.
-    Raises DataError for a source without classes, an unknown class to leave out, too few samples or patients, or a folder that
-    has sites already.
+    `beta` None: even shares. `test` False: no site gets the test split; all else is the same. Returns partition.json's content:
+    the arguments, the classes, and counts by split, site and class. Raises DataError for a source without classes, an unknown
+    class to leave out, too few samples or patients, or a folder that has sites already.
     """
     splits, classes = _read(source, exclude)
+    splits = splits if test else splits | {SHARED_OUT: []}
     names = check_asked(source, folder, len(splits["training"]), sites, minimum)
     found = share_out(splits, classes, names, beta, seed, minimum)
     patients = own_names(source)
