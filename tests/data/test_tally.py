@@ -60,6 +60,19 @@ def test_planes_of_a_volume_are_of_one_patient(tmp_path: Path) -> None:
     assert np.allclose(found.light, [[0.5, 0, 0, 0.5]] * 8)
 
 
+def test_tiles_are_compared_with_their_part_of_a_mask(tmp_path: Path) -> None:
+    """Against the whole mask, statistics of any large picture were an error. The disc is in the left of 32 x 16 pixels."""
+    Image.new("L", (32, 16), 90).save(tmp_path / "a.tif")
+    mask = Image.new("L", (32, 16))
+    mask.paste(1, (0, 0, 16, 16))
+    mask.save(tmp_path / "m.png")
+    (tmp_path / "list.json").write_text(json.dumps({"training": [{"image": "a.tif", "label": "m.png"}]}))
+    task = SegmentationConfig.model_validate({"name": "segmentation", "classes": {"disc": [1]}, "tiles": {"size": 16}})
+    found = counted(expand(read_datalist(tmp_path / "list.json"), task), task)
+    assert (found.classes["training"], found.absent["training"]) == ({"disc": [0]}, {"disc": [1]})
+    assert filled(found.sizes) == {"under 64": [0, 1]}
+
+
 def test_pictures_of_a_class_and_whose_they_are(tmp_path: Path) -> None:
     for name, side, level in (("a", 63, 64), ("b", 64, 128), ("c", 5000, 200)):
         Image.new("L", (side, 20), level).save(tmp_path / f"{name}.png")

@@ -4,6 +4,7 @@ Cells hold samples and not how many they are, because what must not be small is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.data import pictures, volumes
+from consilium.data import volumes
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -140,7 +141,8 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         size, spacing, light = SIZES[-1], SPACING[-1], np.zeros(count)
     else:
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
-            check_pair(item, image.shape[:2], pictures.labels(item.label))
+            with suppress(UnfitError):
+                check_pair(item, image.shape[:2], read_labels(item, settings))
         size, spacing = _bin(max(image.shape[:2]), _SIDES, SIZES), _spacing(item)
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()

@@ -75,7 +75,8 @@ def tiff(folder: Path, values: np.ndarray, levels: int = 1, **how: Any) -> dict[
         file.write(values, subifds=levels - 1, **how)
         for level in range(1, levels):
             file.write(values[:: 2**level, :: 2**level], subfiletype=1, **how)
-    Image.fromarray(np.ones(values.shape[:2], np.uint8)).save(folder / "odd-mask.png")
+    last = [side // 2 ** (levels - 1) for side in values.shape[:2]]
+    Image.fromarray(np.ones(last, np.uint8)).save(folder / "odd-mask.png")
     return {"image": "odd.tif", "label": "odd-mask.png", "patient": "P0"}
 
 
@@ -186,7 +187,7 @@ CASES = {
     "levels": Case(
         ("segmentation.tiles", "classification.tiles"), sort(tiles={"size": 64, "level": 1}),
         added(lambda f: tiff(f, noise(128, 128, 3), 2, tile=(16, 16)), "round"),
-        added(lambda f: tiff(f, noise(64, 64, 3), tile=(16, 16)), "round"),
+        added(lambda f: tiff(f, noise(128, 128, 3), tile=(16, 16)), "round"),
     ),
     "how many tiles": Case(
         ("segmentation.tiles",), cut(tiles={"size": 16, "stride": 8}),
@@ -201,7 +202,9 @@ CASES = {
         added(lambda f: tiff(f, noise(128, 128, 3), 2, tile=(16, 16)) | {"tile": [0, 0, 32, 32]}),
         added(lambda f: tiff(f, noise(128, 128, 3), 2, tile=(16, 16)) | {"tile": [80, 80, 32, 32]}),
     ),
-    "too large for one": Case(("segmentation.tiles",), cut(), USUAL, added(lambda f: tiff(f, noise(200, 200, 3)))),
+    "too large for one": Case(
+        ("segmentation.tiles",), cut(), added(lambda f: tiff(f, noise(16, 16, 3))), added(lambda f: tiff(f, noise(200, 200, 3)))
+    ),
     "several pages": Case(
         ("classification.tiles",), sort(),
         added(lambda f: tiff(f, noise(16, 16, 3)), "round"),
@@ -212,7 +215,7 @@ CASES = {
         added(lambda f: volume(f, noise(16, 16, 3))), added(lambda f: volume(f, noise(16, 16, 3, kind=np.int16))), loud=False,
     ),
     "smaller than a crop": Case(
-        ("segmentation.crop",), cut(crop=32), USUAL, changed(image="small.png", label="small.png"), loud=False
+        ("segmentation.crop",), cut(crop=32), USUAL, changed(image="small.png", label="small-mask.png"), loud=False
     ),
     "a class": Case(("classification.classes",), sort(), ROUND, changed("round", label="other")),
     "a number of a class": Case(("classification.classes",), sort(), ROUND, changed("round", label=7)),
@@ -242,15 +245,18 @@ CASES = {
     ),
     "a final answer": Case(("language.evaluate",), write_on(evaluate="exact"), record(), record(output="none")),
     "a label of a report": Case(
-        ("report.evaluate", "report.labels"), write_on("report", evaluate="label"), record(), record(output="schizophrenia")
+        ("report.evaluate", "report.labels"), write_on("report", evaluate="label"),
+        record(), record(output="schizophrenia"), units=(SITE,),
     ),
     "a record's length": Case((), write_on(), record(), record(instruction="long " * 300), loud=False),
-    "a report's length": Case((), write_on("report"), record(), record(output="long " * 300)),
-    "a picture's words": Case(("report.name",), write_on("report"), record(), record(instruction="a \ufffc mark")),
-    "a picture's words in a chat": Case(
-        ("report.prompt",), write_on("report", prompt="chat"), record(), record(output="\ufffc")
+    "a report's length": Case((), write_on("report"), record(), record(output="long " * 300), units=(SITE,)),
+    "a picture's words": Case(
+        ("report.name",), write_on("report"), record(), record(instruction="a \ufffc mark"), units=(SITE,)
     ),
-    "a picture of a report": Case(("report.window",), write_on("report"), record(), record(image="large.png")),
+    "a picture's words in a chat": Case(
+        ("report.prompt",), write_on("report", prompt="chat"), record(), record(output="\ufffc"), units=(SITE,)
+    ),
+    "a picture of a report": Case(("report.window",), write_on("report"), record(), record(image="large.png"), units=(SITE,)),
 }  # fmt: skip
 ASKS_NOTHING = {
     "segmentation": {"prompt", "augment", "loss", "scores", "resize"},
@@ -310,6 +316,7 @@ def site(write: Callable[[Path], Any], folder: Path, settings: dict[str, Any], *
     folder.mkdir()
     for name, side in (("small.png", 20), ("large.png", 200)):
         Image.fromarray(noise(side, side)).save(folder / name)
+        Image.fromarray(np.ones((side, side), np.uint8)).save(folder / name.replace(".", "-mask."))
     made = write(folder)
     if not isinstance(made, Path):
         (made_of := folder / "list.json").write_text(json.dumps(made))
@@ -337,7 +344,7 @@ def told(config: JobConfig, own: SiteConfig, folder: Path) -> list[object]:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("bad", ["refuse", "skip"])
+@pytest.mark.parametrize("bad", ["refuse", pytest.param("skip", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_what_samples_hold_decides_no_answer_of_a_private_job(
     name: str, bad: str, seeing: dict[str, Any], tmp_path: Path
