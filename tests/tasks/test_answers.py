@@ -163,7 +163,7 @@ ALIKE = [
     ("0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".50", "2/4", "+0.5", "5e-1", r"5 \times 10^{-1}"),
     ("3 1/2", "3.5", "7/2", r"1 5/2", r"3\frac{1}{2}", r"3\frac12", "3.50 cups"),
     ("-3 1/2", "-3.5", "\u22127/2", r"-\frac{7}{2}", r"\frac{-7}{2}", r"\frac{7}{-2}", "\u20133.5"),
-    ("1e3", "1000", "1,000", "1 thousand", "10^3", "1 x 10^3", "1000.0"),
+    ("1e3", "1000", "1,000", "1 thousand", "10 hundred", "10^3", "1 x 10^3", "1000.0"),
     ("3", "+3", "\u0663", "\uff13", "3.", "3!", "**3**", "3 apples", "x = 3"),
     (
         "5",
@@ -203,7 +203,7 @@ def test_answers_are_equal_however_they_are_spelt_and_others_are_not() -> None:
         ("2 hours 30 minutes", "2 hours 45 minutes", "2 hours"),
         ("1 in 4", "1 in 1000", "1"),
         ("12 of 40", "12 of 13", "12"),
-        ("5 million", "5 thousand", "5"),
+        ("5 million", "5 thousand", "5 hundred", "5 dozen", "5 lakh", "5 crore", "5"),
         ("2 to 5", "2", "2-5", "2 to 6"),
         ("1 and 2", "1", "1 and 7"),
         ("3 : 4", "3", "3 : 5"),

@@ -72,6 +72,17 @@ def test_meteor_by_exact_words_and_stems() -> None:
     assert other == 0
 
 
+def test_meteor_nist_and_cider_of_words_with_marks_by_hand() -> None:
+    """दवा is a word of both, लो and ला differ in a vowel sign; cut at marks all three would share their letters."""
+    written, references = ["दवा लो", "घर"], [["दवा ला"], ["घर"]]
+    # one of two words in one chunk: P = R = F = 1/2, and 1 - 0.5 (1/1)^3 of it
+    assert meteor(written[:1], references[:1]) == pytest.approx([0.25])
+    # of 3 words each stands once: two of three written ones tell log2(3); no pair of words is found
+    assert nist(written, references) == pytest.approx(2 * math.log2(3) / 3)
+    # single words, log 2 each: the first answer's cosine is 1/2, the other's is 1
+    assert cider(written, references, longest=1) == pytest.approx(10 * (0.5 + 1) / 2)
+
+
 def test_nist_weighs_rare_words_more() -> None:
     # one reference "a b a": information of a is log2(3/2), of b log2(3)
     assert nist(["b"], [["a b a"]]) < nist(["b a a"], [["a b a"]])

@@ -12,11 +12,14 @@ _NUMBER = re.compile(
     r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
     rf"|(?:(?P<times>{_DECIMAL})\s*(?:[x×*·]|\\times|\\cdot)\s*)?10\s*\^\s*\{{?\s*(?P<power>[-+]?\d{{1,3}})(?!\d)\s*\}}?"
     rf"|(?P<decimal>{_DECIMAL}(?:[eE][-+]?\d{{1,3}}(?!\w))?))"
-    r"(?:\s+(?P<scale>(?i:thousand|million|billion|trillion))s?\b)?"
+    r"(?:\s+(?P<scale>(?i:dozen|hundred|thousand|lakh|million|crore|billion|trillion))s?\b)?"
 )
 """1/2 and 3 1/2, 2 x 10^3, or 1,234.5 and 1.5e3, and "5 million". Behind a digit or a word "-" is no sign: "3-5" ends with 5.
 A letter before it, of a script with spaces, makes digits a name: "B12"."""
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
+    "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
 _LONGEST = 400
 """Characters of a number that is computed; longer ones are compared as they stand, because Python refuses to write them."""
 _BEHIND = re.compile(
