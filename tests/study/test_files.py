@@ -31,11 +31,14 @@ def test_every_cell_of_a_study_is_a_valid_job(path: Path) -> None:
 def test_the_smoke_of_a_study_runs(path: Path, tmp_path: Path) -> None:
     """In this process: a command of its own, which test_processes.py tries, would load the same libraries every time.
 
-    The small size is few cells, all valid jobs, and needs no data either.
+    It leaves the pictures that the file names, but for curves.png, which `compare` draws. The small size is few cells, all
+    valid jobs, and needs no data either.
     """
     small = load(path, "small", tmp_path).cells()
     assert len(Planner(Given(None, None), tmp_path).plan(small)) == len(small) <= 24
     _run(path, "smoke", tmp_path)
+    named = set(re.findall(r"\w+\.png", path.read_text(encoding="utf-8"))) - {"curves.png"}
+    assert named <= {picture.name for picture in tmp_path.rglob("*.png")}
 
 
 @pytest.mark.long
