@@ -26,6 +26,7 @@ from consilium.report.compare.diagnosed import diagnosed_sheet, over_runs
 from consilium.report.compare.groups import Absent, Group, grouped
 from consilium.report.compare.images import draw_examples
 from consilium.report.compare.paired import Comparison, comparisons, holm, p_value
+from consilium.report.compare.pictures import curves
 from consilium.report.compare.published import published_for, published_sheet, read_floor, read_published
 from consilium.report.compare.runs import Run, read_run
 from consilium.report.compare.sheet import Column, Sheet
@@ -359,6 +360,41 @@ def test_ranks_share_places_and_less_is_better_for_losses(tmp_path: Path) -> Non
         for site in ("s0", "s1"):
             change(folder, site, test__global__loss=loss)
     assert ranks(table_of(group_of(*folders), Stage.GLOBAL, "loss"))[0] == {"fedit": 1.0, "ffa_lora": 2.0, "fedprox": 3.0}
+
+
+def test_means_that_differ_by_rounding_alone_share_their_rank(tmp_path: Path) -> None:
+    """The sums of .1 .2 .3 and of .2 .2 .2 differ in their last bit."""
+    folders = made(tmp_path, {"fedit": [[0.1], [0.2], [0.3]], "ffa_lora": [[0.2], [0.2], [0.2]]})
+    assert ranks(accuracy(*folders))[0] == {"fedit": 1.5, "ffa_lora": 1.5}
+
+
+def test_a_weighted_mean_is_of_all_seeds_or_none(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.9, 0.5], [0.1, 0.1]]})
+    assert accuracy(*folders).means("fedit", weighted=True) == [pytest.approx(0.7), pytest.approx(0.1)]
+    path = folders[1] / "results.json"
+    results = json.loads(path.read_text())
+    del results["s0"]["test/global/n"]
+    path.write_text(json.dumps(results))
+    assert accuracy(*folders).means("fedit", weighted=True) == []
+
+
+def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.9], [0.8]]})
+    whole = cost_sheet(group_of(*folders)).rows[0]
+    (folders[1] / "metrics.jsonl").write_text("")
+    assert cost_sheet(group_of(*folders)).rows[0] == whole
+    (folders[0] / "metrics.jsonl").write_text("")
+    assert list(cost_sheet(group_of(*folders)).rows[0])[5:7] == ["-", "-"]
+
+
+def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path: Path) -> None:
+    """Scores never change, a .9 and b .1; round 1 validates a alone: a point there would be a rise that is not."""
+    folder, scores = make(tmp_path / "run", {"a": 0.9, "b": 0.1}), {"a": 0.9, "b": 0.1}
+    lines = [_result(site, round, scores[site]) for round, site in ((0, "a"), (0, "b"), (1, "a"), (2, "a"), (2, "b"))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (axis,) = curves(accuracy(folder))[0].axes  # type: ignore[union-attr]
+    drawn = axis.lines[0]
+    assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([0, 2], [0.5, 0.5])  # type: ignore[arg-type]
 
 
 def signed_rank(differences: Sequence[float]) -> float:

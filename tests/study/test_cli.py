@@ -37,6 +37,17 @@ def test_list_and_show(
     assert cell["folder"].startswith(str(tmp_path / "w" / "cells"))
 
 
+@pytest.mark.parametrize("command", ["show", "run"])
+def test_a_study_that_leaves_no_cell_is_one_line(
+    command: str, study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study_file(axes={"method": METHODS}, exclude=[{"when": {"method": ["FedIT", "FFA"]}, "reason": "all are odd"}])
+    assert run(monkeypatch, "study", command, path) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "axes and exclude leave no cell; leave some values in" in said
+    assert "Traceback" not in said
+
+
 def test_bytes_are_rounds_times_sites_times_what_cost_says(
     study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,8 @@ class Study:
     @cached_property
     def _cells(self) -> list[Cell]:
         wanted = [labels for labels in self.grid() if not self._why_not(labels)]
+        if not wanted:
+            raise ConfigError(f"{self.path}: axes and exclude leave no cell; leave some values in")
         mistakes, found = Mistakes(wanted), list[Cell]()
         for place, labels in enumerate(wanted):
             with mistakes.of(labels):

@@ -249,7 +249,7 @@ CASES = {
         record(), record(output="schizophrenia"), units=(SITE,),
     ),
     "a record's length": Case((), write_on(), record(), record(instruction="long " * 300), loud=False),
-    "a report's length": Case((), write_on("report"), record(), record(output="long " * 300), units=(SITE,)),
+    "a report's length": Case((), write_on("report"), record(), record(output="long " * 300), units=(SITE,), loud=False),
     "a picture's words": Case(
         ("report.name",), write_on("report"), record(), record(instruction="a \ufffc mark"), units=(SITE,)
     ),
@@ -288,7 +288,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made = make(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl", SPEAKING["qwen2_5_vl"])
     tokenizer = load_tokenizer("tiny", None)
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     tokenizer.save_pretrained(made.folder)

@@ -31,7 +31,7 @@ def cost_sheet(group: Group) -> Sheet:
 
 def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
     first, sent = runs[0], [run.bytes / 2**20 for run in runs if run.bytes is not None]
-    counts = first.trained
+    counts, seconds = first.trained, [run.seconds for run in runs if run.seconds is not None]
     epsilons = [run.epsilon for run in runs if run.epsilon is not None]
     return [
         method,
@@ -39,8 +39,8 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
         "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}",
         "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}",
         _rounds(runs),
-        "the data" if not sent else f"{mean(sent):,.2f}",
-        f"{mean([run.seconds for run in runs]):,.1f}",
+        "the data" if first.pooled else f"{mean(sent):,.2f}" if sent else "-",
+        f"{mean(seconds):,.1f}" if seconds else "-",
         f"{max(epsilons):.4g} ({first.settings['privacy.unit']})" if epsilons else "none",
     ]
 

@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from matplotlib import colormaps
@@ -82,7 +82,7 @@ def curves(table: Table) -> tuple[Figure | None, str]:
     found = {method: _curve(table, method) for method in table.group.methods}
     drawn = [method for method in table.group.methods if len(found[method]) > 1]
     if not drawn:
-        return None, "no run validated this model in two rounds"
+        return None, "no run validated this model at all sites in two rounds"
     panels = [drawn[i : i + PANEL] for i in range(0, len(drawn), PANEL)]
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -104,16 +104,18 @@ def curves(table: Table) -> tuple[Figure | None, str]:
 
 
 def _curve(table: Table, method: str) -> dict[int, list[float]]:
-    """Return by round the mean over sites of every seed; a round in which a site is missing is no point of its seed."""
+    """Return by round the mean over sites of every seed; a round in which a site is missing is no point of its seed.
+
+    Sites are those that any run of the group validated.
+    """
+    curves = {key: run.curve(table.stage, table.metric) for key, run in table.group.runs.items()}
+    sites = {site for curve in curves.values() for _, site in curve}
     found: dict[int, list[float]] = {}
-    for (name, _), run in table.group.runs.items():
-        by_round: dict[int, list[float]] = {}
-        for (round, _site), value in run.curve(table.stage, table.metric).items():
-            by_round.setdefault(round, []).append(value)
-        most = max(map(len, by_round.values()), default=0)
-        for round, values in by_round.items() if name == method else ():
-            if len(values) == most and all(known(v) is not None for v in values):
-                found.setdefault(round, []).append(math.fsum(values) / most)
+    for (name, _), curve in curves.items():
+        for round in sorted({round for round, _ in curve}) if name == method else ():
+            values = [curve.get((round, site)) for site in sites]
+            if None not in (numbers := [known(value) for value in values]):
+                found.setdefault(round, []).append(math.fsum(cast("list[float]", numbers)) / len(sites))
     seeds = max(map(len, found.values()), default=0)
     return {round: values for round, values in sorted(found.items()) if len(values) == seeds}
 

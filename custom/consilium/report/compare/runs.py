@@ -79,13 +79,15 @@ class Run:
 
     @property
     def bytes(self) -> float | None:
-        """Of tensors, up and down; None where data travelled instead."""
-        return None if self.pooled else sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values())
+        """Of tensors, up and down; None where data travelled instead, or nothing was recorded."""
+        if self.pooled or not self.rounds:
+            return None
+        return sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values())
 
     @property
-    def seconds(self) -> float:
-        """Of the sites' training."""
-        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())
+    def seconds(self) -> float | None:
+        """Of the sites' training; None where nothing was recorded."""
+        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values()) if self.rounds else None
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
         """Return a closing score, which may not be finite; None where there is none."""

@@ -101,14 +101,15 @@ class Table:
         return self.whole_seeds(method) == self.group.expected(method)
 
     def means(self, method: str, weighted: bool = False) -> list[float]:
-        """Return the mean over sites of each whole seed; `weighted` by how many samples a site scored, [] where unknown."""
+        """Return the mean over sites of each whole seed; `weighted` by the samples a site scored, [] where one is unknown."""
         found = []
         for seed in self.whole_seeds(method):
             run = self.group.runs[method, seed]
             weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
-            if all(weights):
-                values = [self.cells[method, seed, site] for site in self.inside]
-                found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
+            if not all(weights):
+                return []
+            values = [self.cells[method, seed, site] for site in self.inside]
+            found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
         return found
 
 
@@ -211,5 +212,6 @@ def ranks(table: Table) -> tuple[dict[str, float], int]:
         return {}, 0
     from scipy.stats import rankdata
 
-    placed = rankdata(np.asarray(blocks) * (1 if table.lower else -1), axis=1).mean(0)
+    rounded = np.round(blocks, 12)  # what rounding leaves of equal means is no difference, as in paired.py
+    placed = rankdata(rounded * (1 if table.lower else -1), axis=1).mean(0)
     return dict(zip(methods, map(float, placed), strict=True)), len(blocks)
