@@ -387,6 +387,14 @@ def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> No
     assert list(cost_sheet(group_of(*folders)).rows[0])[5:7] == ["-", "-"]
 
 
+def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path: Path) -> None:
+    privacy = {"unit": "site", "epsilon": 8.0, "clip": 1.0}
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy=privacy)
+    assert cost_sheet(group_of(folder)).rows[0][-1] == "not known"
+    (folder / "privacy.json").write_text(json.dumps({"epsilon": {"1e-05": 7.5}}))
+    assert cost_sheet(group_of(folder)).rows[0][-1] == "7.5 (site)"
+
+
 def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path: Path) -> None:
     """Scores never change, a .9 and b .1; round 1 validates a alone: a point there would be a rise that is not."""
     folder, scores = make(tmp_path / "run", {"a": 0.9, "b": 0.1}), {"a": 0.9, "b": 0.1}

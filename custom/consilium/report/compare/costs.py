@@ -41,8 +41,16 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
         _rounds(runs),
         "the data" if first.pooled else f"{mean(sent):,.2f}" if sent else "-",
         f"{mean(seconds):,.1f}" if seconds else "-",
-        f"{max(epsilons):.4g} ({first.settings['privacy.unit']})" if epsilons else "none",
+        _epsilon(runs, epsilons),
     ]
+
+
+def _epsilon(runs: Sequence[Run], known: Sequence[float]) -> str:
+    """Return the largest epsilon with its unit; one that a private run should have told and has not is no "none"."""
+    unit = runs[0].settings.get("privacy.unit")
+    if len(known) < len(runs) and unit:
+        return "not known"
+    return f"{max(known):.4g} ({unit})" if known else "none"
 
 
 def _rounds(runs: Sequence[Run]) -> str:
