@@ -125,13 +125,17 @@ def in_this_process(
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """Leave what our components keep in their process, which here is the tests', as it was."""
-    tables = (filters._guards, filters._sent, filters._refused, sites._sites, wire._held, context._opened)
+    """Begin with nothing that our components keep in a process, as a new one does, and leave what this one keeps as it was.
+
+    All runs here have one id of FLARE's, so that a site would take the samples of the run before for its own.
+    """
+    tables = (filters._guards, filters._sent, filters._refused, sites._sites, sites._read, wire._held, context._opened)
     mask = os.umask(0o077)
     try:
         with ExitStack() as stack:
             for table in tables:
-                stack.enter_context(patch.dict(table))
+                stack.enter_context(patch.dict(table, clear=True))
+            stack.enter_context(patch.object(sites, "_useless", set()))
             yield
     finally:
         os.umask(mask)
