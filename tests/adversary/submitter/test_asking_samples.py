@@ -258,6 +258,8 @@ CASES = {
     ),
     "a picture of a report": Case(("report.window",), write_on("report"), record(), record(image="large.png"), units=(SITE,)),
 }  # fmt: skip
+ALWAYS = ("a mask at all", "levels", "a class", "classes of a patient", "a label", "a picture's words")
+"""One question of each kind, which every run of the suite has; the others are slow."""
 ASKS_NOTHING = {
     "segmentation": {"prompt", "augment", "loss", "scores", "resize"},
     "classification": {"augment", "slices", "window", "resize", "crop", "resample_masks"},  # as for segmentation
@@ -345,7 +347,7 @@ def told(config: JobConfig, own: SiteConfig, folder: Path) -> list[object]:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("bad", ["refuse", pytest.param("skip", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_what_samples_hold_decides_no_answer_of_a_private_job(
     name: str, bad: str, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
