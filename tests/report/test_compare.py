@@ -17,6 +17,7 @@ import yaml
 from PIL import Image
 from rich.console import Console
 
+from consilium.errors import ConfigError
 from consilium.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare import formats
@@ -41,6 +42,7 @@ from consilium.tasks.base import Classified, Segmented
 from tests.conftest import run, small_cells
 
 Scores = Mapping[str, float]
+PRIVATE = {"unit": "site", "epsilon": 8.0, "clip": 1.0}
 
 
 def make(folder: Path, scores: Scores, strategy: Any = "fedit", seed: int = 0, n: int = 10, **more: Any) -> Path:
@@ -100,6 +102,31 @@ def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[
         for name, seeds in scores.items()
         for seed, values in enumerate(seeds)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("results.json", '{"s0": {"test/global/accuracy": "0.5"}}'),
+        ("results.json", '{"s0": [0.5]}'),
+        ("results.json", "[]"),
+        ("metrics.jsonl", '{"event": "result", "site": "s0"}'),
+        ("metrics.jsonl", '{"site": "s0"}'),
+        ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "phase": 0}'),
+    ],
+)
+def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s0": 0.5})
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}: is damaged; run the job anew$"):
+        read_run(folder)
+
+
+def test_a_torn_line_is_no_damage(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s0": 0.5})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "resul\n12\n')
+    assert read_run(folder).rounds == read_run(make(tmp_path / "b", {"s0": 0.5})).rounds
 
 
 def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
@@ -256,13 +283,26 @@ def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
 
 
 def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
-    draws = [replace(run, epsilon=8.0) for run in read(make(tmp_path / "a", {"s": 0.5}), make(tmp_path / "b", {"s": 0.7}))]
-    runs = [*draws, *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
+    draws = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
+    runs = [*read(*draws), *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
     found = sheets(grouped(runs)[0], Stage.GLOBAL)
     assert not any("Missing" in sheet.title for sheet in found)
     assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
     assert found[0].best == {(2, 2), (2, 3)}
     assert "*" not in "".join(found[0].rows[2])
+
+
+def test_a_copy_of_a_private_run_is_no_second_draw(tmp_path: Path) -> None:
+    folders = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
+    shutil.copytree(folders[0], tmp_path / "c")
+    group = group_of(*folders, tmp_path / "c")
+    assert accuracy(*folders).group.runs.keys() == group.runs.keys()
+    assert group.left == ("c: repeats a (same settings and seed), so it is not counted",)
+
+
+def test_columns_of_many_sites_are_not_those_of_a_site_called_so(tmp_path: Path) -> None:
+    table = accuracy(make(tmp_path / "a", {"worst site": 0.9, "s": 0.1}))
+    assert scores_under(table, "fedit", "worst site") == [0.9]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +357,7 @@ def test_a_seed_without_all_sites_is_in_no_mean_and_what_is_missing_is_listed(sc
         ("fedprox", "1", "s1"): "no run with this seed",
     }
     page = formats.markdown(sheets([table.group], Stage.GLOBAL))
-    assert "| fedit | 1/2 | 0.300 ± 0.141 | 0.600 | 0.400\\* |" in page
+    assert "| fedit | 1/2 | 0.300 ± 0.141 | 0.600\\* | 0.400\\* |" in page
     assert "| fedit | 1 | s1 | not finite |" in page
 
 
@@ -388,11 +428,11 @@ def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> No
 
 
 def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path: Path) -> None:
-    privacy = {"unit": "site", "epsilon": 8.0, "clip": 1.0}
-    folder = make(tmp_path / "a", {"s": 0.5}, privacy=privacy)
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
     assert cost_sheet(group_of(folder)).rows[0][-1] == "not known"
     (folder / "privacy.json").write_text(json.dumps({"epsilon": {"1e-05": 7.5}}))
     assert cost_sheet(group_of(folder)).rows[0][-1] == "7.5 (site)"
+    assert cost_sheet(group_of(make(tmp_path / "b", {"s": 0.5}))).rows[0][-1] == "none"
 
 
 def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path: Path) -> None:
@@ -669,6 +709,28 @@ def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> Non
     assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
 
 
+def test_bytes_that_nobody_knows_are_not_none_sent(tmp_path: Path) -> None:
+    from consilium.report.compare.pictures import against_bytes
+
+    folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
+    (folders[1] / "metrics.jsonl").write_text("")
+    figure, _ = against_bytes(accuracy(*folders))
+    assert figure
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == ["fedit", "ffa_lora (not drawn: not known)"]
+
+
+def test_a_heat_map_marks_means_without_all_seeds(tmp_path: Path) -> None:
+    from consilium.report.compare.pictures import heat_map
+
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
+    change(folders[1], "s1", test__global__accuracy=math.nan)
+    figure, _ = heat_map(accuracy(*folders))
+    assert figure
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.300", "0.600*", "0.500", "0.500"]
+    assert "* seeds are missing" in figure.get_suptitle().replace("\n", " ")
+
+
 def masks(shift: int) -> Segmented:
     """Return two pictures of 32 pixels with a square each; `shift` moves the predicted ones."""
     images = torch.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).to(torch.uint8)
@@ -771,7 +833,7 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert rows["mild: Accuracy, global model, test split"][1:] == [
         ["floor: chance", "-", "-", "0.100", "-", "-", "-", "-", "-", "-"],
         ["FedIT", "3/3", "0.500 ± 0.250", "0.500 ± 0.250", "0.304–0.696", "-", "0.500 ± 0.250", "1.50", "0.750", "-0.250"],
-        ["FFA", "2/3", "0.375 ± 0.177", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
+        ["FFA", "2/3", "0.375 ± 0.177*", "0.375 ± 0.177*", "-", "-", "0.375 ± 0.177*", "1.50", "-", "-"],
     ]
     assert rows["mild: Missing, and in no mean"] == [["FFA", "2", "s", "not done (waiting)"]]
     assert said["notes"][0] == "left out by the study: FFA strong: the paper has none"

@@ -1,5 +1,6 @@
 """Which cells a study has, what each job is, and what is refused before anything runs."""
 
+import math
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,14 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
             "floor: {'dice': 0.5}: expected metrics with numbers and `about`",
         ),
         ({"axes": {"method": METHODS}, "floor": {"dice": "0.5", "about": "x"}}, "expected metrics with numbers and `about`"),
+        (
+            {"axes": {"method": METHODS}, "published": [{"metod": "FedIT", "dice": 0.5}]},
+            "published: metod: 'FedIT': no axis is called so (did you mean 'method'?)",
+        ),
+        ({"axes": {"method": METHODS}, "published": [{"dice": "0.5"}]}, "and a score is a number; write it without quotes"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": True}]}, "dice: True: expected text or a finite number"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": math.nan}]}, "dice: nan: expected text or a finite number"),
+        ({"axes": {"method": METHODS}, "floor": {"dice": math.inf, "about": "x"}}, "dice: inf: expected text or a finite"),
         ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
         (
             {"axes": {"method": METHODS, "seed": SEEDS}, "published": [{"method": "FFA", "seed": 1, "dice": 0.5}]},

@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 def progress(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A study's file: a base job, axes of named overrides, what is left out and why, and the published numbers."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,17 @@ Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in 
 Choice = dict[AxisName, Labels]
 
 
+def _finite(raw: Any) -> Any:
+    """Return a row as it is. Raises ValueError for a value that is neither text nor a finite number: true would count as 1."""
+    for name, value in raw.items() if isinstance(raw, Mapping) else ():
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name}: {value!r}: expected text or a finite number; write one, or leave it out")
+    return raw
+
+
+Row = Annotated[dict[str, str | int | float], BeforeValidator(_finite)]
+
+
 def _floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
     """Return a floor as it is. Raises ValueError unless it has words and numbers."""
     metrics = [value for name, value in raw.items() if name != "about"]
@@ -110,8 +122,8 @@ class StudyConfig(Section):
     set: Overrides = Field(default_factory=dict)
     axes: Annotated[dict[AxisName, Axis], Field(min_length=1, max_length=8)]
     exclude: list[Exclusion] = Field(default_factory=list)
-    published: list[dict[str, str | int | float]] = Field(default_factory=list)
-    floor: Annotated[dict[str, str | int | float], AfterValidator(_floor)] = Field(default_factory=dict)
+    published: list[Row] = Field(default_factory=list)
+    floor: Annotated[Row, AfterValidator(_floor)] = Field(default_factory=dict)
     smoke: SizeConfig | None = None
     small: SizeConfig | None = None
 
@@ -133,7 +145,7 @@ class StudyConfig(Section):
         return self
 
     def _check_names(self) -> None:
-        """Raise ValueError for a name that means two things in `published`: a site, or a score of one seed."""
+        """Raise ValueError for a name that means two things in `published`, a site or a score of one seed, or nothing."""
         if "site" in self.axes:
             raise ValueError("axes: 'site' says in `published` which hospital's score it is; give the axis another name")
         seeds = self.axes.keys() - self.named_axes
@@ -141,6 +153,10 @@ class StudyConfig(Section):
             raise ValueError(
                 f"published: {wrong!r} is an axis of seeds, and what is compared are means over them; leave it out"
             )
+        for name, value in (pair for row in self.published for pair in row.items()):
+            if isinstance(value, str) and name not in {*self.axes, "site"}:
+                what = f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number"
+                raise ValueError(f"{what}; write it without quotes")
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
         """Raise ValueError unless all axes and values are the study's."""

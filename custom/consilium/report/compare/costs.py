@@ -47,10 +47,9 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
 
 def _epsilon(runs: Sequence[Run], known: Sequence[float]) -> str:
     """Return the largest epsilon with its unit; one that a private run should have told and has not is no "none"."""
-    unit = runs[0].settings.get("privacy.unit")
-    if len(known) < len(runs) and unit:
-        return "not known"
-    return f"{max(known):.4g} ({unit})" if known else "none"
+    if not runs[0].private:
+        return "none"
+    return "not known" if len(known) < len(runs) else f"{max(known):.4g} ({runs[0].settings['privacy.unit']})"
 
 
 def _rounds(runs: Sequence[Run]) -> str:

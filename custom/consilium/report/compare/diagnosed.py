@@ -86,9 +86,12 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _by_round(run: Run, table: Table, what: str) -> Pairs:
     """Return a round's value beside the mean validation score after the round, where both are known."""
     after: dict[int, list[float]] = {}
-    for (done, _), score in run.curve(table.stage, table.metric).items():
+    curve = run.curve(table.stage, table.metric)
+    for (done, _), score in curve.items():
         if (value := known(score)) is not None:
             after.setdefault(done, []).append(value)
+    sites = len({site for _, site in curve})
+    after = {done: scores for done, scores in after.items() if len(scores) == sites}  # as of a curve: always the same sites
     values = _last_phase(run, what)
     return [(values[r], math.fsum(after[r + 1]) / len(after[r + 1])) for r in sorted(values) if r + 1 in after]
 

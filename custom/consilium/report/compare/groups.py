@@ -187,13 +187,18 @@ def _group(name: str, runs: Sequence[Run], labels: Mapping[str, str]) -> Group:
     left = []
     for run in runs:
         method, seed = labels[run.name], str(run.seed)
-        twin = found.get((method, seed))
-        if twin is not None and run.epsilon is None:
+        if (twin := _twin(run, [one for (name, _), one in found.items() if name == method])) is not None:
             left.append(f"{run.name}: repeats {twin.name} (same settings and seed), so it is not counted")
             continue
         draw = next(i for i in range(1, len(runs) + 1) if (method, _draw(seed, i)) not in found)
         found[method, _draw(seed, draw)] = run
     return Group(name, found, tuple(left))
+
+
+def _twin(run: Run, others: Sequence[Run]) -> Run | None:
+    """Return a run that this one repeats. Of private ones it does so only to the last digit: as a copy of its folder."""
+    alike = (one for one in others if one.seed == run.seed)
+    return next((one for one in alike if not run.private or (one.results, one.rounds) == (run.results, run.rounds)), None)
 
 
 def _draw(seed: str, number: int) -> str:

@@ -23,7 +23,7 @@ FEWEST = 6
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods over `pairs` of scores. `difference`: mean of one - other; `wins`: pairs in which `one` is better.
+    """Two methods over `pairs` of scores. `difference`: mean over seeds and sites of one - other; `wins`: where one is better.
 
     `p` and `holm` (corrected) are None for fewer than FEWEST pairs.
     """

@@ -21,7 +21,7 @@ from consilium.report.clean import shown
 from consilium.report.compare.along import along
 from consilium.report.compare.groups import Group, known
 from consilium.report.compare.runs import Run
-from consilium.report.compare.sheets import heading_of, titled
+from consilium.report.compare.sheets import MARK, heading_of, titled
 from consilium.report.compare.table import Table, mean, table_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
@@ -133,7 +133,7 @@ def _draw_curve(axis: Any, curve: dict[int, list[float]], method: str, look: dic
 
 
 def heat_map(table: Table) -> tuple[Figure | None, str]:
-    """Return a picture of scores, a row a method, a column a site; what is missing is hatched."""
+    """Return a picture of scores, a row a method, a column a site; what is missing is hatched, and MARK says that seeds are."""
     if not table.cells:
         return None, "nothing is scored"
     methods, sites = table.methods, table.sites
@@ -148,10 +148,17 @@ def heat_map(table: Table) -> tuple[Figure | None, str]:
     axis.set_facecolor("white")
     axis.set_xticks(range(len(sites)), [plain(_cut(s), 99) for s in sites], rotation=90 if _crowded(sites) else 0, fontsize=7)
     axis.set_yticks(range(len(methods)), [plain(m) for m in methods], fontsize=7)
-    _write_values(axis, values, colours, written)
+    marks = [[_mark(table, m, site) for site in sites] for m in methods]
+    _write_values(axis, values, marks if written else None, colours)
     figure.colorbar(image, ax=axis, fraction=0.05, aspect=30).ax.tick_params(labelsize=7)
-    _title(figure, table, f"{table.group.first.split} split", "mean over seeds")
+    missing = f"; {MARK} seeds are missing" if any(map(any, marks)) else ""
+    _title(figure, table, f"{table.group.first.split} split{missing}", "mean over seeds")
     return figure, ""
+
+
+def _mark(table: Table, method: str, site: str) -> str:
+    """Return MARK for a mean of some of a method's seeds only."""
+    return MARK if 0 < len(table.at(method, site)) < len(table.group.expected(method)) else ""
 
 
 def _crowded(sites: Sequence[str]) -> bool:
@@ -162,15 +169,16 @@ def _cut(name: str) -> str:
     return name if len(name) <= 24 else f"{name[:13]}…{name[-10:]}"
 
 
-def _write_values(axis: Any, values: np.ndarray, colours: Any, written: bool) -> None:
+def _write_values(axis: Any, values: np.ndarray, marks: Sequence[Sequence[str]] | None, colours: Any) -> None:
+    """Write the values into their fields with their marks, None where there is no room; hatch fields without one."""
     low, high = np.nanmin(values), np.nanmax(values)
     for (row, column), value in np.ndenumerate(values):
         if np.isnan(value):
             axis.add_patch(_hatch(row, column))
-        elif written:
+        elif marks is not None:
             red, green, blue, _ = colours((value - low) / (high - low) if high > low else 0.0)
             ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-            axis.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=6.5, color=ink)
+            axis.text(column, row, f"{value:.3f}{marks[row][column]}", ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _hatch(row: int, column: int) -> Any:
@@ -182,7 +190,10 @@ def _hatch(row: int, column: int) -> Any:
 def against_bytes(table: Table) -> tuple[Figure | None, str]:
     """Return mean scores against MiB sent and received."""
     return _scatter(
-        table, lambda run: (run.bytes or 0.0) / 2**20, "MiB up and down, all sites and rounds", "no run sent anything"
+        table,
+        lambda run: None if run.bytes is None and not run.pooled else (run.bytes or 0.0) / 2**20,
+        "MiB up and down, all sites and rounds",
+        "no run sent anything",
     )
 
 
@@ -192,11 +203,14 @@ def against_epsilon(table: Table) -> tuple[Figure | None, str]:
     if len(units) > 1:
         return None, "epsilon of sites and of records are no one scale"
     label = f"epsilon at the job's delta ({next(iter(units), '')} level)"
-    return _scatter(table, lambda run: run.epsilon or 0.0, label, "no run is private")
+    return _scatter(table, lambda run: run.epsilon if run.private else 0.0, label, "no run is private")
 
 
-def _scatter(table: Table, measure: Callable[[Run], float], label: str, why: str) -> tuple[Figure | None, str]:
-    """Return a picture of means against a positive measure, on a logarithmic scale; methods of which it is 0 as lines."""
+def _scatter(table: Table, measure: Callable[[Run], float | None], label: str, why: str) -> tuple[Figure | None, str]:
+    """Return a picture of means against a positive measure, on a logarithmic scale; methods of which it is 0 as lines.
+
+    One whose measure nobody knows is not drawn.
+    """
     places = {m: _place(table, m, measure) for m in table.methods}
     points = {m: place for m, place in places.items() if place is not None}
     if not any(x > 0 for x, _ in points.values()):
@@ -207,7 +221,11 @@ def _scatter(table: Table, measure: Callable[[Run], float], label: str, why: str
     axis = figure.subplots()
     handles = [_point(axis, m, x, values, style(i)) for i, (m, (x, values)) in enumerate(points.items())]
     handles += [
-        Line2D([], [], linestyle="", label=plain(f"{m} (not drawn: see what is missing)")) for m in places if m not in points
+        Line2D(
+            [], [], linestyle="", label=plain(f"{m} (not drawn: {'not known' if table.means(m) else 'see what is missing'})")
+        )
+        for m in places
+        if m not in points
     ]
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -227,11 +245,12 @@ def _scatter(table: Table, measure: Callable[[Run], float], label: str, why: str
     return figure, ""
 
 
-def _place(table: Table, method: str, measure: Callable[[Run], float]) -> tuple[float, list[float]] | None:
-    """Return a method's measure and scores over its whole seeds, None where it has none."""
+def _place(table: Table, method: str, measure: Callable[[Run], float | None]) -> tuple[float, list[float]] | None:
+    """Return a method's measure and scores over its whole seeds, None where it has none or the measure is unknown."""
     values = table.means(method)
     sizes = [measure(table.group.runs[method, seed]) for seed in table.whole_seeds(method)]
-    return (math.fsum(sizes) / len(sizes), values) if values else None
+    known_sizes = [size for size in sizes if size is not None]
+    return (math.fsum(known_sizes) / len(sizes), values) if values and len(known_sizes) == len(sizes) else None
 
 
 def _point(axis: Any, method: str, x: float, values: Sequence[float], look: dict[str, Any]) -> Line2D:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,11 @@ class Run:
     ended: Mapping[str, Any] | None = None
     content: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
+
+    @property
+    def private(self) -> bool:
+        """Whether its job is; its epsilon may still be unknown."""
+        return bool(self.settings["privacy.unit"] != "none")
 
     @property
     def seed(self) -> int:
@@ -121,7 +127,9 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
     if not (folder / "results.json").is_file():
         raise ConfigError(f"{folder}: the run has not ended (no results.json); resume it")
     results = _read_json(folder / "results.json")
-    rounds, joined = _record(folder / "metrics.jsonl")
+    with _unless_damaged(folder / "metrics.jsonl") as record:
+        rounds, joined = _record(record)
+        noted = _noted(record)
     return Run(
         name or str(folder),
         folder,
@@ -135,7 +143,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         config.strategy.pools_data,
         labels or {},
         test_only(folder),
-        _noted(folder / "metrics.jsonl"),
+        noted,
         ended=ended(folder),
         content=_read_json(folder / SIMULATION).get("content", {}) if (folder / SIMULATION).is_file() else {},
         base=_base(folder / "server" / "state.safetensors"),
@@ -156,11 +164,26 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not all(
-        isinstance(value, dict) or path.name != "results.json" for value in found.values()
-    ):
-        raise ConfigError(f"{path}: is damaged; run the job anew")
+    if not isinstance(found, dict) or (path.name == "results.json" and not all(map(_are_scores, found.values()))):
+        raise _damaged(path)
     return found
+
+
+def _are_scores(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(value, int | float) for value in found.values())
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: is damaged; run the job anew")
+
+
+@contextmanager
+def _unless_damaged(path: Path) -> Iterator[Path]:
+    """Raise ConfigError where what is read of a record is not what a run writes."""
+    try:
+        yield path
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(path) from None
 
 
 def _record(path: Path) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:

@@ -92,7 +92,7 @@ def _frozen(table: Table) -> dict[str, str]:
     models: dict[str, list[str]] = {}
     for (method, _), run in table.group.runs.items():
         settings = {k: v for k, v in run.settings.items() if k.startswith("model.")}
-        models.setdefault(json.dumps(settings, sort_keys=True), []).append(method)
+        models.setdefault(json.dumps([settings, run.base], sort_keys=True), []).append(method)
     there = {method for method, *_ in table.cells}
     scored = [[m for m in dict.fromkeys(methods) if m in there] for methods in models.values()]
     found = {max(methods, key=lambda m: len(table.whole_seeds(m))): methods for methods in scored if methods}
@@ -122,7 +122,7 @@ def _score_row(
     row = [
         name,
         f"{len(whole)}/{len(table.group.expected(method))}",
-        *(plus_minus(scores_under(table, method, column.heading)) for column in columns if column.rank == AT_SITES),
+        *(_at_site(table, method, column.heading) for column in columns if column.rank == AT_SITES),
     ]
     row += [plus_minus(means) + mark, _between(interval(means)), _between(patients_interval(table, method) if means else None)]
     by_n = table.means(method, weighted=True)
@@ -132,6 +132,11 @@ def _score_row(
         gap = None if ours is None or printed is None else ours - printed
         row += [number(printed), "-" if gap is None else difference(gap)]
     return row
+
+
+def _at_site(table: Table, method: str, heading: str) -> str:
+    values = scores_under(table, method, heading)
+    return plus_minus(values) + (MARK if values and len(values) < len(table.group.expected(method)) else "")
 
 
 def _rank(value: float | None) -> str:
@@ -222,7 +227,7 @@ def _test_notes(found: Sequence[Comparison], test: Test, table: Table) -> list[s
     notes[0] += "; pairs of one site or seed are alike, so p is rather too small"
     notes = notes if tested else []
     if len(table.splits) < len(table.inside):
-        notes.append("sites on one test split are one pair a seed, their mean")
+        notes.append("sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores")
     if tested < len(found):
         notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
     return notes + ([f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else [])
