@@ -21,6 +21,7 @@ from consilium.federation.doctor import Finding
 from consilium.federation.memory import StepMemory, memory_of, remedies
 from consilium.federation.quantized_sizes import pack
 from consilium.models.stored import frozen_linear
+from consilium.report.of_data import OF_DATA
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 
@@ -214,6 +215,13 @@ def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None,
     with caplog.at_level("INFO"):
         fitting.compare_peak(_job("clip", 1), "site-1", 80.0)
     assert "(+25 %)" in caplog.text
+
+
+def test_a_private_step_s_peak_is_said_only_where_lines_of_the_data_go(counted: None, caplog: pytest.LogCaptureFixture) -> None:
+    raw = _job("clip", 1).model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "clip": 1.0}}
+    with caplog.at_level("INFO"):
+        fitting.compare_peak(JobConfig.model_validate(raw), "site-1", 80.0)
+    assert [(record.name.startswith(OF_DATA), "(+25 %)" in record.message) for record in caplog.records] == [(True, True)]
 
 
 def test_no_prediction_costs_a_site_its_round(

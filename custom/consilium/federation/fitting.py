@@ -12,6 +12,7 @@ from consilium.federation.build import assemble_job
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import memory_of, remedies
 from consilium.models.stored import require_library
+from consilium.report.of_data import keep
 from consilium.training.device import pick_device
 
 GIB = 2**30
@@ -47,12 +48,16 @@ def _free(device: torch.device) -> int:
 
 
 def compare_peak(config: JobConfig, site: str, peak: float, devices: int = 1, sharded: bool = False) -> None:
-    """Log the peak that a GPU has measured beside the predicted one, so that the next prediction is known for what it is."""
+    """Log the peak that a GPU has measured beside the predicted one, so that the next prediction is known for what it is.
+
+    In private training it follows from how many samples a step has drawn: such a line goes where those of the data go.
+    """
+    say = keep if config.privacy else _log.info
     try:
         predicted = memory_of(assemble_job(config), devices, sharded).peak
     except Exception as error:  # a round is worth more than a line about it
         why = str(error).partition("\n")[0]
-        _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {why}")
+        say(f"{site}: training took {peak / GIB:.2f} GiB at its peak; no prediction: {why}")
         return
     share = 100 * (predicted / peak - 1)
-    _log.info(f"{site}: training took {peak / GIB:.2f} GiB at its peak, {predicted / GIB:.2f} predicted ({share:+.0f} %)")
+    say(f"{site}: training took {peak / GIB:.2f} GiB at its peak, {predicted / GIB:.2f} predicted ({share:+.0f} %)")

@@ -29,6 +29,11 @@ def places(event: Mapping[str, Any]) -> dict[str, Any]:
     return {key: event[key] for key in PLACES if key in event}
 
 
+def keep(text: str) -> None:
+    """Log what follows from the data, where such lines belong."""
+    _log.info(text)
+
+
 def undrawn(what: str, error: Exception) -> str:
     """Return what may be told of a thing that could not be shown: its name and the error's kind; the log has the text."""
     _log.warning(f"{what}: {type(error).__name__}: {error}")
