@@ -11,7 +11,8 @@ import pytest
 from consilium.config.site import Given
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
-from consilium.study.cell import Record, _begun, _lock, record_of, run_cell
+from consilium.storage import private_folder
+from consilium.study.cell import Record, _begun, _lock, fail, record_of, run_cell
 from consilium.study.plan import Planned, Planner
 from consilium.study.run import run_study
 from consilium.study.study import load
@@ -86,6 +87,27 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     assert "round 0: 0 of 2 results, federation.min_sites is" in reason
     assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
     assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}"]
+
+
+def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_file: MakeStudy, tmp_path: Path) -> None:
+    (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
+    Record("done", data=one.data, code=one.code).save(one.cell.folder)
+    (one.cell.folder / "results.json").write_text("{}")
+    one.cell.folder.rename(private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}")
+    assert run_cell(one, quiet).state == "done"
+    assert not (one.cell.folder / "metrics.jsonl").exists()  # it did not run again
+    assert list((tmp_path / "w" / "set-aside").iterdir()) == []
+
+
+def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: MakeStudy, tmp_path: Path) -> None:
+    (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
+    Record("running", data=one.data, code=one.code).save(one.cell.folder)
+    with _lock(one.cell.folder):
+        assert fail(one, "gone").state == "elsewhere"
+    assert fail(one, "gone").reason == "gone"
+    Record("done", data=one.data, code=one.code).save(one.cell.folder)
+    (one.cell.folder / "results.json").write_text("{}")
+    assert fail(one, "gone").state == record_of(one.cell.folder).state == "done"
 
 
 def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_path: Path) -> None:

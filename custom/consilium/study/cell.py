@@ -3,7 +3,7 @@
 import json
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,10 +137,17 @@ def run_cell(planned: Planned, observer: Observer) -> Record:
 
 
 def fail(planned: Planned, reason: str) -> Record:
-    """Record that a cell failed in a process that is gone."""
-    ended = replace(_stored(planned.cell.folder), state="failed", reason=shown(reason))
-    ended.save(planned.cell.folder)
-    return ended
+    """Record that a cell failed in a process that is gone, unless another one is at it by now, or has done it."""
+    private_folder(planned.cell.folder.parent)
+    try:
+        with _lock(planned.cell.folder):
+            if finished(planned):
+                return renewed(planned)
+            ended = replace(_stored(planned.cell.folder), state="failed", reason=shown(reason))
+            ended.save(planned.cell.folder)
+            return ended
+    except Timeout:
+        return Record("elsewhere")
 
 
 def _run(planned: Planned, observer: Observer) -> Record:
@@ -172,6 +179,8 @@ def _reason(error: Exception, refused: str) -> str:
 def _set_aside(planned: Planned) -> None:
     """Set a run aside that is on other data, or by other code, and bring back what ran with these."""
     folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    if not folder.exists():
+        before = _brought_back(folder, (planned.data, f"{planned.data}-{planned.code}"))
     if before.data and before.data != planned.data:
         before = _exchanged(folder, before.data, planned.data)
     if _unwanted(before, planned):
@@ -198,8 +207,15 @@ def _exchanged(folder: Path, old: str, new: str) -> Record:
     while place.exists():  # an earlier one failed in between
         place = place.with_name(f"{place.name}-former")
     folder.rename(place)
-    with suppress(FileNotFoundError):
-        (aside / f"{folder.name}-{new}").rename(folder)
+    return _brought_back(folder, (new,))
+
+
+def _brought_back(folder: Path, names: Sequence[str]) -> Record:
+    """Bring back the first run that was set aside under one of these names, where there is one; return the cell's record."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            (folder.parent.parent / "set-aside" / f"{folder.name}-{name}").rename(folder)
+            break
     return _stored(folder)
 
 
