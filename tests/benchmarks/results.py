@@ -62,7 +62,7 @@ def differences(rows: Rows, effect: Effect) -> dict[str, float]:
     """Return the effect by seed, of the seeds that have all its cells."""
     sides = ([chosen(rows, effect.measure, one) for one in terms] for terms in (effect.plus, effect.minus))
     plus, minus = ([by_seed(rows, effect.measure, one) for one in terms] for terms in sides)
-    counted = sorted(set.intersection(*(set(one) for one in [*plus, *minus])))
+    counted = sorted(set.intersection(*(set(one) for one in [*plus, *minus])), key=lambda seed: (len(seed), seed))
     return {seed: sum(one[seed] for one in plus) - sum(one[seed] for one in minus) - effect.level for seed in counted}
 
 
