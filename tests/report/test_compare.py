@@ -111,21 +111,29 @@ def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[
         ("results.json", '{"s0": [0.5]}'),
         ("results.json", "[]"),
         ("metrics.jsonl", '{"event": "result", "site": "s0"}'),
-        ("metrics.jsonl", '{"site": "s0"}'),
+        ("results.json", "[" * 100_000),
+        ("metrics.jsonl", '{"event": "result", "site": "s0", "round": 0, "phase": 0, "metrics": {"comm/bytes_up": "1"}}'),
+        ("metrics.jsonl", '{"event": "joined", "site": 5}'),
+        ("metrics.jsonl", '{"event": "ended", "round": "1", "rounds": 2, "validations": 1, "best_round": 1}'),
+        ("metrics.jsonl", '{"event": "parameters", "shared": null}'),
+        ("privacy.json", '{"epsilon": []}'),
+        ("privacy.json", '{"epsilon": {"1e-05": NaN}}'),
+        ("privacy.json", '{"epsilon": {"1e-05": true}}'),
+        ("simulation.json", '{"content": []}'),
         ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "phase": 0}'),
     ],
 )
 def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp_path: Path) -> None:
-    folder = make(tmp_path / "a", {"s0": 0.5})
+    folder = make(tmp_path / "a", {"s0": 0.5}, privacy=PRIVATE)
     (folder / name).write_text(text)
-    with pytest.raises(ConfigError, match=rf"{name}: is damaged; run the job anew$"):
+    with pytest.raises(ConfigError, match=rf"{name}: is damaged; delete its folder and run the job anew$"):
         read_run(folder)
 
 
 def test_a_torn_line_is_no_damage(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", {"s0": 0.5})
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "resul\n12\n')
+        file.write('{"event": "resul\n12\n{"site": "s0"}\n')
     assert read_run(folder).rounds == read_run(make(tmp_path / "b", {"s0": 0.5})).rounds
 
 
@@ -295,9 +303,20 @@ def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> Non
 def test_a_copy_of_a_private_run_is_no_second_draw(tmp_path: Path) -> None:
     folders = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
     shutil.copytree(folders[0], tmp_path / "c")
+    (tmp_path / "c" / "metrics.jsonl").write_text("")
     group = group_of(*folders, tmp_path / "c")
     assert accuracy(*folders).group.runs.keys() == group.runs.keys()
     assert group.left == ("c: repeats a (same settings and seed), so it is not counted",)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_runs_with_one_seed_the_one_with_more_sites_counts(order: int, tmp_path: Path) -> None:
+    folders = [make(tmp_path / "a", {"s0": 0.5, "s1": 0.6}), make(tmp_path / "b", {"s0": 0.5, "s1": 0.6})]
+    results = json.loads((folders[0] / "results.json").read_text())
+    (folders[0] / "results.json").write_text(json.dumps({"s0": results["s0"]}))
+    table = accuracy(*folders[::order])
+    assert table.means("fedit") == [pytest.approx(0.55)]
+    assert table.group.left == ("a: repeats b (same settings and seed), so it is not counted",)
 
 
 def test_columns_of_many_sites_are_not_those_of_a_site_called_so(tmp_path: Path) -> None:
@@ -422,9 +441,20 @@ def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> No
     folders = made(tmp_path, {"fedit": [[0.9], [0.8]]})
     whole = cost_sheet(group_of(*folders)).rows[0]
     (folders[1] / "metrics.jsonl").write_text("")
-    assert cost_sheet(group_of(*folders)).rows[0] == whole
+    assert cost_sheet(group_of(*folders)).rows[0] == [*whole[:5], f"{whole[5]}*", f"{whole[6]}*", *whole[7:]]
     (folders[0] / "metrics.jsonl").write_text("")
     assert list(cost_sheet(group_of(*folders)).rows[0])[5:7] == ["-", "-"]
+
+
+def test_a_record_without_all_rounds_or_of_a_site_that_keeps_its_metrics_has_no_costs(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s0": 0.5, "s1": 0.5})
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-4]))  # the last two rounds' results
+    run = read_run(folder)
+    assert (run.bytes, run.seconds) == (None, None)
+    (folder / "metrics.jsonl").write_text("".join(lines).replace('"train/seconds"', '"test/n"', 1))
+    run = read_run(folder)
+    assert (run.bytes, run.seconds) == (900.0, None)
 
 
 def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path: Path) -> None:

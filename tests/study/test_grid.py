@@ -141,10 +141,28 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
             {"axes": {"method": METHODS}, "published": [{"metod": "FedIT", "dice": 0.5}]},
             "published: metod: 'FedIT': no axis is called so (did you mean 'method'?)",
         ),
-        ({"axes": {"method": METHODS}, "published": [{"dice": "0.5"}]}, "and a score is a number; write it without quotes"),
-        ({"axes": {"method": METHODS}, "published": [{"dice": True}]}, "dice: True: expected text or a finite number"),
-        ({"axes": {"method": METHODS}, "published": [{"dice": math.nan}]}, "dice: nan: expected text or a finite number"),
-        ({"axes": {"method": METHODS}, "floor": {"dice": math.inf, "about": "x"}}, "dice: inf: expected text or a finite"),
+        (
+            {"axes": {"method": METHODS}, "published": [{"dice": "0.5"}]},
+            "write one such as 0.5, without quotes",
+        ),
+        (
+            {"axes": {"method": METHODS}, "published": [{"dice": True}]},
+            "as in {dice: 0.5}; 'dice' has True",
+        ),
+        ({"axes": {"method": METHODS}, "published": [{"dice": math.nan}]}, "finite numbers, as in {dice: 0.5}; 'dice' has nan"),
+        ({"axes": {"method": METHODS}, "floor": {"dice": math.inf, "about": "x"}}, "'dice' has inf"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": 10**400}]}, "'dice' has a number of over 20 digits"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": None}]}, "'dice' has None"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": 0, 5: None}]}, "5 has None"),
+        ({"axes": {"method": METHODS}, "published": [{"dice": 0.5, "site": 1}]}, "the name of a site as text; put 1 in quotes"),
+        (
+            {"axes": {"method": METHODS}, "published": [{"method": "FFA", "site": "site-1"}]},
+            "published: {'method': 'FFA', 'site': 'site-1'}: has no number; give one, or take the row out",
+        ),
+        (
+            {"axes": {"method": METHODS, "lr": {"training.lr": [0.1, 0.5]}}, "published": [{"methd": 5, "dice": 0.5}]},
+            "'methd' is no score of these cells",
+        ),
         ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
         (
             {"axes": {"method": METHODS, "seed": SEEDS}, "published": [{"method": "FFA", "seed": 1, "dice": 0.5}]},

@@ -141,6 +141,8 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
             run = read_run(cell.folder, cell.name, labels)
+            if run.split is None:
+                raise ConfigError("nothing was scored in the end; delete its folder and run it anew")
             record = record_of(cell.folder)
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
@@ -211,7 +213,7 @@ def _show(
     else:
         text = _written(groups, tables, notes, format)
     if output is not None:
-        write_atomic(output, text.encode(), PUBLIC)
+        write_atomic(output, text.encode(errors="backslashreplace"), PUBLIC)
         typer.echo(f"{output}: written")
     elif text:
         typer.echo(text, nl=False)

@@ -23,10 +23,10 @@ REFUSAL = ("time", "round", "joining", "site", "reason")
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl, without one that a crash has torn or that is being written."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
             found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+    return [line for line in found if isinstance(line, dict) and isinstance(line.get("event"), str)]
 
 
 def progress(folder: Path) -> dict[str, Any]:

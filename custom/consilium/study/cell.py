@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from consilium.errors import ConsiliumError
 from consilium.federation import checkpoint
@@ -40,7 +40,7 @@ class Record:
 
     state: State = "waiting"
     reason: str = ""
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     data: str = ""
     labels: Mapping[str, str] | None = None
     overrides: tuple[str, ...] = ()
@@ -68,10 +68,8 @@ def record_of(folder: Path) -> Record:
 
 def _stored(folder: Path) -> Record:
     try:
-        raw = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        TypeAdapter(Record).validate_python(raw)
-        record = Record(**raw)
-    except (OSError, ValueError, TypeError):  # none yet, or damaged: it runs again
+        record = TypeAdapter(Record).validate_json((folder / RECORD).read_bytes(), strict=True)
+    except (OSError, ValueError):  # none yet, or damaged: it runs again
         return Record()
     return replace(record, state="broken") if record.state == "done" and not _scored(folder) else record
 

@@ -1,6 +1,5 @@
 """A study's file: a base job, axes of named overrides, what is left out and why, and the published numbers."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,12 @@ from pydantic import (
     model_validator,
 )
 
+from consilium.report.clean import shown
 from consilium.schema import Section, nearest
 
 MOST_CELLS = 10_000
+MOST = 1e300
+"""Of a printed number; an integer may be too large for a float."""
 
 
 def _labelled(raw: Any) -> Any:
@@ -65,15 +67,21 @@ Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in 
 Choice = dict[AxisName, Labels]
 
 
-def _finite(raw: Any) -> Any:
+def _row(raw: Any) -> Any:
     """Return a row as it is. Raises ValueError for a value that is neither text nor a finite number: true would count as 1."""
     for name, value in raw.items() if isinstance(raw, Mapping) else ():
-        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{name}: {value!r}: expected text or a finite number; write one, or leave it out")
+        if not isinstance(name, str) or not (isinstance(value, str) or _finite(value)):
+            raise ValueError(f"names with texts and finite numbers, as in {{dice: 0.5}}; {name!r} has {shown(value, 60)}")
+        if name == "site" and not isinstance(value, str):
+            raise ValueError(f"the name of a site as text; put {value} in quotes")
     return raw
 
 
-Row = Annotated[dict[str, str | int | float], BeforeValidator(_finite)]
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
+
+
+Row = Annotated[dict[str, str | int | float], BeforeValidator(_row)]
 
 
 def _floor(raw: dict[str, str | int | float]) -> dict[str, str | int | float]:
@@ -153,10 +161,12 @@ class StudyConfig(Section):
             raise ValueError(
                 f"published: {wrong!r} is an axis of seeds, and what is compared are means over them; leave it out"
             )
+        if empty := next((row for row in self.published if not any(k not in self.axes and k != "site" for k in row)), None):
+            raise ValueError(f"published: {empty}: has no number; give one, or take the row out")
         for name, value in (pair for row in self.published for pair in row.items()):
             if isinstance(value, str) and name not in {*self.axes, "site"}:
                 what = f"published: {name}: {value!r}: no axis is called so{nearest(name, self.axes)}, and a score is a number"
-                raise ValueError(f"{what}; write it without quotes")
+                raise ValueError(f"{what}; write one such as 0.5, without quotes")
 
     def check_choice(self, where: str, chosen: Mapping[str, list[str]]) -> None:
         """Raise ValueError unless all axes and values are the study's."""

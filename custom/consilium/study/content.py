@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
@@ -75,6 +77,6 @@ def _files(datalist: Path, splits: Mapping[str, tuple[Any, ...]]) -> Iterator[Pa
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # none yet, or torn: all is read again
+        return TypeAdapter(dict[str, str]).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):  # none yet, or damaged: all is read again
         return {}

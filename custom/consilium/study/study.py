@@ -199,11 +199,11 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
     for row in study.published:
         where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
         fitting = [one for one in cells if labels.items() <= one.labels.items()]
-        place = _place(where, [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels])
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
         known = frozenset[str]().union(*(one.metrics for one in fitting))
         if fitting and (wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known})):
             raise _no_score(where, wrong[0], known)
+        place = _place(where, [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels])
         numbers = {(place, str(row.get("site", "")), name) for name in names}
         if twice := sorted(name for *_, name in numbers & seen):
             raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")

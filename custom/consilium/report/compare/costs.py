@@ -1,11 +1,11 @@
 """What methods cost, as a table: what trains, rounds, bytes, seconds and epsilon."""
 
+import math
 from collections.abc import Sequence
 
 from consilium.report.compare.groups import Group
 from consilium.report.compare.runs import Run
-from consilium.report.compare.sheet import Column, Sheet, titled
-from consilium.report.compare.table import mean
+from consilium.report.compare.sheet import MARK, Column, Sheet, titled
 from consilium.report.progress import ending
 from consilium.strategies.strategy import Role
 
@@ -26,12 +26,13 @@ def cost_sheet(group: Group) -> Sheet:
     notes[0] += "; seconds: the sites' training, summed; epsilon: none is not private"
     if len({(_adapted(runs[0]), row[2]) for runs, row in zip(finished.values(), rows, strict=True)}) > 1:
         notes.append("the methods do not all train the same set of parameters")
+    if any(cell.endswith(MARK) for row in rows for cell in row[1:]):
+        notes.append(f"{MARK} without runs that have not all of it on record")
     return Sheet(titled(group, "What it costs"), columns, rows, notes + _early(group))
 
 
 def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
-    first, sent = runs[0], [run.bytes / 2**20 for run in runs if run.bytes is not None]
-    counts, seconds = first.trained, [run.seconds for run in runs if run.seconds is not None]
+    first, counts = runs[0], runs[0].trained
     epsilons = [run.epsilon for run in runs if run.epsilon is not None]
     return [
         method,
@@ -39,10 +40,16 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
         "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}",
         "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}",
         _rounds(runs),
-        "the data" if first.pooled else f"{mean(sent):,.2f}" if sent else "-",
-        f"{mean(seconds):,.1f}" if seconds else "-",
+        "the data" if first.pooled else _mean([None if run.bytes is None else run.bytes / 2**20 for run in runs], 2),
+        _mean([run.seconds for run in runs], 1),
         _epsilon(runs, epsilons),
     ]
+
+
+def _mean(values: Sequence[float | None], digits: int) -> str:
+    """Return the mean of those that are on record, with MARK where some are not."""
+    known = [value for value in values if value is not None]
+    return f"{math.fsum(known) / len(known):,.{digits}f}{MARK if len(known) < len(values) else ''}" if known else "-"
 
 
 def _epsilon(runs: Sequence[Run], known: Sequence[float]) -> str:

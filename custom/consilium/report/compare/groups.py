@@ -188,7 +188,9 @@ def _group(name: str, runs: Sequence[Run], labels: Mapping[str, str]) -> Group:
     for run in runs:
         method, seed = labels[run.name], str(run.seed)
         if (twin := _twin(run, [one for (name, _), one in found.items() if name == method])) is not None:
-            left.append(f"{run.name}: repeats {twin.name} (same settings and seed), so it is not counted")
+            kept, out = (run, twin) if len(run.results) > len(twin.results) else (twin, run)
+            found = {place: kept if one is twin else one for place, one in found.items()}
+            left.append(f"{out.name}: repeats {kept.name} (same settings and seed), so it is not counted")
             continue
         draw = next(i for i in range(1, len(runs) + 1) if (method, _draw(seed, i)) not in found)
         found[method, _draw(seed, draw)] = run
@@ -196,9 +198,9 @@ def _group(name: str, runs: Sequence[Run], labels: Mapping[str, str]) -> Group:
 
 
 def _twin(run: Run, others: Sequence[Run]) -> Run | None:
-    """Return a run that this one repeats. Of private ones it does so only to the last digit: as a copy of its folder."""
+    """Return a run that this one repeats. Of private ones only a copy does, with all scores to the last digit."""
     alike = (one for one in others if one.seed == run.seed)
-    return next((one for one in alike if not run.private or (one.results, one.rounds) == (run.results, run.rounds)), None)
+    return next((one for one in alike if not run.private or one.results == run.results), None)
 
 
 def _draw(seed: str, number: int) -> str:

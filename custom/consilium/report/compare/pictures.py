@@ -21,7 +21,8 @@ from consilium.report.clean import shown
 from consilium.report.compare.along import along
 from consilium.report.compare.groups import Group, known
 from consilium.report.compare.runs import Run
-from consilium.report.compare.sheets import MARK, heading_of, titled
+from consilium.report.compare.sheet import MARK
+from consilium.report.compare.sheets import heading_of, titled
 from consilium.report.compare.table import Table, mean, table_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")

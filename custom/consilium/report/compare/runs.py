@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,9 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.report.compare.reading import Guaranteed, Simulated, read_as, read_record, read_results
 from consilium.report.means import Results
-from consilium.report.progress import ended, read_lines
+from consilium.report.progress import Line, ended
 from consilium.report.runlog import roles_of, test_only
 from consilium.schema import dotted
 from consilium.strategies.strategy import Role
@@ -85,15 +85,22 @@ class Run:
 
     @property
     def bytes(self) -> float | None:
-        """Of tensors, up and down; None where data travelled instead, or nothing was recorded."""
-        if self.pooled or not self.rounds:
+        """Of tensors, up and down; None where data travelled instead, or not all of it is on record."""
+        if self.pooled or not self._records({BYTES_UP, BYTES_DOWN}):
             return None
         return sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values())
 
     @property
     def seconds(self) -> float | None:
-        """Of the sites' training; None where nothing was recorded."""
-        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values()) if self.rounds else None
+        """Of the sites' training; None where not all of it is on record, as where sites keep their metrics."""
+        told = self._records({TRAIN_SECONDS})
+        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values()) if told else None
+
+    def _records(self, names: Set[str]) -> bool:
+        """Tell whether every round is on record, and every result in it has these metrics."""
+        trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
+        last = self.ended["round"] if self.ended else self.settings["training.rounds"]
+        return {round for round, *_ in trained} >= {*range(last)} and all(names <= one.keys() for one in trained.values())
 
     def score(self, site: str, stage: Stage, metric: str) -> float | None:
         """Return a closing score, which may not be finite; None where there is none."""
@@ -126,10 +133,8 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
     config = load_job(folder / "job.yaml", plugins=None)
     if not (folder / "results.json").is_file():
         raise ConfigError(f"{folder}: the run has not ended (no results.json); resume it")
-    results = _read_json(folder / "results.json")
-    with _unless_damaged(folder / "metrics.jsonl") as record:
-        rounds, joined = _record(record)
-        noted = _noted(record)
+    results, record = read_results(folder / "results.json"), read_record(folder / "metrics.jsonl")
+    rounds, joined = _record(record)
     return Run(
         name or str(folder),
         folder,
@@ -139,13 +144,13 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         frozenset({*results, *joined} - {POOLED}),
         rounds,
         _epsilon(config, folder),
-        _trained(config, folder),
+        _trained(config, folder, record),
         config.strategy.pools_data,
         labels or {},
         test_only(folder),
-        noted,
+        _noted(record),
         ended=ended(folder),
-        content=_read_json(folder / SIMULATION).get("content", {}) if (folder / SIMULATION).is_file() else {},
+        content=read_as(Simulated, folder / SIMULATION).content if (folder / SIMULATION).is_file() else {},
         base=_base(folder / "server" / "state.safetensors"),
     )
 
@@ -159,38 +164,11 @@ def flat(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or (path.name == "results.json" and not all(map(_are_scores, found.values()))):
-        raise _damaged(path)
-    return found
-
-
-def _are_scores(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(value, int | float) for value in found.values())
-
-
-def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: is damaged; run the job anew")
-
-
-@contextmanager
-def _unless_damaged(path: Path) -> Iterator[Path]:
-    """Raise ConfigError where what is read of a record is not what a run writes."""
-    try:
-        yield path
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(path) from None
-
-
-def _record(path: Path) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:
+def _record(lines: Sequence[Line]) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:
     """Return the metrics by round, phase and site, and who took part or wanted to. What a resumption repeats counts once."""
     rounds: dict[tuple[int, int, str], dict[str, float]] = {}
     joined: set[str] = set()
-    for event in _events(path):
+    for event in lines:
         if event["event"] == "resumed":
             rounds = {place: one for place, one in rounds.items() if place[:2] < (event["round"], event["phase"])}
         elif event["event"] in ("result", "held_out"):
@@ -200,13 +178,9 @@ def _record(path: Path) -> tuple[dict[tuple[int, int, str], dict[str, float]], s
     return rounds, joined
 
 
-def _noted(path: Path) -> dict[tuple[int, int], dict[str, float]]:
+def _noted(lines: Sequence[Line]) -> dict[tuple[int, int], dict[str, float]]:
     """Return what a run has measured of itself; what a resumption repeats counts once."""
-    return {(one["round"], one["phase"]): one["values"] for one in _events(path) if one["event"] == "diagnostics"}
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    return iter(read_lines(path)) if path.is_file() else iter(())
+    return {(one["round"], one["phase"]): one["values"] for one in lines if one["event"] == "diagnostics"}
 
 
 def _epsilon(config: JobConfig, folder: Path) -> float | None:
@@ -214,16 +188,15 @@ def _epsilon(config: JobConfig, folder: Path) -> float | None:
     path = folder / "privacy.json"
     if config.privacy is None or not path.is_file():
         return None
-    found = _read_json(path).get("epsilon", {}).get(f"{config.privacy.delta:g}")
-    return None if found is None else float(found)
+    return read_as(Guaranteed, path).epsilon.get(f"{config.privacy.delta:g}")
 
 
-def _trained(config: JobConfig, folder: Path) -> dict[Role, int] | None:
+def _trained(config: JobConfig, folder: Path, lines: Sequence[Line]) -> dict[Role, int] | None:
     """Return the parameters of each role as the run has recorded them, or of the adapter as the server's checkpoint has it.
 
     None where that does not hold all that trains: a decoder that its site keeps, in a run of before there was such a record.
     """
-    recorded = next((event for event in _events(folder / "metrics.jsonl") if event["event"] == "parameters"), None)
+    recorded = next((line for line in lines if line["event"] == "parameters"), None)
     if recorded is not None:
         return {role: int(recorded[role.value]) for role in Role}
     return trained_parameters(config, folder / "server" / "state.safetensors")

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from consilium.report.compare.groups import Group
 
+MARK = "*"
+"""Stands behind a mean from which seeds are missing."""
+
 
 @dataclass(frozen=True)
 class Column:

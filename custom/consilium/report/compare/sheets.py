@@ -12,7 +12,7 @@ from consilium.report.compare.diagnosed import diagnosed_sheet
 from consilium.report.compare.groups import Group
 from consilium.report.compare.paired import FEWEST, Comparison, comparisons
 from consilium.report.compare.published import Published, floor_rows, published_for, published_sheet
-from consilium.report.compare.sheet import Column, Sheet, titled
+from consilium.report.compare.sheet import MARK, Column, Sheet, titled
 from consilium.report.compare.site_columns import column_notes, scores_under, site_columns
 from consilium.report.compare.table import (
     FEWEST_SEEDS,
@@ -37,8 +37,6 @@ MEANS = {
 }
 AT_SITES = 3
 """The rank of columns of single sites: a narrow terminal does without them first."""
-MARK = "*"
-"""Stands behind a mean from which seeds are missing."""
 
 
 def sheets(

@@ -1,0 +1,103 @@
+"""What a run's files must hold for a comparison to read them: anything else is damage, told in one line."""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from consilium.errors import ConfigError
+from consilium.messages import HELD_OUT
+from consilium.report.progress import Line, read_lines
+
+Numbers = dict[str, float]
+T = TypeVar("T", bound=BaseModel)
+
+
+class _Line(BaseModel):
+    """A line of metrics.jsonl; it may have more than is read here."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Placed(_Line):
+    round: int
+    phase: int = HELD_OUT
+
+
+class _Told(_Placed):
+    site: str
+    metrics: Numbers
+
+
+class _Noted(_Placed):
+    values: Numbers
+
+
+class _Named(_Line):
+    site: str
+
+
+class _Ended(_Line):
+    round: int
+    rounds: int
+    validations: int
+    best_round: int
+
+
+class _Counted(_Line):
+    shared: int
+    local: int
+    frozen: int
+
+
+LINES: dict[str, type[_Line]] = {
+    "result": _Told, "held_out": _Told, "resumed": _Placed, "diagnostics": _Noted, "joined": _Named, "refused": _Named,
+    "ended": _Ended, "parameters": _Counted,
+}  # fmt: skip
+"""What the lines that are read hold, by event."""
+RESULTS = TypeAdapter(dict[str, Numbers])
+
+
+class Guaranteed(_Line):
+    """What is read of privacy.json: epsilon by delta."""
+
+    epsilon: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+
+
+class Simulated(_Line):
+    """What is read of simulation.json: what tells each site's data from others."""
+
+    content: dict[str, str] = Field(default_factory=dict)
+
+
+def read_results(path: Path) -> dict[str, Numbers]:
+    """Return the closing metrics by site. Raises ConfigError where they are damaged."""
+    try:
+        return RESULTS.validate_json(path.read_bytes(), strict=True)
+    except ValidationError:
+        raise damaged(path) from None
+
+
+def read_as(kind: type[T], path: Path) -> T:
+    """Return a file's JSON. Raises ConfigError where it is damaged."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError:
+        raise damaged(path) from None
+
+
+def read_record(path: Path) -> list[Line]:
+    """Return the lines of metrics.jsonl, none where it is not there. Raises ConfigError for one that no run writes."""
+    lines: list[Any] = read_lines(path) if path.is_file() else []
+    try:
+        for line in lines:
+            if kind := LINES.get(line["event"]):
+                kind.model_validate(line)
+    except (ValidationError, OverflowError):
+        raise damaged(path) from None
+    return lines
+
+
+def damaged(path: Path) -> ConfigError:
+    """Return what tells of a file that cannot be read; a study's cell runs anew once its folder is gone."""
+    return ConfigError(f"{path}: is damaged; delete its folder and run the job anew")
