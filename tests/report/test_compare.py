@@ -319,9 +319,11 @@ def test_of_two_runs_with_one_seed_the_one_with_more_sites_counts(order: int, tm
     assert table.group.left == ("a: repeats b (same settings and seed), so it is not counted",)
 
 
-def test_columns_of_many_sites_are_not_those_of_a_site_called_so(tmp_path: Path) -> None:
+def test_a_site_called_as_a_column_of_many_sites_is_not_taken_for_it(tmp_path: Path) -> None:
     table = accuracy(make(tmp_path / "a", {"worst site": 0.9, "s": 0.1}))
     assert scores_under(table, "fedit", "worst site") == [0.9]
+    many = accuracy(make(tmp_path / "b", {"worst site": 0.9, **{f"s{i}": 0.1 + i / 100 for i in range(20)}}))
+    assert scores_under(many, "fedit", "worst site") == [0.1]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """What methods cost, as a table: what trains, rounds, bytes, seconds and epsilon."""
 
-import math
 from collections.abc import Sequence
 
 from consilium.report.compare.groups import Group
 from consilium.report.compare.runs import Run
 from consilium.report.compare.sheet import MARK, Column, Sheet, titled
+from consilium.report.compare.table import mean
 from consilium.report.progress import ending
 from consilium.strategies.strategy import Role
 
@@ -49,7 +49,7 @@ def _cost_row(method: str, runs: Sequence[Run]) -> list[str]:
 def _mean(values: Sequence[float | None], digits: int) -> str:
     """Return the mean of those that are on record, with MARK where some are not."""
     known = [value for value in values if value is not None]
-    return f"{math.fsum(known) / len(known):,.{digits}f}{MARK if len(known) < len(values) else ''}" if known else "-"
+    return f"{mean(known):,.{digits}f}{MARK if len(known) < len(values) else ''}" if known else "-"
 
 
 def _epsilon(runs: Sequence[Run], known: Sequence[float]) -> str:

@@ -23,9 +23,9 @@ FEWEST = 6
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods over `pairs` of scores. `difference`: mean over seeds and sites of one - other; `wins`: where one is better.
+    """Two methods over `pairs` of scores. `difference`: mean over seeds and sites of one - other.
 
-    `p` and `holm` (corrected) are None for fewer than FEWEST pairs.
+    `wins`: pairs in which `one` is better. `p` and `holm` (corrected) are None for fewer than FEWEST pairs.
     """
 
     one: str

@@ -19,7 +19,7 @@ def site_columns(table: Table) -> list[str]:
 
 def scores_under(table: Table, method: str, heading: str) -> list[float]:
     """Return a method's scores in such a column, by seed. Of many sites only seeds that lack none count."""
-    if heading not in SPREAD or heading in table.sites:
+    if heading not in SPREAD or len(table.inside) <= MOST_SITES:
         return table.at(method, heading)
     share = 1 - SPREAD[heading] if table.lower else SPREAD[heading]
     seeds = [[table.cells[method, seed, site] for site in table.inside] for seed in table.whole_seeds(method)]
