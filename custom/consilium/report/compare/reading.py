@@ -3,68 +3,23 @@
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from consilium.errors import ConfigError
-from consilium.messages import HELD_OUT
+from consilium.report.lines import LINES, Numbers, Strict
 from consilium.report.progress import Line, read_lines
 
-Numbers = dict[str, float]
 T = TypeVar("T", bound=BaseModel)
-
-
-class _Line(BaseModel):
-    """A line of metrics.jsonl; it may have more than is read here."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _Placed(_Line):
-    round: int
-    phase: int = HELD_OUT
-
-
-class _Told(_Placed):
-    site: str
-    metrics: Numbers
-
-
-class _Noted(_Placed):
-    values: Numbers
-
-
-class _Named(_Line):
-    site: str
-
-
-class _Ended(_Line):
-    round: int
-    rounds: int
-    validations: int
-    best_round: int
-
-
-class _Counted(_Line):
-    shared: int
-    local: int
-    frozen: int
-
-
-LINES: dict[str, type[_Line]] = {
-    "result": _Told, "held_out": _Told, "resumed": _Placed, "diagnostics": _Noted, "joined": _Named, "refused": _Named,
-    "ended": _Ended, "parameters": _Counted,
-}  # fmt: skip
-"""What the lines that are read hold, by event."""
 RESULTS = TypeAdapter(dict[str, Numbers])
 
 
-class Guaranteed(_Line):
+class Guaranteed(Strict):
     """What is read of privacy.json: epsilon by delta."""
 
     epsilon: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
 
 
-class Simulated(_Line):
+class Simulated(Strict):
     """What is read of simulation.json: what tells each site's data from others."""
 
     content: dict[str, str] = Field(default_factory=dict)

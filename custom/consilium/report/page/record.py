@@ -6,26 +6,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import MetricKey, Stage
 from consilium.report.clean import shown
+from consilium.report.lines import LINES
 from consilium.report.means import Results
 from consilium.report.page.files import Line, number, read_json, read_lines
-from consilium.report.progress import ENDING, without_repeats
+from consilium.report.progress import without_repeats
 from consilium.tasks.registry import TASKS, Scores
 
 OWNER = "owner.json"
 """It is in every run's folder of a startup kit, at the server and at a site."""
-MOST_ROUNDS = 10**6
-NEEDED: dict[str, tuple[str, ...]] = {
-    "joined": ("site",), "started": ("round", "phase", "sites"), "concluded": ("round", "phase", "sites"),
-    "result": ("site", "round", "phase", "metrics"), "held_out": ("site", "round", "metrics"),
-    "final": ("site", "round", "metrics"), "refused": ("site", "round", "reason"), "resumed": ("round", "phase"),
-    "ended": ENDING,
-}  # fmt: skip
-"""Events of metrics.jsonl that a page is made of, and what each must have."""
 Curve = dict[int, float]
 
 
@@ -125,7 +120,7 @@ def read_record(folder: Path) -> Record:
         config,
         TASKS[config.task.name].scores(config.task),
         without_repeats(lines),
-        damaged + sum(one.get("event") in NEEDED for one in raw) - len(lines),
+        damaged + sum(str(one.get("event")) in LINES for one in raw) - len(lines),
         sum(line["event"] == "resumed" for line in lines),
         results_of(read_json(folder / "results.json")),
         _texts(read_json(folder / "versions.json")),
@@ -134,23 +129,15 @@ def read_record(folder: Path) -> Record:
 
 
 def checked(line: Line) -> Line | None:
-    """Return a line with what a page needs of it, every value of its kind; None where something is missing or wrong."""
-    event = line.get("event")
-    needed = NEEDED.get(event) if isinstance(event, str) else None
-    if needed is None or any(name not in line for name in needed):
+    """Return a line of a known event with every value of its kind, of metrics the finite numbers; None for any other."""
+    kind = LINES.get(str(line.get("event")))
+    if kind is None:
         return None
-    round, phase = line.get("round", 0), line.get("phase", 0)
-    counts = [round, phase, *([line[name] for name in ENDING] if event == "ended" else [])]
-    places = (isinstance(one, int) and not isinstance(one, bool) and -1 <= one <= MOST_ROUNDS for one in counts)
-    sites = line.get("sites", [])
-    if (
-        not all(places)
-        or not isinstance(sites, list)
-        or not all(isinstance(one, str) for one in [*sites, line.get("site", "")])
-    ):
+    found = line | ({"metrics": metrics_of(line["metrics"])} if "metrics" in line else {})
+    try:
+        return found | kind.model_validate(found).model_dump() | {"time": number(line.get("time"))}
+    except (ValidationError, OverflowError):
         return None
-    found = line | {"round": round, "time": number(line.get("time"))}
-    return found | ({"metrics": metrics_of(line["metrics"])} if "metrics" in needed else {})
 
 
 def metrics_of(raw: Any) -> dict[str, float]:
