@@ -186,6 +186,10 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
             lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            section = item["input"] if item["type"] == "value_error" and isinstance(item["input"], dict) else {}
+            if item["loc"] and re.split(r"\W", message, maxsplit=1)[0] in section:  # the message names its field
+                lines.append(f"{path}: {field}.{message}")
+                continue
             where = f"{field}: {_shown(item['input'])}: expected " if item["loc"] else ""
             lines.append(f"{path}: {where}{message}")
     if len(items) > MOST_LINES:

@@ -50,6 +50,8 @@ def test_classes_as_names_number_themselves() -> None:
         ({"training__lr": -1}, r"training\.lr: -1: expected greater than 0"),
         ({"training__learning_rate": 3}, r"training\.learning_rate: unknown field; remove it \(did you mean 'lr'\?\)"),
         ({"training__num_rounds": 3}, r"training\.num_rounds: unknown field; remove it \(did you mean 'rounds'\?\)"),
+        ({"training__momentum": 0.9}, r"training\.momentum: 0\.9 is of optimizer sgd, not adam; use sgd, or leave it out$"),
+        ({"federation": {"weighting": "uniform", "max_weight": 3}}, r"federation\.max_weight: 3 bounds weights, and every"),
         ({"adapter__r": 3}, r"adapter\.r: unknown field; remove it \(did you mean 'rank'\?\)"),
         ({"adapter__lora_alpha": 3}, r"adapter\.lora_alpha: unknown field; remove it \(did you mean 'alpha'\?\)"),
         ({"adapter": {"rank": 0}}, r"^[^\n]*adapter\.rank: 0: expected greater than or equal to 1$"),

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
 from consilium.config.server import ServerConfig
 from consilium.errors import ConfigError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.coordinator import Coordinator
-from consilium.federation.server_step import robust_mean, step
+from consilium.federation.server_step import merged, robust_mean, step
 from consilium.messages import Hello, Payload, SiteInfo
 from consilium.schema import validate
 from consilium.strategies.deer import DEeR
@@ -82,10 +83,10 @@ def test_one_step_by_hand() -> None:
 
 def test_without_an_optimizer_nothing_changes() -> None:
     state, mean = ServerState(0, 0, {"w": torch.zeros(1)}, {}), {"w": torch.ones(1)}
-    for server in (None, ServerConfig(), ServerConfig(optimizer="momentum", beta1=0.0)):
+    for server in (ServerConfig(), ServerConfig(optimizer="momentum", beta1=0.0)):
         after, steps = step(server, state, mean)
         assert steps["w"].item() == 1.0
-        assert after is state or server is not None
+        assert after is state or server.optimizer
 
 
 def test_a_tensors_state_rests_while_the_other_factor_trains() -> None:
@@ -143,9 +144,14 @@ SITE_DP = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}
     ("server", "strategy", "sections", "message"),
     [
         ({"optimizer": "sgd"}, "fedit", {}, r"server\.optimizer: 'sgd': expected 'momentum', 'adam' or 'yogi'"),
-        ({"lr": 0.1}, "fedit", {}, r"lr: is of optimizer momentum or adam or yogi; name one of them, or leave it out"),
-        ({"optimizer": "momentum", "tau": 0.1}, "fedit", {}, r"tau: is of optimizer adam or yogi"),
-        ({"trim": 0.2, "mean": "median"}, "fedit", {}, r"trim: is of mean trimmed"),
+        (
+            {"lr": 0.1},
+            "fedit",
+            {},
+            r"server\.lr: 0\.1 is of optimizer momentum or adam or yogi; name one of them, or leave it out",
+        ),
+        ({"optimizer": "momentum", "tau": 0.1}, "fedit", {}, r"server\.tau: 0\.1 is of optimizer adam or yogi"),
+        ({"trim": 0.2, "mean": "median"}, "fedit", {}, r"server\.trim: 0\.2 is of mean trimmed"),
         ({"trim": 0.5, "mean": "trimmed"}, "fedit", {}, r"server\.trim: 0\.5: expected less than 0\.5"),
         ({"optimizer": "adam"}, "lora_fair", {}, r"server: strategy 'lora_fair' merges sites' results one by one"),
         ({"mean": "median"}, "scaffold", {}, r"server: strategy 'scaffold' merges sites' results one by one"),
@@ -157,6 +163,8 @@ SITE_DP = {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}
             {"federation": {"weighting": "samples"}},
             r"federation\.weighting: 'samples' with server",
         ),
+        ({"optimizer": "adam"}, "local_only", {}, r"server: strategy 'local_only' sends the server nothing"),
+        ({"mean": "median"}, "local_only", {}, r"server: strategy 'local_only' sends the server nothing"),
         ({"mean": "trimmed"}, "fedit", {"federation": {"max_weight": 9}}, r"federation\.max_weight: 9 with server\.mean"),
     ],
 )
@@ -166,6 +174,19 @@ def test_what_has_no_meaning_is_refused_by_one_line(
     with pytest.raises(ConfigError, match=message) as refused:
         assemble_job(job_of(server, strategy, **sections))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("server", OPTIMIZERS, ids=lambda s: s["optimizer"])
+def test_what_travels_untrained_is_no_descent(server: dict[str, Any]) -> None:
+    """FedDBE's mean of features in round 0: the optimizer takes no step with it, its state stays, and the adapter does step."""
+    job, mean = assemble_job(job_of(server, "feddbe")), torch.tensor([3.0, -4.0])
+    lora = next(name for name in job.initial if name.endswith("lora_A"))
+    state = ServerState(0, 0, {lora: torch.zeros(2), MEAN: torch.zeros(2)}, {})
+    after = merged(job, state, {lora: mean.double(), MEAN: mean.double()})
+    assert torch.equal(after.shared[MEAN], mean)
+    assert torch.equal(after.shared[lora], step(job.config.server, state, {lora: mean})[1][lora].float())
+    assert not torch.equal(after.shared[lora], mean)
+    assert not any(MEAN in name for name in after.optimizer)
 
 
 def test_noise_at_the_sites_goes_with_a_median_and_optimizers_go_with_any_noise() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
 from consilium.errors import ConfigError
@@ -121,6 +122,9 @@ def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[
         ("privacy.json", '{"epsilon": {"1e-05": true}}'),
         ("simulation.json", '{"content": []}'),
         ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "phase": 0}'),
+        ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "values": {"x": 1}}'),
+        ("metrics.jsonl", '{"event": "resumed", "round": 0}'),
+        ("versions.json", '{"code": 1}'),
     ],
 )
 def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp_path: Path) -> None:
@@ -224,6 +228,37 @@ def test_runs_from_other_frozen_weights_are_two_methods_wherever_the_files_lie(t
     ]
 
 
+def test_a_run_without_its_servers_state_is_the_method_of_its_checkpoint(tmp_path: Path) -> None:
+    model = {"name": "clip", "variant": "tiny", "image_size": 64, "checkpoint": "/one/vit.safetensors"}
+    folders = [make(tmp_path / str(seed), {"a": 0.5}, seed=seed, model=model) for seed in range(2)]
+    save_state(folders[0] / "server" / "state.safetensors", {}, {"checkpoint": "a" * 64})
+    assert group_of(*folders).methods == ["fedit"]
+
+
+def test_settings_that_differ_in_a_late_digit_are_two_methods(tmp_path: Path) -> None:
+    training = small_cells("fedit").model_dump()["training"]
+    rates = (0.003, 0.0030000003)
+    folders = [make(tmp_path / str(rate), {"a": 0.5}, training=training | {"lr": rate}) for rate in rates]
+    group = group_of(*folders)
+    assert (group.methods, group.left) == (["fedit, lr 0.003", "fedit, lr 0.0030000003"], ())
+
+
+def test_runs_of_two_codes_in_one_table_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5], [0.6]]})
+    told = {"python": "3.11", "platform": "here", "code": "aa", "torch": "2", "consilium": "0.2"}
+    (folders[0] / "versions.json").write_text(json.dumps(told))
+    assert run(monkeypatch, "compare", *folders) == 0  # a run of a version that noted none
+    assert "versions.json" not in capsys.readouterr().out
+    (folders[1] / "versions.json").write_text(json.dumps(told | {"python": "3.12", "platform": "there"}))
+    assert run(monkeypatch, "compare", *folders) == 0
+    assert "versions.json" not in capsys.readouterr().out
+    (folders[1] / "versions.json").write_text(json.dumps(told | {"code": "bb", "torch": "3"}))
+    assert run(monkeypatch, "compare", *folders) == 0
+    assert "not all runs have the same code, torch (versions.json)" in " ".join(capsys.readouterr().out.split())
+
+
 def of_data(run: Run, content: str, folder: str = "", **settings: Any) -> Run:
     return replace(run, data=(folder, content), settings={**run.settings, **settings})
 
@@ -307,6 +342,13 @@ def test_a_copy_of_a_private_run_is_no_second_draw(tmp_path: Path) -> None:
     group = group_of(*folders, tmp_path / "c")
     assert accuracy(*folders).group.runs.keys() == group.runs.keys()
     assert group.left == ("c: repeats a (same settings and seed), so it is not counted",)
+
+
+def test_a_copy_of_a_private_run_with_a_score_that_is_no_number_is_none_either(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
+    change(folder, "s", test__global__loss=math.nan)
+    copy = Path(shutil.copytree(folder, tmp_path / "b"))
+    assert group_of(folder, copy).left == ("b: repeats a (same settings and seed), so it is not counted",)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -457,6 +499,20 @@ def test_a_record_without_all_rounds_or_of_a_site_that_keeps_its_metrics_has_no_
     (folder / "metrics.jsonl").write_text("".join(lines).replace('"train/seconds"', '"test/n"', 1))
     run = read_run(folder)
     assert (run.bytes, run.seconds) == (900.0, None)
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", "1e308"])
+def test_what_is_no_number_has_no_mean(wrong: str, tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.5], [0.5, 0.5]]})
+    path = folders[0] / "metrics.jsonl"
+    path.write_text(path.read_text().replace("100.0", wrong).replace('"train/seconds": 2.0', f'"train/seconds": {wrong}'))
+    with path.open("a") as file:
+        file.write(f'{{"event": "diagnostics", "round": 0, "phase": 0, "values": {{"drift": {wrong}, "other": 1}}}}\n')
+    (folders[1] / "results.json").write_text((folders[1] / "results.json").read_text().replace("0.5", wrong))
+    runs = read(*folders)
+    assert (runs[0].bytes, runs[0].seconds, runs[0].noted) == (None, None, {(0, 0): {"other": 1.0}})
+    assert list(cost_sheet(group_of(*folders)).rows[0])[5:7] == ["0.00*", "12.0*"]
+    assert accuracy(*folders).means("fedit") == [0.5]
 
 
 def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path: Path) -> None:
@@ -789,6 +845,29 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
     )
     assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[0] == []
     assert draw_examples(tmp_path / "out", group_of(*folders), Stage.PERSONALIZED, "")[1] == [
+        "no examples of s0: fewer than two methods have pictures of this model there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong"), [("rows", "null"), ("rows", "[" * 100_000), ("rows", "[]"), ("side", "x"), ("torn", "")]
+)
+def test_a_damaged_picture_is_none(what: str, wrong: str, tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
+    for folder in folders:
+        write_predictions(folder / "sites/s0/predictions.png", {Stage.PRETRAINED: masks(9), Stage.GLOBAL: masks(1)})
+    path = folders[1] / "sites/s0/predictions.png"
+    with Image.open(path) as sheet:
+        texts = {str(key): str(value) for key, value in sheet.info.items()}
+        chunks, body = PngInfo(), sheet.copy()
+    for key, value in (texts | {what: wrong}).items():
+        chunks.add_text(key, value)
+    body.save(path, pnginfo=chunks, compress_level=0)
+    if what == "torn":  # a chunk's name
+        data = path.read_bytes()
+        place = data.rindex(b"IDAT")
+        path.write_bytes(data[:place] + b"I\0AT" + data[place + 4 :])
+    assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[1] == [
         "no examples of s0: fewer than two methods have pictures of this model there"
     ]
 

@@ -114,6 +114,7 @@ def test_all_mistakes_are_told_at_once_by_axis_value(study_file: MakeStudy) -> N
     assert "adapter.rank: 0: expected" in lines[0]
     assert "'fedlt'" in lines[1]
     assert "did you mean 'fedit'" in lines[1]
+    assert all(f": {path}: " in line for line in lines)  # who wrote the value
 
 
 def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_file: MakeStudy, tmp_path: Path) -> None:

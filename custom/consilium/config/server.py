@@ -54,7 +54,8 @@ class ServerConfig(Section):
         given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name in _USED:
             if name in given and self.optimizer not in _USED[name]:
-                raise ValueError(f"{name}: is of optimizer {' or '.join(_USED[name])}; name one of them, or leave it out")
+                kinds = " or ".join(_USED[name])
+                raise ValueError(f"{name}: {getattr(self, name)} is of optimizer {kinds}; name one of them, or leave it out")
         if "trim" in given and self.mean != "trimmed":
-            raise ValueError("trim: is of mean trimmed; write that, or leave it out")
+            raise ValueError(f"trim: {self.trim} is of mean trimmed; write that, or leave it out")
         return self

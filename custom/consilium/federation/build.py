@@ -21,7 +21,7 @@ from consilium.federation.privacy_checks import check_privacy
 from consilium.federation.samples import of_patients, patients_of, site_data, units_of, watched
 from consilium.federation.site import Site
 from consilium.federation.speedups import speed_up
-from consilium.federation.trained import base_shapes, check_base, check_blend, check_start, warnings_of
+from consilium.federation.trained import base_shapes, check_base, check_blend, check_optimizers, check_start, warnings_of
 from consilium.linalg.together import norm
 from consilium.messages import Observer, Tensors, allowed_metrics, loading
 from consilium.models.layout import layout
@@ -85,7 +85,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         job.strategy.role(name, 0, 0)
     check_blend(job.strategy, base, source)
     check_privacy(job, source)
-    _check_optimizers(job, source)
+    check_optimizers(config, job.strategy, job.initial, source)
     check_start(config, job.initial, source)
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
@@ -113,21 +113,6 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
         has = "with frozen ranks in its products has" if strategy.tails or adapter.unequal_ranks else "has"
         what = f"{has} no per-sample gradients, which privacy.unit record takes of linear layers only"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use {'fedit on lora' if strategy.tails else 'lora'}")
-
-
-def _check_optimizers(job: Job, source: Path | str) -> None:
-    """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
-    server, strategy = job.config.server, job.strategy
-    who = f"strategy {strategy.name!r}"
-    if server is not None and strategy.needs == "sites":
-        raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
-    if server is not None and server.optimizer and not strategy.fixed_basis:
-        what = f"{who} changes what a tensor's numbers mean between rounds"
-        raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
-    cut = type(strategy).scaling is not Strategy.scaling
-    if job.config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
-        what = f"{who} changes between rounds what a site trains"
-        raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
 
 
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:

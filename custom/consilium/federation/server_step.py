@@ -30,7 +30,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from consilium.config.job import JobConfig, TrainingConfig
+from consilium.config.job import TrainingConfig
 from consilium.config.server import ServerConfig
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.federation.build import Job
@@ -43,16 +43,25 @@ FIRST, SECOND = "first", "second"
 """What the optimizer's state is called in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
 
 
-def advance(job: JobConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
-    """Return what the job's optimizer at the server makes of a mean update, as `step` does."""
-    over_all = job.dpsgd is not None and job.dpsgd.trust == "distributed"
-    return gradient_step(job.training, state, mean) if over_all else step(job.server, state, mean)
+def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+    """Return what the job's optimizer at the server makes of a mean update, as `step` does.
+
+    What travels and is not trained, as FedDBE's mean of features, is no descent: it is added as it is.
+    """
+    config = job.config
+    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
+        return gradient_step(config.training, state, mean)
+    if config.server is None:
+        return state, mean
+    trained = {name for one in job.strategy.passes(mean, state.round, state.phase) for name in one.trained}
+    after, steps = step(config.server, state, {name: update for name, update in mean.items() if name in trained})
+    return after, {**mean, **steps}
 
 
 def merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        after = job.strategy.merge(*advance(job.config, state, mean))
+        after = job.strategy.merge(*advance(job, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None
@@ -63,12 +72,12 @@ def merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
     return after
 
 
-def step(config: ServerConfig | None, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
     """Return the state with the optimizer's new moments, and what the strategy is to add in place of the mean, float64.
 
     An update of a smaller shape than its tensor, as dp_dylora's, is of the tensor's leading rows and columns.
     """
-    if config is None or config.optimizer is None:
+    if config.optimizer is None:
         return state, mean
     kept, steps = dict(state.optimizer), dict[str, Tensor]()
     for name, update in mean.items():

@@ -1,4 +1,4 @@
-"""What trains in a job: an adapter, and parameters of the base beside it or instead; and which strategies can place these."""
+"""What trains in a job: an adapter, parameters of the base beside it or instead; which strategies can place and move them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ from consilium.adapters.names import (
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
+from consilium.messages import Tensors
 from consilium.models.registry import ModelKind
 from consilium.strategies.strategy import Role, Strategy
 
@@ -112,3 +113,26 @@ def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
     found = layers.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
     end = "it trains, but cannot be merged into the base"
     return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()
+
+
+def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
+    """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
+    server, who = config.server, f"strategy {strategy.name!r}"
+    if server is not None and strategy.needs == "sites":
+        raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
+    if server is not None and server.optimizer and not strategy.fixed_basis:
+        what = f"{who} changes what a tensor's numbers mean between rounds"
+        raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
+    if server is not None and (server.optimizer or server.robust) and not _merges(strategy, initial):
+        raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
+    cut = type(strategy).scaling is not Strategy.scaling
+    if config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
+        what = f"{who} changes between rounds what a site trains"
+        raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
+
+
+def _merges(strategy: Strategy, initial: Tensors) -> bool:
+    """Tell whether any tensor travels from sites to the server, in any phase."""
+    rounds = range(strategy.warm_up + strategy.period)
+    places = [(round, phase) for round in rounds for phase in range(strategy.phases(round))]
+    return any(strategy.names(initial, Role.SHARED, *place) for place in places)

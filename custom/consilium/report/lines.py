@@ -1,10 +1,15 @@
 """What a line of metrics.jsonl holds, by event, as runlog.py writes it; it may have more than is read anywhere."""
 
+import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Numbers = dict[str, float]
+LARGEST = 3.4e38
+"""What single precision has; a server takes no larger number from a site."""
+Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
+"""A metric; one that is no finite number of single precision is NaN."""
+Numbers = dict[str, Number]
 Count = Annotated[int, Field(ge=-1, le=10**6)]
 """A round, a phase (HELD_OUT is -1) or how many of them."""
 Size = Annotated[int, Field(ge=0, le=10**15)]

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,9 +145,21 @@ class Study:
         counts = _counts(values.pop("counts")) if "counts" in values else self.config.counts
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
-        config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
+        with _told_by(self.path, base, values):
+            config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
         name, metrics = identity(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
+
+
+@contextmanager
+def _told_by(study: Path, base: Path, fields: Iterable[str]) -> Iterator[None]:
+    """Name the study's file in the place of the base job's, in errors of fields that the study gives."""
+    try:
+        yield
+    except ConfigError as error:
+        given = "|".join(map(re.escape, fields))
+        line = re.compile(rf"^{re.escape(str(base))}(?=: ({given})\b)", re.MULTILINE)
+        raise ConfigError(line.sub(lambda _: str(study), str(error)) if given else str(error)) from None
 
 
 def _title(path: Path, size: Size) -> str:

@@ -1,5 +1,6 @@
 """Groups of runs that compare, see differs.py. What each is called: the settings in which they differ."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,7 +127,7 @@ def method_labels(runs: Sequence[Run], unnamed: Iterable[str] = ()) -> dict[str,
     `unnamed`: axes that name no method.
     """
     own, bases = {run.name: _labelled(run.labels, unnamed) for run in runs}, _bases(runs)
-    fields = {run.name: _fields(run) | {CHECKPOINT: bases.get(run.base)} for run in runs}
+    fields = {run.name: _fields(run) | {CHECKPOINT: bases.get(_base(run, runs))} for run in runs}
     kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
     found = {}
     for run in runs:
@@ -143,6 +144,13 @@ def _bases(runs: Sequence[Run]) -> dict[str, str]:
         if run.base:
             found.setdefault(run.base, f"{PurePath(str(run.settings.get(CHECKPOINT))).name} {run.base[:8]}")
     return found
+
+
+def _base(run: Run, runs: Sequence[Run]) -> str:
+    """Return the hash of a run's frozen weights; without its server's state, that of another run with its checkpoint."""
+    path = run.settings.get(CHECKPOINT)
+    same = (one.base for one in runs if one.base and path and one.settings.get(CHECKPOINT) == path)
+    return run.base or next(same, "")
 
 
 def _fields(run: Run) -> dict[str, Any]:
@@ -200,7 +208,12 @@ def _group(name: str, runs: Sequence[Run], labels: Mapping[str, str]) -> Group:
 def _twin(run: Run, others: Sequence[Run]) -> Run | None:
     """Return a run that this one repeats. Of private ones only a copy does, with all scores to the last digit."""
     alike = (one for one in others if one.seed == run.seed)
-    return next((one for one in alike if not run.private or one.results == run.results), None)
+    return next((one for one in alike if not run.private or _text(one) == _text(run)), None)
+
+
+def _text(run: Run) -> str:
+    """Return a run's scores as text, in which NaN is NaN."""
+    return json.dumps({site: dict(one) for site, one in run.results.items()}, sort_keys=True)
 
 
 def _draw(seed: str, number: int) -> str:

@@ -5,13 +5,14 @@ drawn stays where the runs are.
 """
 
 import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
+from pydantic import Field, TypeAdapter
 from rich.cells import cell_len
 
 from consilium.messages import Stage
@@ -22,6 +23,8 @@ from consilium.report.predictions import CUTS, GAP, LINE, MARGIN, NAMES, PANEL, 
 from consilium.report.tables import shortened
 from consilium.storage import write_atomic
 
+CUT_AT = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, le=10**6)]], Field(min_length=2)])
+"""Where the rows of a page end."""
 MOST_METHODS = 8
 PICTURES = 3
 """Pictures of a site that are shown, where they are masks; of classes, as many as a run drew."""
@@ -106,8 +109,9 @@ def _read(path: Path) -> _Page | None:
     """Return a page that a run drew, None where there is none or it is another's."""
     try:
         with Image.open(path) as sheet:
-            return _Page(sheet.convert("RGB"), json.loads(str(sheet.info[CUTS])), int(str(sheet.info[SIDE])))
-    except (OSError, KeyError, ValueError):
+            ends = CUT_AT.validate_json(str(sheet.info[CUTS]), strict=True)
+            return _Page(sheet.convert("RGB"), ends, int(str(sheet.info[SIDE])))
+    except (OSError, KeyError, ValueError, SyntaxError, Image.DecompressionBombError):  # a torn PNG is a SyntaxError too
         return None
 
 

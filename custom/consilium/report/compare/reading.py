@@ -1,9 +1,9 @@
 """What a run's files must hold for a comparison to read them: anything else is damage, told in one line."""
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from consilium.errors import ConfigError
 from consilium.report.lines import LINES, Numbers, Strict
@@ -17,6 +17,14 @@ class Guaranteed(Strict):
     """What is read of privacy.json: epsilon by delta."""
 
     epsilon: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+
+
+class Versions(Strict):
+    """What is read of versions.json: the code's digest, "" of former versions, and the packages' versions."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    __pydantic_extra__: dict[str, str]
 
 
 class Simulated(Strict):
@@ -42,15 +50,12 @@ def read_as(kind: type[T], path: Path) -> T:
 
 
 def read_record(path: Path) -> list[Line]:
-    """Return the lines of metrics.jsonl, none where it is not there. Raises ConfigError for one that no run writes."""
-    lines: list[Any] = read_lines(path) if path.is_file() else []
+    """Return the lines of metrics.jsonl that lines.py knows. Raises ConfigError for one that no run writes."""
+    lines = read_lines(path) if path.is_file() else []
     try:
-        for line in lines:
-            if kind := LINES.get(line["event"]):
-                kind.model_validate(line)
+        return [line | LINES[line["event"]].model_validate(line).model_dump() for line in lines if line["event"] in LINES]
     except (ValidationError, OverflowError):
         raise damaged(path) from None
-    return lines
 
 
 def damaged(path: Path) -> ConfigError:

@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
-from consilium.report.compare.reading import Guaranteed, Simulated, read_as, read_record, read_results
+from consilium.report.compare.reading import Guaranteed, Simulated, Versions, read_as, read_record, read_results
 from consilium.report.means import Results
 from consilium.report.progress import Line, ended
 from consilium.report.runlog import roles_of, test_only
@@ -26,6 +26,8 @@ Settings = Mapping[str, Any]
 """job.yaml by dotted field; a list is one value."""
 Curve = Mapping[tuple[int, str], float]
 """A validation score by rounds done and site."""
+MACHINE = ("python", "platform")
+"""What versions.json says of where a run was, not of what it ran."""
 POOLED = "centralized"
 """What joins a run of pooled data in place of its sites."""
 
@@ -40,7 +42,7 @@ class Run:
     `test_only`: sites that did not train. `noted`: diagnostics by round and phase. `data`: of a study's cell, its folder of the
     data, and what tells their content from other, of all samples in `whole`; "" where there is none. `ended`: where and why its
     rounds have ended early. `content`: what tells each site's data from others, of a simulation. `base`: the SHA-256 of the
-    frozen weights, "" where the package has them or nobody knows.
+    frozen weights, "" where the package has them or nobody knows. `versions`: the digest of the `code` and packages' versions.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Run:
     ended: Mapping[str, Any] | None = None
     content: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def private(self) -> bool:
@@ -88,13 +91,13 @@ class Run:
         """Of tensors, up and down; None where data travelled instead, or not all of it is on record."""
         if self.pooled or not self._records({BYTES_UP, BYTES_DOWN}):
             return None
-        return sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values())
+        return _finite(sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values()))
 
     @property
     def seconds(self) -> float | None:
         """Of the sites' training; None where not all of it is on record, as where sites keep their metrics."""
         told = self._records({TRAIN_SECONDS})
-        return sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values()) if told else None
+        return _finite(sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())) if told else None
 
     def _records(self, names: Set[str]) -> bool:
         """Tell whether every round is on record, and every result in it has these metrics."""
@@ -152,6 +155,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         ended=ended(folder),
         content=read_as(Simulated, folder / SIMULATION).content if (folder / SIMULATION).is_file() else {},
         base=_base(folder / "server" / "state.safetensors"),
+        versions=_versions(folder / "versions.json"),
     )
 
 
@@ -164,6 +168,10 @@ def flat(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _record(lines: Sequence[Line]) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:
     """Return the metrics by round, phase and site, and who took part or wanted to. What a resumption repeats counts once."""
     rounds: dict[tuple[int, int, str], dict[str, float]] = {}
@@ -173,14 +181,15 @@ def _record(lines: Sequence[Line]) -> tuple[dict[tuple[int, int, str], dict[str,
             rounds = {place: one for place, one in rounds.items() if place[:2] < (event["round"], event["phase"])}
         elif event["event"] in ("result", "held_out"):
             rounds[event["round"], event.get("phase", HELD_OUT), event["site"]] = event["metrics"]
-        elif event["event"] == "joined" or event.get("joining"):
+        elif event["event"] == "joined" or (event["event"] == "refused" and event.get("joining")):
             joined.add(event["site"])
     return rounds, joined
 
 
 def _noted(lines: Sequence[Line]) -> dict[tuple[int, int], dict[str, float]]:
-    """Return what a run has measured of itself; what a resumption repeats counts once."""
-    return {(one["round"], one["phase"]): one["values"] for one in lines if one["event"] == "diagnostics"}
+    """Return what a run has measured of itself, where it is a finite number; what a resumption repeats counts once."""
+    told = {(one["round"], one["phase"]): one["values"] for one in lines if one["event"] == "diagnostics"}
+    return {place: {name: value for name, value in one.items() if math.isfinite(value)} for place, one in told.items()}
 
 
 def _epsilon(config: JobConfig, folder: Path) -> float | None:
@@ -221,6 +230,12 @@ def trained_tensors(config: JobConfig, path: Path) -> dict[str, tuple[Role, int]
     except ConfigError:  # a tensor that the server alone has
         return None
     return {name: (role, sizes[name]) for name, role in roles.items()} or None
+
+
+def _versions(path: Path) -> dict[str, str]:
+    """Return what versions.json says of code and packages; {} in runs of former versions."""
+    found = read_as(Versions, path).model_dump() if path.is_file() else {}
+    return {name: version for name, version in found.items() if name not in MACHINE}
 
 
 def _base(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.errors import ConfigError
+from consilium.report.lines import LARGEST
 
 MOST_BYTES = 64 * 1024**2
 """Of a file that is read as a whole."""
@@ -96,10 +97,6 @@ def sha256(path: Path) -> str | None:
         return None
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-LARGEST = 3.4e38
-"""What single precision has; a server takes no larger number from a site."""
 
 
 def number(value: Any) -> float | None:
