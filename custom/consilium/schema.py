@@ -186,15 +186,20 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
             lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            section = item["input"] if item["type"] == "value_error" and isinstance(item["input"], dict) else {}
-            if item["loc"] and re.split(r"\W", message, maxsplit=1)[0] in section:  # the message names its field
-                lines.append(f"{path}: {field}.{message}")
-                continue
-            where = f"{field}: {_shown(item['input'])}: expected " if item["loc"] else ""
-            lines.append(f"{path}: {where}{message}")
+            lines.append(f"{path}: {_where(item, field, message)}{message}")
     if len(items) > MOST_LINES:
         lines.append(f"{path}: and {len(items) - MOST_LINES} more; fix these first")
     return "\n".join(lines)
+
+
+def _where(item: Any, field: str, message: str) -> str:
+    """Return the place and value before a message: of a section as a whole, its message names field and value itself."""
+    if not item["loc"]:
+        return ""
+    section = item["type"] == "value_error" and isinstance(item["input"], dict)
+    if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # "none" is a value
+        return "" if told[0].startswith(f"{field}.") else f"{field}."
+    return f"{field}: {_shown(item['input'])}: expected "
 
 
 def _shown(value: Any) -> str:

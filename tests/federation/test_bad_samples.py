@@ -220,6 +220,7 @@ def _params(made: Any) -> dict[str, torch.Tensor]:
 # the cache in a run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder(tmp_path: Path) -> None:
     ends = []
     for index, settings in enumerate(

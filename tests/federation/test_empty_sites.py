@@ -36,10 +36,10 @@ def sites(folder: Path, count: int) -> dict[str, SiteConfig]:
     [
         ("fedit", "steps", "local"),
         ("fediat", "epochs", "local"),
-        ("deer", "epochs", "local"),
-        ("fedala", "steps", "local"),
+        pytest.param("deer", "epochs", "local", marks=pytest.mark.slow),
+        pytest.param("fedala", "steps", "local", marks=pytest.mark.slow),
         ("feddbe", "steps", "local"),
-        ("fedit", "steps", "distributed"),
+        pytest.param("fedit", "steps", "distributed", marks=pytest.mark.slow),
     ],
 )
 def test_a_site_without_samples_releases_noise_every_round(strategy: str, length: str, trust: str, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def crossed(folder: Path, hospitals: Path, one: JobConfig, sites: list[str] = SI
     return json.loads((folder / "cross_sites.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_matrix_is_the_same_over_flare_and_has_the_runs_own_scores(flare: Runner, hospitals: Path, beside: Path) -> None:
     results = json.loads((beside / "first/results.json").read_text())
     workspace = flare(crossing(), edited(client=listen), SITES, hospitals)

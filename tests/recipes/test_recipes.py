@@ -222,6 +222,7 @@ def test_the_figures_of_a_task_that_is_not_installed_here_are_its_loss(tmp_path:
 # an adapter -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_of_ones_own_learns_and_switched_off_it_is_the_base(install: Install, tmp_path: Path) -> None:
     install("shift.py", "adapters", "shift", "SHIFT")
     task = small_cells().task.model_dump() | {"augment": False}

@@ -124,7 +124,6 @@ def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[
         ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "phase": 0}'),
         ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "values": {"x": 1}}'),
         ("metrics.jsonl", '{"event": "resumed", "round": 0}'),
-        ("versions.json", '{"code": 1}'),
     ],
 )
 def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_settings_that_differ_in_a_late_digit_are_two_methods(tmp_path: Path) ->
     assert (group.methods, group.left) == (["fedit, lr 0.003", "fedit, lr 0.0030000003"], ())
 
 
-def test_runs_of_two_codes_in_one_table_are_told(
+def test_seeds_of_two_codes_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = made(tmp_path, {"fedit": [[0.5], [0.6]]})
@@ -256,7 +255,15 @@ def test_runs_of_two_codes_in_one_table_are_told(
     assert "versions.json" not in capsys.readouterr().out
     (folders[1] / "versions.json").write_text(json.dumps(told | {"code": "bb", "torch": "3"}))
     assert run(monkeypatch, "compare", *folders) == 0
-    assert "not all runs have the same code, torch (versions.json)" in " ".join(capsys.readouterr().out.split())
+    said = "fedit: its runs have other code, torch (versions.json); run the older ones again"
+    assert said in " ".join(capsys.readouterr().out.split())
+    (other,) = made(tmp_path, {"fedprox": [[0.5]]})  # another strategy's files are other code
+    (other / "versions.json").write_text(json.dumps(told | {"code": "bb"}))
+    assert run(monkeypatch, "compare", folders[0], other) == 0
+    assert "versions.json" not in capsys.readouterr().out
+    (folders[1] / "versions.json").write_text('{"code": null')  # which no score depends on
+    assert run(monkeypatch, "compare", *folders) == 0
+    assert "0.550" in capsys.readouterr().out
 
 
 def of_data(run: Run, content: str, folder: str = "", **settings: Any) -> Run:

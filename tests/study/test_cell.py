@@ -149,6 +149,7 @@ def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
     assert record_of(tmp_path) == Record()
 
 
+@pytest.mark.slow
 def test_cells_that_draw_other_samples_have_other_data(study_file: MakeStudy, tmp_path: Path) -> None:
     """Each seed draws one picture of eight a site: a change of those that seed 1 draws must not pass for seed 0's."""
     for name in ("site-1", "site-2"):

@@ -65,12 +65,12 @@ def compare(
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     from consilium.messages import Stage
-    from consilium.report.compare.differs import mixed
+    from consilium.report.compare.groups import mixed
     from consilium.report.compare.sheets import sheets
 
     runs = [_cell(path) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
-    notes += [one for group in groups for one in mixed([*group.runs.values()])]
+    notes += [one for group in groups for one in mixed(group)]
     stage = Stage(model.value)
     _check(groups, metric, against)
     tables = sheets(groups, stage, metric or None, test, against or None, published)

@@ -62,13 +62,6 @@ class TrainingConfig(Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    @model_validator(mode="after")
-    def _uses_momentum(self) -> Self:
-        """Raise ValueError for a momentum that would do nothing."""
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError(f"momentum: {self.momentum} is of optimizer sgd, not {self.optimizer}; use sgd, or leave it out")
-        return self
-
     def validates(self, round: int, stage: str) -> bool:
         """Tell whether the validation split is scored in this round, counted from 0, by the model of this stage."""
         return stage in self.validation.stages and (round + 1) % self.validation.every == 0
@@ -169,11 +162,8 @@ class JobConfig(Section):
         A median or trimmed mean counts every site once.
         """
         private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
-        return self.federation.weighting or ("uniform" if private or self._robust else "samples")
-
-    @property
-    def _robust(self) -> bool:
-        return self.server is not None and self.server.robust
+        robust = self.server is not None and self.server.robust
+        return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
         """Return what the update of a site that says it has so many samples weighs in the mean."""
@@ -226,16 +216,9 @@ class JobConfig(Section):
             raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
 
     @model_validator(mode="after")
-    def _bounds_weights(self) -> Self:
-        """Raise ValueError for a bound on weights where every site counts once."""
-        if (most := self.federation.max_weight) is not None and self.weighting == "uniform" and not self._robust:
-            raise ValueError(f"federation.max_weight: {most} bounds weights, and every site counts once here; leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _means_of_sites(self) -> Self:
         """Raise ValueError for a robust mean with what it does without: weights, and sums that hide the sites."""
-        if self.server is None or not self._robust:
+        if self.server is None or not self.server.robust:
             return self
         if self.federation.weighting == "samples" or self.federation.max_weight is not None:
             field = "weighting: 'samples'" if self.federation.weighting else f"max_weight: {self.federation.max_weight}"
@@ -284,7 +267,20 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
     override(raw, overrides or {}, path, keys)
     if author:
         embed_architecture(raw, path)
-    return validate(JobConfig, raw, path, plugins)
+    config = validate(JobConfig, raw, path, plugins)
+    if author:
+        _check_used(config, path)
+    return config
+
+
+def _check_used(config: JobConfig, path: Path) -> None:
+    """Raise ConfigError for a setting that does nothing beside others. A finished run may have it, and stays readable."""
+    training, most = config.training, config.federation.max_weight
+    if training.momentum and training.optimizer != "sgd":
+        what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"
+        raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
+    if most is not None and config.weighting == "uniform":
+        raise ConfigError(f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null")
 
 
 def job_file(path: Path) -> Path:

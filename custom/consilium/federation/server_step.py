@@ -53,7 +53,7 @@ def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, T
         return gradient_step(config.training, state, mean)
     if config.server is None:
         return state, mean
-    trained = {name for one in job.strategy.passes(mean, state.round, state.phase) for name in one.trained}
+    trained = {name for one in job.strategy.passes(job.initial, state.round, state.phase) for name in one.trained}
     after, steps = step(config.server, state, {name: update for name, update in mean.items() if name in trained})
     return after, {**mean, **steps}
 

@@ -133,6 +133,4 @@ def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, so
 
 def _merges(strategy: Strategy, initial: Tensors) -> bool:
     """Tell whether any tensor travels from sites to the server, in any phase."""
-    rounds = range(strategy.warm_up + strategy.period)
-    places = [(round, phase) for round in rounds for phase in range(strategy.phases(round))]
-    return any(strategy.names(initial, Role.SHARED, *place) for place in places)
+    return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.places())

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-LARGEST = 3.4e38
+LARGEST = 3.4028234663852886e38
 """What single precision has; a server takes no larger number from a site."""
 Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
 """A metric; one that is no finite number of single precision is NaN."""

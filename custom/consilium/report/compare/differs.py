@@ -1,7 +1,6 @@
 """Why the scores of two runs do not compare: another task, other data, sites or test images."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from consilium.messages import Stage
@@ -33,16 +32,6 @@ def differs(one: Run, other: Run) -> str | None:
     if site := _other_data(one, other):
         return f"its data at {site} are not those of {one.name}"
     return _other_images(one, other)
-
-
-def mixed(runs: Sequence[Run]) -> list[str]:
-    """Return a line where runs that stand in one table are not all of one code and the same packages."""
-    names = sorted({name for run in runs for name in run.versions})
-    unlike = [name for name in names if len({run.versions[name] for run in runs if name in run.versions}) > 1]
-    if not unlike:
-        return []
-    what = "a difference may be theirs; `consilium study run --again` runs the older cells of a study anew"
-    return [f"not all runs have the same {', '.join(unlike)} (versions.json): {what}"]
 
 
 def _changed(one: Run, other: Run) -> bool:

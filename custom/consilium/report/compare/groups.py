@@ -216,6 +216,21 @@ def _text(run: Run) -> str:
     return json.dumps({site: dict(one) for site, one in run.results.items()}, sort_keys=True)
 
 
+def mixed(group: Group) -> list[str]:
+    """Return a line for each method whose runs are not all of one code and the same packages. The code is the strategy's."""
+    return [
+        f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again"
+        for method in group.methods
+        if (names := _unlike([run.versions for (name, _), run in group.runs.items() if name == method]))
+    ]
+
+
+def _unlike(versions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return what runs that note it have in more than one version."""
+    names = sorted({name for one in versions for name in one})
+    return [name for name in names if len({one[name] for one in versions if name in one}) > 1]
+
+
 def _draw(seed: str, number: int) -> str:
     return seed if number == 1 else f"{seed}{AGAIN} {number}" if number > 2 else f"{seed}{AGAIN}"
 

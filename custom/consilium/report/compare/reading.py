@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from consilium.errors import ConfigError
 from consilium.report.lines import LINES, Numbers, Strict
@@ -17,14 +17,6 @@ class Guaranteed(Strict):
     """What is read of privacy.json: epsilon by delta."""
 
     epsilon: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
-
-
-class Versions(Strict):
-    """What is read of versions.json: the code's digest, "" of former versions, and the packages' versions."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    __pydantic_extra__: dict[str, str]
 
 
 class Simulated(Strict):

@@ -14,8 +14,9 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
-from consilium.report.compare.reading import Guaranteed, Simulated, Versions, read_as, read_record, read_results
+from consilium.report.compare.reading import Guaranteed, Simulated, read_as, read_record, read_results
 from consilium.report.means import Results
+from consilium.report.page.files import read_json
 from consilium.report.progress import Line, ended
 from consilium.report.runlog import roles_of, test_only
 from consilium.schema import dotted
@@ -233,9 +234,10 @@ def trained_tensors(config: JobConfig, path: Path) -> dict[str, tuple[Role, int]
 
 
 def _versions(path: Path) -> dict[str, str]:
-    """Return what versions.json says of code and packages; {} in runs of former versions."""
-    found = read_as(Versions, path).model_dump() if path.is_file() else {}
-    return {name: version for name, version in found.items() if name not in MACHINE}
+    """Return what versions.json says of code and packages; {} where it cannot be read: no score depends on it."""
+    found = read_json(path)
+    told = found.items() if isinstance(found, dict) else ()
+    return {name: one for name, one in told if isinstance(one, str) and name not in MACHINE and one != "not installed"}
 
 
 def _base(path: Path) -> str:
