@@ -55,7 +55,8 @@ class Simulator:
     """FLARE's simulator in a process of its own, which loads PyTorch and FLARE from the start and waits for `ask` and `run`.
 
     `threads`: how many sites run at a time, all by default. With fewer every task has a process of its own, and FLARE 2.9.0 at
-    times fetches no update from one that follows another of the same site: no command asks for that. No process is left however the block ends that this is used in.
+    times fetches no update from one that follows another of the same site: no command asks for that.
+    No process is left however the block ends that this is used in.
     """
 
     def __init__(self, sites: list[str], threads: int | None = None) -> None:
