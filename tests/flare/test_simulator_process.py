@@ -1,5 +1,6 @@
 """FLARE's simulator seen from outside: what is read of it, how it ends, and how it starts sites."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -95,7 +96,9 @@ def test_a_simulator_that_does_not_start_says_why(tmp_path: Path, monkeypatch: p
                 ask()
 
 
-def test_a_job_that_is_refused_leaves_no_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_refused_leaves_no_simulator_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = itertools.count(2e9, -1.0)
+    monkeypatch.setattr("psutil.Process.create_time", lambda self: next(later))
     monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
     left = []
 

@@ -116,7 +116,7 @@ def made(folder: Path, scores: Mapping[str, Sequence[Sequence[float]]]) -> list[
         ("metrics.jsonl", '{"event": "result", "site": "s0", "round": 0, "phase": 0, "metrics": {"comm/bytes_up": "1"}}'),
         ("metrics.jsonl", '{"event": "joined", "site": 5}'),
         ("metrics.jsonl", '{"event": "ended", "round": "1", "rounds": 2, "validations": 1, "best_round": 1}'),
-        ("metrics.jsonl", '{"event": "parameters", "shared": null}'),
+        ("metrics.jsonl", '{"event": "parameters", "round": 0, "phase": 0, "shared": null}'),
         ("privacy.json", '{"epsilon": []}'),
         ("privacy.json", '{"epsilon": {"1e-05": NaN}}'),
         ("privacy.json", '{"epsilon": {"1e-05": true}}'),
@@ -1089,7 +1089,7 @@ def test_a_kept_decoder_counts_among_the_parameters_that_a_run_has_recorded(tmp_
     }
     run = make(tmp_path / "a", {"s": 0.5}, "fedsca", **adapter, **model)
     assert read_run(run).trained is None  # a run of before
-    note_in(run, {"event": "parameters", "shared": 10, "local": 5, "frozen": 0})
+    note_in(run, {"event": "parameters", "round": 0, "phase": 0, "shared": 10, "local": 5, "frozen": 0})
     assert read_run(run).trained == {Role.SHARED: 10, Role.LOCAL: 5, Role.FROZEN: 0}
 
 

@@ -182,6 +182,8 @@ def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     page = Page(run_page(read_record(folder)))
     assert "Damaged lines of metrics.jsonl: 6" in page.text
     assert "0.600" in page.text
+    add(folder, '{"event": "parameters", "shared": 1, "local": 1, "frozen": 1}', '{"event": "resumed", "round": 2, "phase": 0}')
+    assert "Damaged lines of metrics.jsonl: 7" in Page(run_page(read_record(folder))).text  # a line without its round
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -23,10 +23,9 @@ from consilium.privacy.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import layout, size_of
 from consilium.privacy.secagg.attempt import MASKED
 from consilium.report.clean import shown
+from consilium.report.lines import LARGEST
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
-LARGEST = float(torch.finfo(torch.float32).max)
-"""The largest number a site may report: TensorBoard keeps single precision."""
 SMALLEST = 1e-3
 """The fewest ranks a layer that a site may offer on average."""
 SAMPLES = 10**9

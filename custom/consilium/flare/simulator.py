@@ -73,13 +73,12 @@ class Simulator:
                 stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT,
             )  # fmt: skip
             os.close(passed)
-        self._began = psutil.Process(self._process.pid).create_time()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._mark, self._began)
+        _end(self._mark)
         self._process.wait()
         self._pipe.close()
         self._said.close()
@@ -112,7 +111,7 @@ class Simulator:
             self._start(job, workspace)
             for event in _events(workspace / "events", self._process):
                 observer(event)
-            _end(self._mark, self._began)
+            _end(self._mark)
         self._check(workspace, observer)
         for name in self._sites:
             discard(workspace / "sites" / name)
@@ -195,23 +194,23 @@ def _cores(processes: int) -> dict[str, str]:
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
-def _end(mark: str, began: float) -> None:
+def _end(mark: str) -> None:
     """End what is left of a simulation. FLARE gives sites' processes sessions of their own, in which they outlive it."""
     try:
-        for process in _processes(mark, began):
+        for process in _processes(mark):
             process.terminate()
-        psutil.wait_procs(_processes(mark, began), timeout=PATIENCE)
+        psutil.wait_procs(_processes(mark), timeout=PATIENCE)
     finally:  # also when Ctrl-C is pressed again
-        for process in _processes(mark, began):
+        for process in _processes(mark):
             process.kill()
 
 
-def _processes(mark: str, began: float) -> list[psutil.Process]:
-    """Return the living processes that have inherited this mark; `began`: when the first of them did."""
+def _processes(mark: str) -> list[psutil.Process]:
+    """Return the living processes that have inherited this mark. When they began says nothing: a clock may be set back."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.create_time() >= began and process.environ().get(MARK) == mark:
+            if process.environ().get(MARK) == mark:
                 found.append(process)
     return found
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LARGEST = 3.4028234663852886e38
-"""What single precision has; a server takes no larger number from a site."""
+"""The largest number a site may report: TensorBoard keeps single precision."""
 Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
 """A metric; one that is no finite number of single precision is NaN."""
 Numbers = dict[str, Number]
@@ -59,7 +59,7 @@ class _Ended(Strict):
     best_round: Count
 
 
-class _Parameters(Strict):
+class _Parameters(_Placed):
     shared: Size
     local: Size
     frozen: Size

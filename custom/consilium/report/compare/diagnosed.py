@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import Run
+from consilium.report.compare.groups import Group
+from consilium.report.compare.runs import Run, known
 from consilium.report.compare.sheet import Column, Sheet, titled
 from consilium.report.compare.table import Table, mean
 from consilium.report.means import number

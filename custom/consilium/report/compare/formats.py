@@ -16,8 +16,8 @@ from rich.text import Text
 
 from consilium.messages import Stage
 from consilium.report.clean import cell, harmless, line, shown
-from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import Run
+from consilium.report.compare.groups import Group
+from consilium.report.compare.runs import Run, known
 from consilium.report.compare.sheets import Sheet
 from consilium.report.tables import needed, shortened
 from consilium.tasks.registry import COUNT, HIGH, LOW

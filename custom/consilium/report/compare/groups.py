@@ -1,7 +1,6 @@
 """Groups of runs that compare, see differs.py. What each is called: the settings in which they differ."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -253,8 +252,3 @@ def renamed(runs: Sequence[Run]) -> list[Run]:
         if len(set(names)) == len(names):
             break
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-
-
-def known(value: float | None) -> float | None:
-    """Return a score, None for one that is not finite."""
-    return None if value is None or not math.isfinite(value) else value

@@ -19,8 +19,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from consilium.messages import Stage
 from consilium.report.clean import shown
 from consilium.report.compare.along import along
-from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import Run
+from consilium.report.compare.groups import Group
+from consilium.report.compare.runs import Run, known
 from consilium.report.compare.sheet import MARK
 from consilium.report.compare.sheets import heading_of, titled
 from consilium.report.compare.table import Table, mean, table_of

@@ -92,13 +92,13 @@ class Run:
         """Of tensors, up and down; None where data travelled instead, or not all of it is on record."""
         if self.pooled or not self._records({BYTES_UP, BYTES_DOWN}):
             return None
-        return _finite(sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values()))
+        return known(sum(one.get(BYTES_UP, 0.0) + one.get(BYTES_DOWN, 0.0) for one in self.rounds.values()))
 
     @property
     def seconds(self) -> float | None:
         """Of the sites' training; None where not all of it is on record, as where sites keep their metrics."""
         told = self._records({TRAIN_SECONDS})
-        return _finite(sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())) if told else None
+        return known(sum(one.get(TRAIN_SECONDS, 0.0) for one in self.rounds.values())) if told else None
 
     def _records(self, names: Set[str]) -> bool:
         """Tell whether every round is on record, and every result in it has these metrics."""
@@ -169,8 +169,9 @@ def flat(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def known(value: float | None) -> float | None:
+    """Return a number, None for one that is not finite."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _record(lines: Sequence[Line]) -> tuple[dict[tuple[int, int, str], dict[str, float]], set[str]]:

@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from consilium.messages import Stage
-from consilium.report.compare.groups import Group, known
-from consilium.report.compare.runs import Run
+from consilium.report.compare.groups import Group
+from consilium.report.compare.runs import Run, known
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
 
 FEWEST_SEEDS = 3
