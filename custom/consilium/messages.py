@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:  # a kit's own process reads this file, and has no use for torch
     from torch import Tensor
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised by one whenever a message changes, so that server and sites of two numbers do not talk. 1 is version 0.2.0, which
 did not say it."""
 LIBRARIES = ("monai", "nvflare", "opacus", "peft", "torch", "transformers")
@@ -44,7 +44,7 @@ class Hello:
     """What a site tells the server before round 0. `checkpoint`: SHA-256 of its base weights, "" if the package has them;
     `ledger`: the last seal of its privacy ledger, which the guard fills in; `plugins`: other packages that the job's kinds
     come from at this site, with their versions; `test_only`: it never trains, and so has no training samples; `libraries`: the
-    installed versions of LIBRARIES.
+    installed versions of LIBRARIES; `seeded`: its noise in this private job comes from a seed of its site.yaml.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Hello:
     test_only: bool = False
     protocol: int = PROTOCOL
     libraries: dict[str, str] = field(default_factory=dict)
+    seeded: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -112,6 +113,8 @@ TRAIN_MEMORY = "train/peak_bytes"
 """The most memory of its GPU that a training took; not there on a CPU, which does not say."""
 SKIPPED = "data/skipped"
 """How many samples a site has left out because they cannot be read, where its site.yaml says so; not there for none."""
+NOT_PRIVATE = "privacy/not_private"
+"""1 in the results of a private job's site whose noise came from a seed; not there else."""
 BYTES_UP, BYTES_DOWN = "comm/bytes_up", "comm/bytes_down"
 """What the server adds to a site's result: bytes of tensors."""
 

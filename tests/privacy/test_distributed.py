@@ -1,6 +1,7 @@
 """Noise in shares under masks: DP-SGD by the step over all sites, and site level with DEeR's whitened coordinates."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from consilium.privacy import mechanism
 from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.ledger import Ledger
+from consilium.privacy.mechanism import restored
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
-from consilium.privacy.release import Sources, geometries, privatized, restored
+from consilium.privacy.randomness import Randomness
+from consilium.privacy.release import geometries, privatized
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.strategies.strategy import ServerState
-from consilium.training.step import clipped_sum, drawn
+from consilium.training.step import clipped_sum
 from tests.conftest import Snapshot, assembled, small_cells, training_only
 
 SITES = ("site-1", "site-2", "site-3")
@@ -75,13 +78,18 @@ def summed(rows: list[list[float]], dp: DpSgd) -> Tensors:
     return {name: tensor.double() * UNIT for name, tensor in found.items()}
 
 
-def everybody(count: int, rate: float, bits: Any) -> list[int]:
+def drawing(monkeypatch: pytest.MonkeyPatch, draw: Callable[[int], list[int]]) -> None:
+    """Have steps draw the units that `draw` says, of so many."""
+    monkeypatch.setattr(Randomness, "coins", lambda randomness, count, rate: draw(count))
+
+
+def everybody(count: int) -> list[int]:
     return list(range(count))
 
 
 def test_a_sum_is_of_gradients_clipped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: (x, 1) of norm 3 for (2, 2), clipped to 1.5: a half; (0, 0) has norm 1 and stays."""
-    monkeypatch.setattr("consilium.training.step.drawn", everybody)
+    drawing(monkeypatch, everybody)
     found = summed([[2.0, 2.0], [0.0, 0.0], [-2.0, 2.0]], DpSgd(0.0, 1.5, 0.5))
     assert found["w"].flatten().tolist() == pytest.approx([0.0, 2.0], abs=1e-9)  # (1, 1) + (0, 0) + (-1, 1)
     assert found["b"].item() == pytest.approx(0.5 + 1 + 0.5, abs=1e-9)
@@ -89,7 +97,7 @@ def test_a_sum_is_of_gradients_clipped_one_by_one(monkeypatch: pytest.MonkeyPatc
 
 def test_of_a_patient_the_mean_is_clipped_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: (2, 2) and (-2, 2) mean (0, 2), with 1 of norm sqrt 5; the other patient's one sample is (0, 0)."""
-    monkeypatch.setattr("consilium.training.step.drawn", everybody)
+    drawing(monkeypatch, everybody)
     dp = DpSgd(0.0, 1.5, 0.5, patients=((0, 2), (1,)), per_patient=2)
     found = summed([[2.0, 2.0], [0.0, 0.0], [-2.0, 2.0]], dp)
     part = 1.5 / math.sqrt(5)
@@ -98,7 +106,7 @@ def test_of_a_patient_the_mean_is_clipped_as_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_unit_more_moves_a_sum_by_the_clip_at_most_whatever_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.training.step.drawn", everybody)
+    drawing(monkeypatch, everybody)
     others = [[0.3, -0.2], [5.0, 1.0], [0.1, 0.1]]
     before = summed(others, DpSgd(0.0, 1.0, 0.5))
     for extra in ([1e20, 0.0], [-3e3, 7.0], [0.0, 0.0], [1e30, -1e30], [math.inf, 0.0], [math.nan, 1.0]):
@@ -108,24 +116,24 @@ def test_one_unit_more_moves_a_sum_by_the_clip_at_most_whatever_its_gradient(mon
 
 
 def test_an_empty_batch_is_a_sum_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.training.step.drawn", lambda count, rate, bits: [])
+    drawing(monkeypatch, lambda count: [])
     assert all(not tensor.any() for tensor in summed([[1.0, 2.0]], DpSgd(0.0, 1.0, 0.5)).values())
 
 
 def test_a_sum_that_64_bits_do_not_hold_stops_at_their_end_and_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 150 times 10^6 is 1.03e19 units, over 2^63; wrapped it would be negative. The end is 2^62 units, 2^26."""
-    monkeypatch.setattr("consilium.training.step.drawn", everybody)
+    drawing(monkeypatch, everybody)
     assert summed([[1e9, 0.0]] * 150, DpSgd(0.0, 1e6, 0.5))["w"].flatten().tolist() == [2.0**26, 0.0]
 
 
 def test_units_are_drawn_independently_with_the_rate() -> None:
-    bits = np.random.default_rng(0).bytes
-    sizes = np.array([len(drawn(50, 0.1, bits)) for _ in range(2000)])
+    randomness = Randomness.seeded(0)
+    sizes = np.array([len(randomness.coins(50, 0.1)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(5.0, abs=0.2)
     assert sizes.var() == pytest.approx(50 * 0.1 * 0.9, rel=0.12)  # binomial
-    often = np.bincount([i for _ in range(2000) for i in drawn(10, 0.1, bits)], minlength=10)
+    often = np.bincount([i for _ in range(2000) for i in randomness.coins(10, 0.1)], minlength=10)
     assert (abs(often - 200) < 5 * math.sqrt(180)).all()
-    assert drawn(20, 1e-19, bits) == []
+    assert randomness.coins(20, 1e-20) == []
 
 
 @pytest.mark.parametrize(("optimizer", "options"), [("adam", {}), ("adamw", {"weight_decay": 0.1}), ("sgd", {"momentum": 0.9})])
@@ -260,7 +268,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
     for update in updates:
         products = {n: scale * t.double() @ state.shared[n[:-1] + "A"].double() for n, t in update.items()}
         norm = math.sqrt(sum(float(p.square().sum()) for p in products.values()))
-        for n, part in privatized(plan(config), update, maps)[0].items():
+        for n, part in privatized(plan(config), update, maps, as_sums=True)[0].items():
             sums[n] += part
             expected[n] += products[n] * min(1.0, 0.5 / norm) / 3
     opened, divisor, back = opened_mean(made, state, sums, 3)
@@ -275,7 +283,7 @@ def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan(
     state = made.strategy.init_state(made.initial)
     update = {n: torch.zeros_like(t) for n, t in state.shared.items() if n.endswith("lora_B")}
     maps = geometries(config.strategy, config, update, state.shared, 0, 0)
-    released, outcome = privatized(plan(config), update, maps, Sources(bits=np.random.default_rng(0).bytes))
+    released, outcome = privatized(plan(config), update, maps, Randomness.seeded(0), as_sums=True)
     drawn_noise = torch.cat([t.flatten() for t in released.values()]).double() * UNIT
     assert float(drawn_noise.std()) == pytest.approx(2.0 * 0.5 / math.sqrt(2), rel=0.05)
     assert outcome.noise == pytest.approx(float(drawn_noise.norm()))
@@ -295,7 +303,7 @@ def test_a_run_without_noise_is_dpsgd_on_all_sites_data_together(tmp_path: Path,
     """By an independent loop: autograd of one sample at a time, clipped, summed over all, divided, one step of SGD."""
     picked = {0: [0, 3, 5], 1: [], 2: [1, 2, 4, 7]}
     calls = iter([picked[site] for _ in range(2) for site in range(3)])
-    monkeypatch.setattr("consilium.training.step.drawn", lambda count, rate, bits: next(calls))
+    drawing(monkeypatch, lambda count: next(calls))
     config = job(STEPS | {"noise_multiplier": 0})
     found = run(config, tmp_path / "run")
     start = assemble_job(config).initial

@@ -1,4 +1,4 @@
-"""Record-level DP-SGD: per-sample gradients are autograd's, Opacus counts what the plan plans, adapters survive saving."""
+"""Record-level DP-SGD: per-sample gradients are autograd's, steps clip and noise as planned, adapters survive saving."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,6 @@ from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
-from consilium.privacy.accounting import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
 from consilium.tasks.base import Task
 from consilium.training.loop import train
@@ -175,7 +174,7 @@ def test_each_sample_is_clipped_on_its_own_and_the_mean_has_a_constant_divisor()
     assert torch.allclose(layer.weight, torch.tensor([[1.0, 0.5]]) / 2, atol=1e-5)  # 10 samples at rate 0.2: 2 expected
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_a_sample_without_a_finite_gradient_adds_nothing_and_stops_nothing(odd: float) -> None:
     def after(rows: list[list[float]]) -> torch.Tensor:
         layer, private = steps(DpSgd(0.0, 0.5, 1.0, seed=0))
@@ -224,7 +223,7 @@ def test_a_penalty_is_added_after_clipping_and_noise() -> None:
     assert torch.allclose(layer.weight, torch.tensor([[5.0, -2.0]]))
 
 
-def test_batches_are_poisson_and_opacus_counts_what_the_plan_says() -> None:
+def test_batches_are_poisson() -> None:
     _, private = steps(DpSgd(2.0, 1.0, 0.2, seed=1))
     with private:
         sizes = []
@@ -234,8 +233,6 @@ def test_batches_are_poisson_and_opacus_counts_what_the_plan_says() -> None:
     assert 1.8 < sum(sizes) / 300 < 2.2
     assert min(sizes) == 0
     assert max(sizes) > 4
-    assert private.engine.accountant.history == [(2.0, 0.2, 300)]
-    assert private.engine.get_epsilon(1e-5) == pytest.approx(epsilon_of([GaussianEvent(2.0, 0.2, 300)], 1e-5, "prv"), rel=1e-6)
 
 
 def test_without_a_seed_batches_and_noise_never_repeat() -> None:
@@ -316,7 +313,7 @@ def test_a_seed_makes_private_training_repeatable(private_run: tuple[Path, Tenso
 
 @pytest.mark.parametrize(("units", "batch_size"), [(49, 1), (103, 1), (98, 2), (97, 2), (10, 4)])
 def test_a_step_is_divided_by_how_many_units_it_draws_on_average(units: int, batch_size: int) -> None:
-    """By hand: one unit with the gradient -1 within the clip moves the weight by 1 / (units * rate); Opacus rounds."""
+    """By hand: one unit with the gradient -1 within the clip moves the weight by 1 / (units * rate)."""
     rate = 1 / math.ceil(units / batch_size)
     layer = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(layer.weight)
@@ -325,7 +322,7 @@ def test_a_step_is_divided_by_how_many_units_it_draws_on_average(units: int, bat
         with private.gradients.collect(1):
             (-layer(torch.ones(1, 1))).mean().backward()
         private.step({})
-    assert layer.weight.item() == pytest.approx(1 / (units * rate), rel=1e-5)  # a clip is 1 / (norm + 1e-6)
+    assert layer.weight.item() == pytest.approx(1 / (units * rate), rel=1e-6)
 
 
 def test_what_augments_a_private_step_is_secret_and_new_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

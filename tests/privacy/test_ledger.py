@@ -1,5 +1,7 @@
 """The ledger: composition across jobs, budgets under concurrency, crashes, replays."""
 
+import hashlib
+import json
 import math
 import multiprocessing
 import os
@@ -13,7 +15,7 @@ import pytest
 from consilium.config.privacy import BudgetConfig
 from consilium.errors import RefusedError
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
-from consilium.privacy.composition import Entry, epsilon_for, merge, weakest
+from consilium.privacy.composition import DISCRETE, Entry, epsilon_for, merge, weakest
 from consilium.privacy.ledger import Ledger, summary
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
@@ -201,3 +203,62 @@ def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) 
     ledger.check([ONE], {})
     ledger.spend(ONE, {})
     assert len(Ledger(ledger.path).entries()) == 1
+
+
+# ledgers of versions that named no mechanism --------------------------------------------------------------------------
+
+OLD_COLUMNS = (
+    "dataset", "unit", "adjacency", "trust", "job", "run", "round", "phase", "noise_multiplier", "sample_rate", "count", "clip",
+    "private", "digest",
+)  # fmt: skip
+
+
+def old_ledger(path: Path, *rows: Entry) -> Ledger:
+    """Return a ledger as version 0.2.0 wrote it: without the column `mechanism`, in table and seals."""
+    before = ""
+    with sqlite3.connect(path) as db:
+        db.execute(
+            f"CREATE TABLE releases (time REAL NOT NULL, {', '.join(f'"{c}" NOT NULL' for c in OLD_COLUMNS)}, seal NOT NULL)"
+        )
+        for when, row in enumerate(rows):
+            values = {name: getattr(row, name) for name in OLD_COLUMNS}
+            before = hashlib.sha256(json.dumps([before, float(when), values]).encode()).hexdigest()
+            marks = ", ".join("?" * (len(OLD_COLUMNS) + 2))
+            db.execute(f"INSERT INTO releases VALUES ({marks})", (float(when), *values.values(), before))
+    db.close()
+    return Ledger(path)
+
+
+RECORD = replace(ONE, unit="record", run="run-9", noise_multiplier=1.1, sample_rate=0.1, count=20)
+
+
+def test_an_old_ledger_is_read_and_goes_on_and_its_rows_of_dpsgd_at_sites_are_void(tmp_path: Path) -> None:
+    rows = [ONE, RECORD, replace(RECORD, run="run-8", trust="distributed"), replace(RECORD, unit="patient", run="run-7")]
+    ledger = old_ledger(tmp_path / "l", *rows)
+    assert ledger.entries() == rows
+    assert [row.is_void for row in ledger.entries()] == [False, True, False, True]
+    new = replace(RECORD, run="run-10", mechanism=DISCRETE)
+    ledger.spend(new, {})
+    assert Ledger(tmp_path / "l").entries() == [*rows, new]
+    assert not new.is_void
+    (found,) = summary(ledger)
+    assert found["void"] == 2
+    assert found["releases"] == 1 + 4 * 20  # all still count
+    assert found["epsilon"]["record"]["1e-05"] == pytest.approx(epsilon_for("record", [*rows, new], 1e-5))
+
+
+def test_an_old_row_is_the_same_release_under_this_version_and_spends_nothing(tmp_path: Path) -> None:
+    ledger = old_ledger(tmp_path / "l", ONE)
+    assert not ledger.spend(replace(ONE, mechanism=DISCRETE), BUDGET)
+    assert ledger.entries() == [ONE]
+
+
+@pytest.mark.parametrize(("row", "named"), [(RECORD, DISCRETE), (replace(RECORD, mechanism=DISCRETE), "")])
+def test_a_row_whose_mechanism_was_written_or_taken_out_later_breaks_the_chain(tmp_path: Path, row: Entry, named: str) -> None:
+    ledger = Ledger(tmp_path / "l")
+    ledger.spend(row, {})
+    with sqlite3.connect(tmp_path / "l") as db:
+        db.execute("UPDATE releases SET mechanism = ?", (named,))
+    db.close()
+    with pytest.raises(RefusedError, match="row 1 of the privacy ledger was altered"):
+        Ledger(tmp_path / "l").entries()

@@ -10,19 +10,34 @@ from scipy.stats import beta, kstest
 
 from consilium.errors import RefusedError
 from consilium.linalg.together import norm as joint_norm
+from consilium.messages import Tensors
 from consilium.privacy.accounting import gaussian_delta
-from consilium.privacy.mechanism import Geometry, geometry, privatize, seeded_normal, system_normal
+from consilium.privacy.discrete import Bits
+from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restored
+from consilium.privacy.randomness import Randomness, secret_bytes
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import share_deviation
 
 M, R, N = 7, 3, 13
 NONE: dict[str, Geometry] = {}
+seeded = Randomness.seeded
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def no_noise(update: dict, maps: dict, clip: float = math.inf) -> tuple[dict, float]:
-    released, outcome = privatize(update, maps, clip, 0.0, seeded_normal(0))
+def released_of(
+    update: Tensors, maps: dict[str, Geometry], clip: float, std: float, bits: Bits, each: bool = False
+) -> tuple[Tensors, Outcome]:
+    """Return a release as an update, with noise of a deviation in the update's units, and what was done to it."""
+    coordinates, outcome = privatize(update, maps, clip, share_deviation(std, 1.0, 1), bits, each)
+    assert all(tensor.dtype is torch.int64 for tensor in coordinates.values())
+    return restored(maps, in_reals(coordinates)), outcome
+
+
+def no_noise(update: dict, maps: dict, clip: float = 1e6) -> tuple[dict, float]:
+    released, outcome = released_of(update, maps, clip, 0.0, seeded(0))
     return released, outcome.norm
 
 
@@ -40,8 +55,8 @@ def test_the_norm_is_that_of_the_effective_update(side: str, shape: tuple[int, i
 def test_moving_scale_between_the_factors_changes_nothing(moved: float, seed: int) -> None:
     """PITFALL: clipping in factor space while noising the product."""
     a, update = draw(R, N, seed=seed), draw(M, R, seed=seed + 100)
-    _, one = privatize({"w": update}, {"w": geometry(a, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
-    _, other = privatize({"w": update / moved}, {"w": geometry(a * moved, "right", 1.0)}, 0.5, 0.3, seeded_normal(seed))
+    _, one = released_of({"w": update}, {"w": geometry(a, "right", 1.0)}, 0.5, 0.3, seeded(seed))
+    _, other = released_of({"w": update / moved}, {"w": geometry(a * moved, "right", 1.0)}, 0.5, 0.3, seeded(seed))
     assert other.norm == pytest.approx(one.norm, rel=1e-9)
     assert other.clip_factor == pytest.approx(one.clip_factor, rel=1e-9)
     assert other.noise == pytest.approx(one.noise, rel=1e-9)
@@ -49,7 +64,7 @@ def test_moving_scale_between_the_factors_changes_nothing(moved: float, seed: in
 
 def test_clipping_is_joint_over_all_tensors() -> None:
     layers = {str(i): torch.full((1,), 0.6) for i in range(4)}
-    released, outcome = privatize(layers, NONE, 0.6, 0.0, seeded_normal(0))
+    released, outcome = released_of(layers, NONE, 0.6, 0.0, seeded(0))
     assert outcome.norm == pytest.approx(1.2)
     assert outcome.clip_factor == pytest.approx(0.5)
     assert joint_norm(released) == pytest.approx(0.6)
@@ -58,35 +73,41 @@ def test_clipping_is_joint_over_all_tensors() -> None:
 def test_each_tensor_is_clipped_on_its_own_where_that_is_asked() -> None:
     """Norms 0.6, 0.2 and 0.3, clip 0.3: the first is halved, the others stay; a tensor of zeros stays one."""
     layers = {name: torch.tensor([value]) for name, value in (("a", 0.6), ("b", 0.2), ("c", -0.3), ("d", 0.0))}
-    released, outcome = privatize(layers, NONE, 0.3, 0.0, seeded_normal(0), each=True)
+    released, outcome = released_of(layers, NONE, 0.3, 0.0, seeded(0), each=True)
     assert [float(t) for t in released.values()] == pytest.approx([0.3, 0.2, -0.3, 0.0])
     assert (outcome.norm, outcome.signal) == pytest.approx((0.7, 0.22**0.5))
 
 
 def test_a_small_update_is_not_touched_by_clipping() -> None:
     update = {"w": draw(3, 3)}
-    released, outcome = privatize(update, NONE, 1e6, 0.0, seeded_normal(0))
-    assert torch.equal(released["w"], update["w"])
-    assert (outcome.clip_factor, outcome.cosine) == (1.0, pytest.approx(1.0))
+    released, outcome = released_of(update, NONE, 1e6, 0.0, seeded(0))
+    assert (released["w"] - update["w"]).abs().max() <= UNIT / 2  # rounded to the grid
+    assert (outcome.clip_factor, outcome.cosine) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_an_update_of_nothing_has_no_cosine_and_no_error() -> None:
-    released, outcome = privatize({"w": torch.zeros(2, 2)}, NONE, 1.0, 1.0, seeded_normal(0))
+    released, outcome = released_of({"w": torch.zeros(2, 2)}, NONE, 1.0, 1.0, seeded(0))
     assert (outcome.norm, outcome.clip_factor, outcome.cosine, outcome.signal) == (0.0, 1.0, 0.0, 0.0)
     assert outcome.noise == pytest.approx(float(released["w"].double().norm()), rel=1e-6)
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
     with pytest.raises(RefusedError, match="NaN or Inf"):
-        privatize({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded_normal(0))
+        released_of({"w": torch.tensor([float("inf")])}, NONE, 1.0, 1.0, seeded(0))
+
+
+def releases(update: torch.Tensor, map: Geometry, std: float, count: int, bits: Bits) -> list[torch.Tensor]:
+    """Return `count` releases of an update, each clipped to 1 on its own and with noise of its own."""
+    names = [str(number) for number in range(count)]
+    return list(released_of(dict.fromkeys(names, update), dict.fromkeys(names, map), 1.0, std, bits, each=True)[0].values())
 
 
 def samples(peer: torch.Tensor, side: str, std: float, count: int) -> torch.Tensor:
-    """Return effective noise (count, ...) of releases of a zero update."""
-    maps, normal = {"w": geometry(peer, side, 2.0)}, seeded_normal(3)
-    zero = torch.zeros((M, R) if side == "right" else (R, N), dtype=torch.float64)
-    noise = [privatize({"w": zero}, maps, 1.0, std, normal)[0]["w"] for _ in range(count)]
-    return torch.stack([2.0 * (w @ peer if side == "right" else peer @ w) for w in noise])
+    """Return effective noise (count, ...) of a release of zeros, as of `count` layers with this peer."""
+    zero = torch.zeros((count * M, R) if side == "right" else (R, count * N), dtype=torch.float64)
+    noise = released_of({"w": zero}, {"w": geometry(peer, side, 2.0)}, 1.0, std, seeded(3))[0]["w"]
+    whole = 2.0 * (noise @ peer if side == "right" else peer @ noise)
+    return whole.reshape(count, M, N) if side == "right" else whole.reshape(M, count, N).transpose(0, 1)
 
 
 def test_noise_has_covariance_std_squared_on_the_row_space_and_none_off_it() -> None:
@@ -109,9 +130,8 @@ def test_phase_a_noise_is_the_mirror_image() -> None:
 def test_the_law_is_that_of_the_papers_xi_times_the_regulator() -> None:
     """xi A^T (A A^T)^-1 with xi (m, n) against Z (A A^T)^-1/2 with Z (m, r), by covariance and by one-dimensional laws."""
     a = draw(R, N) * torch.tensor([[4.0], [1.0], [0.3]], dtype=torch.float64)
-    normal, maps = seeded_normal(5), {"w": geometry(a, "right", 1.0)}
-    zero = torch.zeros(M, R, dtype=torch.float64)
-    ours = torch.cat([privatize({"w": zero}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(3000)])
+    zero = {"w": torch.zeros(3000 * M, R, dtype=torch.float64)}
+    ours = released_of(zero, {"w": geometry(a, "right", 1.0)}, 1.0, 1.0, seeded(5))[0]["w"]
     regulator = a.T @ torch.linalg.inv(a @ a.T)
     paper = draw(len(ours), N, seed=9) @ regulator
     exact = torch.linalg.inv(a @ a.T)
@@ -131,15 +151,15 @@ def test_null_directions_carry_neither_update_nor_noise() -> None:
     hidden, seen = torch.zeros(M, R, dtype=torch.float64), torch.zeros(M, R, dtype=torch.float64)
     hidden[:, 1] = 4.4
     seen[:, 0] = 0.1
-    one = privatize({"w": seen}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
-    other = privatize({"w": seen + hidden}, maps, 1.0, 0.5, seeded_normal(1))[0]["w"]
-    assert torch.allclose(one, other, atol=1e-12)
+    one = released_of({"w": seen}, maps, 1.0, 0.5, seeded(1))[0]["w"]
+    other = released_of({"w": seen + hidden}, maps, 1.0, 0.5, seeded(1))[0]["w"]
+    assert torch.allclose(one, other, atol=1e-10)
     assert one[:, 1:].abs().max() < 1e-12
     assert one[:, 0].abs().min() > 0
 
 
 def test_a_peer_of_zeros_releases_zeros_of_no_dimension() -> None:
-    released, outcome = privatize({"w": draw(M, R)}, {"w": geometry(torch.zeros(R, N), "right", 1.0)}, 1.0, 1.0, system_normal)
+    released, outcome = released_of({"w": draw(M, R)}, {"w": geometry(torch.zeros(R, N), "right", 1.0)}, 1.0, 1.0, secret_bytes)
     assert released["w"].abs().max() == 0
     assert outcome.dimensions == 0
 
@@ -147,10 +167,9 @@ def test_a_peer_of_zeros_releases_zeros_of_no_dimension() -> None:
 def test_the_product_of_a_large_layer_is_never_formed() -> None:
     size, rank = 8192, 4
     update, maps = {"w": torch.zeros(size, rank)}, {"w": geometry(draw(rank, size), "right", 1.0)}
-    shapes: list[tuple[int, ...]] = []
-    normal = seeded_normal(0)
-    privatize(update, maps, 1.0, 1.0, lambda shape: shapes.append(shape) or normal(shape))
-    assert shapes == [(size, rank)]
+    coordinates, outcome = privatize(update, maps, 1.0, 2**36, seeded(0))
+    assert coordinates["w"].shape == (size, rank)
+    assert outcome.dimensions == size * rank
     assert maps["w"].forward.shape == (rank, rank)
 
 
@@ -160,7 +179,7 @@ def test_clipping_factors_as_the_paper_prints_breaks_the_bound_and_ours_keeps_it
     a, clip = 10.0 * q, 1.0
     update = draw(M, R, seed=2)
     printed = update * min(1.0, clip / float(update.norm()))
-    ours = privatize({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded_normal(0))[0]["w"]
+    ours = released_of({"w": update}, {"w": geometry(a, "right", 1.0)}, clip, 0.0, seeded(0))[0]["w"]
     assert float((printed @ a).norm()) == pytest.approx(10.0 * clip)
     assert float((ours @ a).norm()) == pytest.approx(clip)
 
@@ -187,10 +206,10 @@ def lower_epsilon(with_site: torch.Tensor, without: torch.Tensor, delta: float) 
 
 def scores(update: torch.Tensor, a: torch.Tensor, std: float, count: int, seed: int) -> torch.Tensor:
     """Return the likelihood-ratio scores of `count` releases of an update, seen in the product's space along the true one."""
-    maps, normal = {"w": geometry(a, "right", 1.0)}, seeded_normal(seed)
     suspected = draw(M, R, seed=2) @ a
     suspected = suspected / suspected.norm()
-    return torch.stack([(privatize({"w": update}, maps, 1.0, std, normal)[0]["w"] @ a * suspected).sum() for _ in range(count)])
+    found = releases(update, geometry(a, "right", 1.0), std, count, seeded(seed))
+    return torch.stack([(one @ a * suspected).sum() for one in found])
 
 
 def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> None:
@@ -198,9 +217,9 @@ def test_an_attack_finds_less_than_is_claimed_and_far_more_without_noise() -> No
     a, delta, claimed = 10.0 * draw(R, N), 0.05, 1.5689
     assert gaussian_delta(1.0, claimed) == pytest.approx(delta, rel=2e-3)
     update = draw(M, R, seed=2) * 100  # far over the clip
-    found = lower_epsilon(scores(update, a, 1.0, 4000, 1), scores(update * 0, a, 1.0, 4000, 2), delta)
+    found = lower_epsilon(scores(update, a, 1.0, 2000, 1), scores(update * 0, a, 1.0, 2000, 2), delta)
     assert 0.3 < found < claimed  # the attack works, and the claim holds
-    silent = lower_epsilon(scores(update, a, 1e-9, 4000, 1), scores(update * 0, a, 1e-9, 4000, 2), delta)
+    silent = lower_epsilon(scores(update, a, 1e-9, 2000, 1), scores(update * 0, a, 1e-9, 2000, 2), delta)
     assert silent > 3 * claimed
 
 
@@ -208,23 +227,23 @@ def test_the_same_attack_breaks_the_clipping_the_paper_prints() -> None:
     a, delta, claimed = 10.0 * torch.linalg.qr(draw(N, R))[0].T, 0.05, 1.5689
     update = draw(M, R, seed=2)
     printed = update / update.norm()  # ||dB|| = C = 1, as in the paper's text
-    maps, normal = {"w": geometry(a, "right", 1.0)}, seeded_normal(4)
-    suspected = printed @ a / (printed @ a).norm()
+    suspected, bits = printed @ a / (printed @ a).norm(), seeded(4)
 
     def score(base: torch.Tensor) -> torch.Tensor:
-        noise = [privatize({"w": torch.zeros(M, R)}, maps, 1.0, 1.0, normal)[0]["w"] for _ in range(2000)]
-        return torch.stack([((base + z.double()) @ a * suspected).sum() for z in noise])
+        noise = released_of({"w": torch.zeros(2000 * M, R)}, {"w": geometry(a, "right", 1.0)}, 1.0, 1.0, bits)[0]["w"]
+        return torch.stack([((base + z) @ a * suspected).sum() for z in noise.split(M)])
 
     assert lower_epsilon(score(printed), score(printed * 0), delta) > 3 * claimed
 
 
-def test_system_noise_is_standard_normal_and_never_repeats() -> None:
-    one, other = system_normal((200, 100)), system_normal((200, 100))
+def test_noise_is_gaussian_of_the_grids_deviation_and_never_repeats() -> None:
+    zero = {"w": torch.zeros(200, 100)}
+    one, other = (privatize(zero, NONE, 1.0, 2**36)[0]["w"] for _ in range(2))
     assert not torch.equal(one, other)
-    assert kstest(one.flatten().numpy(), "norm").pvalue > 1e-4
-    assert torch.isfinite(one).all()
+    assert kstest((one.double() * UNIT).flatten().numpy(), "norm").pvalue > 1e-4
 
 
 def test_seeded_noise_repeats_and_differs_by_seed() -> None:
-    assert torch.equal(seeded_normal(1)((3,)), seeded_normal(1)((3,)))
-    assert not torch.equal(seeded_normal(1)((3,)), seeded_normal(2)((3,)))
+    one, again, other = (privatize({"w": torch.zeros(9)}, NONE, 1.0, 2**36, seeded(n))[0]["w"] for n in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)

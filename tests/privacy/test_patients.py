@@ -28,6 +28,7 @@ from consilium.privacy.composition import Entry, epsilon_for
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, UnitGradients
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.randomness import Randomness
 from tests.conftest import assembled, small_cells, small_config, small_text, training_only
 from tests.data.writing import write
 
@@ -134,8 +135,8 @@ def test_a_hundred_samples_of_one_patient_move_a_step_no_more_than_one() -> None
 
 def test_of_a_patient_with_too_many_samples_a_choice_is_drawn_anew_each_time() -> None:
     dp = DpSgd(0.0, 1.0, 0.5, patients=(tuple(range(10)), (10,)), per_patient=3)
-    source = iter(range(100))
-    chosen = [list(dp.chosen([0, 1], 4, lambda size: next(source).to_bytes(size))) for _ in range(30)]
+    randomness = Randomness.seeded(0)
+    chosen = [list(dp.chosen([0, 1], 4, randomness)) for _ in range(30)]
     assert all(len(first) == 3 and len(set(first)) == 3 and set(first) <= set(range(10)) for first, _ in chosen)
     assert all(second == [10] for _, second in chosen)
     assert {sample for first, _ in chosen for sample in first} == set(range(10))

@@ -14,7 +14,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, RefusedError
 from consilium.federation.build import assemble_job, build_guard
 from consilium.messages import Kind
-from consilium.privacy.accounting import GaussianEvent, gaussian_delta
+from consilium.privacy.accounting import SLACK, GaussianEvent, gaussian_delta
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
 from tests.conftest import small_config
 
@@ -74,7 +74,7 @@ def test_a_claim_never_stands_without_unit_adjacency_and_trust() -> None:
 def test_record_level_counts_poisson_steps_of_this_site() -> None:
     privacy = {"unit": "record", "epsilon": 3, "clip": 1.0}
     found = plan(privacy, "fedit", samples=100, rounds=5)
-    assert found.event == GaussianEvent(found.noise_multiplier, 0.02, 50)  # batch 2: 50 steps an epoch
+    assert found.event == GaussianEvent(found.noise_multiplier, 0.02, 50, SLACK)  # batch 2: 50 steps an epoch
     assert found.epsilon() == pytest.approx(3, rel=0.01)
     assert found.epsilon(1) < found.epsilon()
     assert dpsgd(found, None).sample_rate == 0.02

@@ -1,6 +1,5 @@
 """DEeR: no deviation after any phase, frozen peers bit for bit, schedules, rebalancing, the whole run under the guard."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Observer, Payload, SiteInfo, Tensors
-from consilium.privacy.mechanism import privatize, seeded_normal
+from consilium.privacy.mechanism import in_reals, privatize, restored
 from consilium.privacy.release import geometries
 from consilium.storage import load_state
 from consilium.strategies.deer import DEeR, rebalanced
@@ -200,7 +199,8 @@ def test_without_the_eliminator_both_factors_are_clipped_and_noised_by_what_all_
     for b in (sent[B], start()[B]):
         public = sent | {B: b}
         maps = geometries(strategy, config, moved, public, 0, 0)
-        released, outcome = privatize(moved, maps, math.inf, 0.0, seeded_normal(0))
+        coordinates, outcome = privatize(moved, maps, 1e6, 0)
+        released = restored(maps, in_reals(coordinates))
         norm = ((moved[B] @ public[A]).norm() ** 2 + (public[B] @ moved[A]).norm() ** 2) ** 0.5
         assert outcome.norm == pytest.approx(float(norm), rel=1e-5)  # alpha 4 over rank 4: s = 1
         assert bool(released[A].any()) == bool(b.any())

@@ -81,13 +81,21 @@ def markdown(found: dict[str, Any]) -> str:
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the line on the guarantee; without one, what that means."""
+    from consilium.privacy.audit import is_void
+    from consilium.privacy.composition import VOID
+
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
         return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
     last = private[-1]
     named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
     noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
-    return [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+    found = [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+    if seeded := sum(bool(one.get("seeded")) for one in private):
+        found.append(f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**")
+    if void := sum(map(is_void, private)):
+        found.append(f"- **{void} messages are {VOID}**")
+    return found
 
 
 def _without_noise(left: list[dict[str, Any]]) -> str:

@@ -27,8 +27,8 @@ this was made. `accepted.json`, where there is one, names lost rows that the adm
 where there is one, is what an attack on the run's models found: a bound over the epsilon that is promised for the same unit
 disproves the promise, one under it proves nothing.
 
-What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package sent it;
-the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
+{warnings}What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package
+sent it; the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
 
 What is not: that shared numbers reveal nothing without differential privacy; that others deleted what they received; anything
 about software that does not belong to this package. Who holds the kit's key could have written another record from its
@@ -131,6 +131,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     from consilium.flare.kits import kit_name
     from consilium.privacy.audit import FILE
     from consilium.privacy.audit import read as read_record
+    from consilium.privacy.ledger import Ledger
     from consilium.privacy.recovery import accepted
     from consilium.report.runlog import versions
 
@@ -147,11 +148,29 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
     whole = chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
-    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact)
     read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))
+    entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
+    warnings = _warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
     found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": _packages().encode()}
     return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
+
+
+def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
+    """Return what promises nothing, of the ledger's rows and of what this run's record says of privacy; "" for nothing."""
+    from consilium.privacy.audit import is_void
+    from consilium.privacy.composition import VOID
+
+    found = []
+    if seeded := sum(bool(one.get("seeded")) for one in left):
+        found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
+    if void := sum(map(is_void, left)):
+        found.append(f"**{void} messages of this run are {VOID}.**")
+    if rows := [entry for entry in entries if entry.is_void]:
+        jobs = ", ".join(sorted({shown(entry.job) for entry in rows}))
+        found.append(f"**{len(rows)} rows of the ledger (jobs {jobs}) are {VOID}. They still count.**")
+    return "".join(f"{one}\n\n" for one in found)
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:

@@ -134,10 +134,12 @@ def _finite(epsilon: dict[str, dict[str, float]]) -> dict[str, dict[str, float |
 
 def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-    return {"ledger": str(path), "time": stamp} | vars(entry)
+    return {"ledger": str(path), "time": stamp, "void": entry.is_void} | vars(entry)
 
 
 def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    from consilium.privacy.composition import VOID
+
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         console.print(
@@ -147,11 +149,14 @@ def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> No
             console.print(f"    one {unit}: {_spent(by_delta)}{_budget(one['budgets'].get(unit))}", markup=False)
         console.print(line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}"))
         if not one["private"]:
-            console.print("    not private: noise came from a seed (noise_seed in site.yaml)", style="yellow")
+            console.print("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", style="yellow")
+        if one["void"]:
+            console.print(f"    {one['void']} rows are {VOID}. They still count", style="red")
     for row in rows:
         what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
-        console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}", limit=1000))
+        void = " (void)" if row["void"] else ""
+        console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000))
     if not found:
         console.print("nothing was released yet")
 

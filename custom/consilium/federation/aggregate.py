@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from consilium.config.server import ServerConfig
@@ -38,10 +39,13 @@ class ExactMean:
     def add(self, update: Tensors, weight: int) -> None:
         """Add one site's update with a positive integer weight. Raises RefusedError, adding nothing, if it cannot be exact.
 
+        Tensors of int64 are in units already.
+
         Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
         """
         pieces = _pieces(update)
-        tops = [float(t.abs().max()) for t in pieces.values() if t.numel()]
+        units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
+        tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
         if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused
             largest = next((top for top in tops if math.isnan(top)), max(tops))
             raise RefusedError(f"update has a value of {largest:.3g}, too large to average; lower the learning rate or clip")
@@ -58,13 +62,17 @@ class ExactMean:
 
     def value(self) -> Tensors:
         """Return the mean in float64, {} of empty updates. Raises RefusedError if nothing was added."""
+        return {name: total.double().mul_(MEAN_UNIT / self._weight) for name, total in self.sums().items()}
+
+    def sums(self) -> Tensors:
+        """Return the sums, int64 in units of `MEAN_UNIT`. Raises RefusedError if nothing was added."""
         if not self._weight:
             raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
         sums: Tensors = {}
         for piece, total in self._sums.items():
             for (name, shape), part in zip(piece, total.split([math.prod(shape) for _, shape in piece]), strict=True):
                 sums[name] = sums[name] + part.view(shape) if name in sums else part.view(shape)
-        return {name: sums[name].double().mul_(MEAN_UNIT / self._weight) for name in self._names}
+        return {name: sums[name] for name in self._names}
 
 
 def _pieces(update: Tensors) -> dict[Piece, Tensor]:
@@ -98,6 +106,12 @@ class RoundAggregate:
         uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
         self.reset()
         return uploads
+
+    def sums(self) -> Tensors:
+        """Return the sums of what was added, int64 in units of `MEAN_UNIT`, and forget it."""
+        sums = self._mean.sums()
+        self.reset()
+        return sums
 
     def mean(self) -> Tensors:
         """Return the mean update so far, float64, as the job's `server.mean` says, and forget what was added."""

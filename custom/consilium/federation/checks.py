@@ -61,6 +61,8 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{name}: no training samples; {remedy}")
     if type(hello.joined) is not bool or not _is_hash(hello.checkpoint) or not _is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+    if type(hello.seeded) is not bool:
+        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
         raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:

@@ -24,9 +24,10 @@ from consilium.federation.site_models import keep_shared
 from consilium.federation.start import server_start
 from consilium.federation.survey import Survey
 from consilium.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
-from consilium.privacy.mechanism import Normal, privatize, system_normal
-from consilium.privacy.plan import Plan, make_plan
-from consilium.privacy.release import geometries, upload_shapes
+from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
+from consilium.privacy.plan import Plan, make_plan, not_private
+from consilium.privacy.randomness import Randomness
+from consilium.privacy.release import geometries, noised_sum, sent_as_sums, upload_shapes
 from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
 from consilium.report.tracking import Tracker
@@ -64,7 +65,7 @@ class Coordinator:
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        self.normal: Normal = system_normal
+        self.randomness = Randomness.secret()
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
@@ -109,7 +110,9 @@ class Coordinator:
             self.checkpoint = hello.checkpoint
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
-        self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples)
+        if hello.seeded:
+            self.observer({"event": "warning", "text": not_private([hello.name])})
+        self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -182,7 +185,7 @@ class Coordinator:
             try:
                 sent = self.check(name, result)
                 weight = self.job.config.weight(self.asked[name].num_samples)
-                self.aggregate.add(self.asked[name], result, weight, sent)
+                self.aggregate.add(self.asked[name], self._clipped(result), weight, sent)
             except ConsiliumError as refusal:
                 return self.refuse(name, str(refusal))
             if self.job.config.diagnostics.deviation:
@@ -222,8 +225,7 @@ class Coordinator:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
-            central = self.plan if self.plan and self.plan.config.trust == "central" else None
-            mean = self._noised_mean(central) if central else self.aggregate.take()
+            mean = self._noised_mean(self._central) if self._central else self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
             curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
             self.log.diagnostics(self.state, curves | dict(seen or {}))
@@ -252,12 +254,31 @@ class Coordinator:
         before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
         return self.plan.epsilon(before + self.state.phase + 1)
 
+    @property
+    def _central(self) -> Plan | None:
+        """The plan by which the server adds the noise (trust central), None where it adds none."""
+        return self.plan if self.plan and self.plan.config.trust == "central" else None
+
+    def _clipped(self, result: Payload) -> Payload:
+        """Return a result as it is summed. Where the server adds the noise, single updates are coordinates on the grid.
+
+        They are clipped here once more, in integers: a site's are, but left it as float32. Raises RefusedError.
+        """
+        plan = self._central
+        if plan is None or sent_as_sums(self.job.config):
+            return result
+        coordinates, _ = privatize(result.tensors, self._maps(result.tensors), plan.config.clip, 0, each=plan.by_tensor)
+        return replace(result, tensors=coordinates)
+
+    def _maps(self, tensors: Tensors) -> dict[str, Geometry]:
+        """Return the whitening of what this phase sums."""
+        public = self.state.shared | self.state.initial
+        return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
+
     def _noised_mean(self, plan: Plan) -> Tensors:
         """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
-        state, mean = self.state, self.aggregate.mean()
-        maps = geometries(self.job.strategy, self.job.config, mean, state.shared | state.initial, state.round, state.phase)
-        noise = plan.noise_multiplier * plan.sensitivity / len(self.accepted)
-        return privatize(mean, maps, math.inf, noise, self.normal)[0]
+        noised = in_reals(noised_sum(plan, self.aggregate.sums(), self.randomness))
+        return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
 
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""

@@ -17,8 +17,8 @@ from consilium.federation.build import Job
 from consilium.federation.checks import next_step
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import Kind, Payload, SiteInfo, Tensors
-from consilium.privacy.mechanism import Geometry
-from consilium.privacy.release import geometries, restored, upload_shapes
+from consilium.privacy.mechanism import Geometry, restored
+from consilium.privacy.release import geometries, sent_as_sums, upload_shapes
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
 from consilium.privacy.secagg.attempt import Attempt
 from consilium.privacy.secagg.collector import Collector
@@ -55,8 +55,8 @@ def opened_mean(job: Job, state: ServerState, sums: Tensors, weight: int) -> tup
     The maps turn whitened coordinates back into updates; {} where none were whitened. Steps of DP-SGD are divided by the job's
     constant, which tells nothing of what was drawn.
     """
-    privacy, public = job.config.privacy, state.shared | state.initial
-    if privacy is None or privacy.trust != "distributed":
+    public = state.shared | state.initial
+    if not sent_as_sums(job.config):
         return sums, weight, {}
     divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
     return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -259,10 +259,15 @@ class Site(Scoring):
 
     def _draw(self, closing: Closing, run: Path, metrics: dict[str, float]) -> None:
         """Write what the evaluation shows, which stays here; what goes wrong with a picture never costs the scores."""
-        told = {"metrics": metrics, "privacy": self.plan.summary() if self.plan else None}
+        told = {"metrics": metrics, "privacy": self._promised}
         about = {"site": self.name, "job": self.config.title, "task": self.config.task.model_dump(mode="json"), **told}
         for problem in closing.write(self.folder, about, lambda: diagnostics.draw(run, self.folder)):
             self._undrawn(problem)
+
+    @property
+    def _promised(self) -> dict[str, Any] | None:
+        """What the site's plan promises, None without one."""
+        return self.plan.summary([self.name] if self.noise_seed is not None else ()) if self.plan else None
 
     def _closing(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
         """Return the closing metrics of the model as it is now; put what it says of a few samples into `closing`."""

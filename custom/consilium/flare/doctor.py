@@ -30,6 +30,7 @@ from consilium.flare.kits import certificate, kit_name, kit_role, lacking
 from consilium.flare.revocation import is_checked
 from consilium.flare.revocation import read as read_revoked
 from consilium.privacy import recovery
+from consilium.privacy.composition import VOID
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.roster import public_key
@@ -198,12 +199,18 @@ def _site(kit: Path) -> Iterator[Finding]:
     yield examine_disk(site.state or kit)
 
 
-def _ledger(site: SiteConfig, kit: Path) -> str:
-    """Return what the ledger holds. Raises RefusedError where rows are lost: then no job would run."""
+def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
+    """Return what the ledger holds, and how much of it is void. Raises RefusedError where rows are lost: no job would run."""
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
     recovery.check(root, ledger)
-    return f"{len(ledger.seals())} rows, all that the records of what left know of"
+    found = f"{len(ledger.seals())} rows, all that the records of what left know of"
+    void = [entry for entry in ledger.entries() if entry.is_void]
+    if not void:
+        return found
+    jobs = ", ".join(sorted({entry.job for entry in void}))
+    advice = f"{len(void)} rows (jobs {jobs}) are {VOID}. They still count. Treat what these jobs released as without noise"
+    return Finding("privacy ledger", found, advice=advice)
 
 
 def _describe(site: SiteConfig) -> str:

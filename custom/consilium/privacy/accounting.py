@@ -26,7 +26,7 @@ LARGEST = 1e4
 """Noise multipliers and epsilons beyond this mean nothing to anybody."""
 
 SLACK = 1e-12
-"""What a sum of shares of noise is charged in epsilon for not being a continuous Gaussian, see shares.py."""
+"""What a release's discrete noise is charged in epsilon for not being a continuous Gaussian, see shares.py."""
 GRID = 2**18
 """Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
 MOST_ROWS = 32

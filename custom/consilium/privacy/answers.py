@@ -13,7 +13,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload
 from consilium.privacy import kept, places, words
 from consilium.privacy.authorized import Task
-from consilium.privacy.composition import Entry
+from consilium.privacy.composition import DISCRETE, VOID, Entry
 from consilium.privacy.masking import Masking
 from consilium.storage import digest, locked, room_for
 
@@ -109,6 +109,8 @@ class Answers(Masking):
             self._pay(task, said)
             what = f"{place} has failed here before, and that answer stays ({folder})"
             raise RefusedError(f"{self.name}: {what}; nothing was sent", said.word)
+        if not paid and any(one.key == row.key and one.is_void for one in self.ledger.entries(self.dataset)):
+            raise RefusedError(f"{self.name}: {place} is {VOID}; nothing was sent; begin a new run", Reason.LEDGER)
         stored = kept.at(folder, task.place, paid)
         if (stored is None and (paid or task.answered)) or self._attempt != self._next_attempt(task):
             raise RefusedError(f"{self.name}: {place} was answered, but its bytes are lost; nothing was sent", Reason.LEDGER)
@@ -122,7 +124,7 @@ class Answers(Masking):
 
         Of a former version, which noted no terms, the ledger alone knows them: what it has no row of is refused.
         """
-        if terms == row or (terms is None and self.ledger.released(row)):
+        if (terms is not None and terms.terms == row.terms) or (terms is None and self.ledger.released(row)):
             return
         was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
         raise RefusedError(
@@ -153,5 +155,5 @@ class Answers(Masking):
             dataset=self.dataset, unit=privacy.unit, adjacency=privacy.adjacency, trust=privacy.trust,
             job=self.config.title, run=run, round=round, phase=phase,
             noise_multiplier=spend.noise_multiplier, sample_rate=spend.sample_rate, count=spend.count, clip=privacy.clip,
-            private=self.policy.noise_seed is None,
+            private=self.policy.noise_seed is None, mechanism=DISCRETE,
         )  # fmt: skip

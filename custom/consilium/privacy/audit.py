@@ -21,6 +21,7 @@ from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.linalg.together import norms
 from consilium.messages import Tensors
 from consilium.privacy.accounting import GaussianEvent, check_delta, epsilon_of
+from consilium.privacy.composition import DISCRETE
 from consilium.privacy.plan import Plan
 from consilium.storage import file_lock, open_private, private_folder
 
@@ -92,13 +93,19 @@ def describe(tensors: Tensors) -> dict[str, Line]:
     }
 
 
-def cost(plan: Plan) -> Line:
-    """Return what the record says of the privacy of one release under `plan`."""
+def cost(plan: Plan, seeded: bool = False) -> Line:
+    """Return what the record says of the privacy of one release under `plan`; `seeded`: its noise came from a known seed."""
     private = plan.config
     named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
     named |= {"calibration": private.calibration} if private.calibration != "honest" else {}
+    named |= {"mechanism": DISCRETE} | ({"seeded": True} if seeded else {})
     numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
     return named | numbers | {"spend": asdict(plan.event)}
+
+
+def is_void(private: Mapping[str, Any]) -> bool:
+    """Return whether what a line says of privacy is void, as such a row of the ledger is."""
+    return private["unit"] != "site" and private["trust"] != "distributed" and not private.get("mechanism")
 
 
 def verified(path: Path) -> Line:

@@ -2,13 +2,20 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, get_args
 
 from consilium.config.privacy import BudgetConfig, Unit
 from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of
 
 UNITS: tuple[Unit, ...] = get_args(Unit)
+DISCRETE = "discrete gaussian"
+"""The mechanism of a release: clipped integers and an exact discrete Gaussian of secret randomness, see shares.py."""
+VOID = (
+    "void: made by a version that drew the noise of DP-SGD from a seed of 32 bits (on a GPU 63). Whoever has such a release "
+    "can find the seed and take the noise off"
+)
+"""What is said of rows that are void, see `Entry.is_void`."""
 
 
 _TYPES: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
@@ -18,6 +25,9 @@ _TYPES: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (
 @dataclass(frozen=True)
 class Entry:
     """One row. `private` is False where the noise came from a seed, so that somebody could take it off again.
+
+    `mechanism` is DISCRETE, or "" in rows of versions that named none. Those drew the noise of DP-SGD at the sites from a
+    generator of torch, which on a CPU keeps 32 bits of a seed, see `is_void`.
 
     `digest` is the SHA-256 of the released tensors. A release that is charged before it is made (record level: training itself
     is the cost) has two rows: one with its `count` and no digest, and later one with count 0 and the digest.
@@ -37,6 +47,20 @@ class Entry:
     clip: float
     private: bool = True
     digest: str = ""
+    mechanism: str = ""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether this row promises nothing: record or patient level with noise that whoever has the release can take off.
+
+        With trust distributed, and at site level, noise came from the operating system's generator all along.
+        """
+        return self.unit != "site" and self.trust != "distributed" and not self.mechanism
+
+    @property
+    def terms(self) -> Self:
+        """The row without its digest, and without what names the version that made it."""
+        return replace(self, digest="", mechanism="")
 
     @classmethod
     def of(cls, raw: Any) -> Self:
@@ -71,12 +95,11 @@ def cost(entry: Entry, unit: str) -> GaussianEvent:
       covers that; noise sized for `zero-out` (C) counts as half its multiplier. That a unit was drawn hides nothing of it then.
     - A coarser unit (a site or a patient under record-level training): no bound, so no noise: the job ends such a claim.
     """
-    slack = SLACK if entry.trust == "distributed" else 0.0
     if entry.unit == unit:
-        return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, slack)
+        return GaussianEvent(entry.noise_multiplier, entry.sample_rate, entry.count, SLACK)
     if UNITS.index(entry.unit) < UNITS.index(unit):
         return GaussianEvent(0.0, 1.0, entry.count)
-    return GaussianEvent(within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, slack)
+    return GaussianEvent(within(entry.noise_multiplier, entry.adjacency), 1.0, entry.count, SLACK)
 
 
 def within(noise_multiplier: float, adjacency: str) -> float:

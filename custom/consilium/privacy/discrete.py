@@ -8,19 +8,19 @@ x = u / s that is, by v,
     v >= 1    exp(-x^2 / 2) exp(-x)^(v - 1) exp(-1 / 2)^((v - 1)^2)
 
 so every coin that is tossed has exp(-x), exp(-x^2 / 2), exp(-1) or exp(-1 / 2). Algorithm 1 makes those of coins 1 / k and x,
-and a coin x is one comparison of whole numbers below s. Only integers decide, all fit 64 bits, and all bits are the operating
-system's: what leaves has none of the traces that floating-point noise leaves in its last bits.
+and a coin x is one comparison of whole numbers below s. Only integers decide, all fit 64 bits, and all bits are those
+of randomness.py: what leaves has none of the traces that floating-point noise leaves in its last bits.
 
 Source: C. Canonne, G. Kamath, T. Steinke, "The Discrete Gaussian for Differential Privacy", NeurIPS 2020.
 """
 
-import os
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from consilium.errors import ConfigError
+from consilium.privacy.randomness import secret_bytes
 
 LARGEST = 2**56
 """Standard deviations beyond this could leave 64 bits: 64 deviations are as likely as 2^-2950."""
@@ -31,7 +31,7 @@ Bits = Callable[[int], bytes]
 """Draws so many random bytes."""
 
 
-def discrete_gaussian(count: int, deviation: int, bits: Bits = os.urandom) -> Integers:
+def discrete_gaussian(count: int, deviation: int, bits: Bits = secret_bytes) -> Integers:
     """Return `count` independent samples, int64, of the discrete Gaussian with s = `deviation`, its variance just under s^2.
 
     `bits`: where randomness comes from. Raises ConfigError unless 1 <= deviation <= LARGEST.

@@ -1,8 +1,9 @@
-"""DP-SGD (Abadi et al. 2016) on adapter parameters by records or patients, through Opacus' PrivacyEngine.
+"""DP-SGD (Abadi et al. 2016) on adapter parameters by records or patients.
 
-Opacus clips, adds noise and counts; per-sample gradients are ours, because its hooks take a layer's first dimension for the
-sample, and SAM's windowed attention (and one decoding per class) hands layers several rows a sample. Here the rows of a sample
-stay together, so a layer's input (N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product.
+Per-sample gradients are ours, because Opacus' hooks take a layer's first dimension for the sample, and SAM's windowed attention
+(and one decoding per class) hands layers several rows a sample. Here the rows of a sample stay together, so a layer's input
+(N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product. Clipping, sum and noise are in integers, see
+shares.py; all that is drawn comes from randomness.py.
 
 Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
 (one generator, of a seed that the server knows, draws all masks: a record more changes everybody's), and so would batch
@@ -13,31 +14,36 @@ Of a patient the gradient is that of the mean loss over some of the samples, by 
 needs gradients per sample.
 """
 
-import os
-import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.data import TensorDataset
 
 from consilium.errors import ConfigError
-from consilium.privacy.discrete import Bits
+from consilium.privacy.discrete import discrete_gaussian
+from consilium.privacy.randomness import Randomness
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import clipped_sum, rounding, share_deviation
 
 
 @dataclass(frozen=True)
 class DpSgd:
-    """`noise_multiplier` over `clip` (norm of one unit's gradient); `seed` None draws from the system's generator.
+    """`noise_multiplier` over `clip` (norm of one unit's gradient); `seed` None is secret randomness, a number is not private.
 
     `patients`: every patient's samples by their place in the training split, where patients are drawn and not records;
     `per_patient`: of so many of them at most a step takes the mean.
+
+    A step's augmentation follows from one seed of the same randomness and from each sample's place in the list. A claim is
+    about a unit against an empty one in its place (zero-out), so no other sample's place, and nothing of its augmentation,
+    depends on which units are in. So one unit moves the sum by the clip at most, whatever the seed is, and no promise rests
+    on its secrecy: generators of numpy and torch may expand its 63 bits. It is secret all the same, for lists in which a unit
+    less shifts the places of those behind it. Dropout and other draws in the model are refused, see `_refuse_ties`.
     """
 
     noise_multiplier: float
@@ -56,18 +62,21 @@ class DpSgd:
         """Return how many units there are, of a site with so many training samples."""
         return len(self.patients) if self.per_patient else num_samples
 
-    def chosen(self, drawn: Sequence[int], batch_size: int, bits: Bits) -> Iterator[list[int]]:
+    def randomness(self) -> Randomness:
+        """Return where all draws of a training come from."""
+        return Randomness.of(self.seed)
+
+    def chosen(self, drawn: Sequence[int], batch_size: int, randomness: Randomness) -> Iterator[list[int]]:
         """Yield the samples of the units `drawn`, as they go through the model together: one patient, or `batch_size` records.
 
-        Of a patient with too many samples a random choice, drawn with `bits`.
+        Of a patient with too many samples a random choice.
         """
         if not self.per_patient:
             yield from (list(drawn[start : start + batch_size]) for start in range(0, len(drawn), batch_size))
             return
-        source = random.Random(bits(32))
         for number in drawn:
             samples = list(self.patients[number])
-            yield samples if len(samples) <= self.per_patient else source.sample(samples, self.per_patient)
+            yield samples if len(samples) <= self.per_patient else randomness.choice(samples, self.per_patient)
 
 
 class UnitGradients:
@@ -191,14 +200,12 @@ def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
 
-def _finite(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients (N, *shape) by name, 0 for a unit whose norm over all of them is not finite: noise would not hide it."""
-    kept = torch.stack([one.flatten(1).square().sum(1) for one in gradients.values()]).sum(0).isfinite()
-    return {name: one.where(kept.reshape(-1, *[1] * (one.ndim - 1)), 0.0) for name, one in gradients.items()}
-
-
 class PrivateSteps:
-    """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager."""
+    """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager.
+
+    Each unit's gradient is clipped and rounded to the grid of shares.py on its own, and the sum gets one exact discrete
+    Gaussian, made on the CPU whatever the device. One thread makes the next step's noise while the model computes gradients.
+    """
 
     def __init__(
         self,
@@ -208,60 +215,60 @@ class PrivateSteps:
         num_units: int,
         dp: DpSgd,
     ) -> None:
-        from opacus import PrivacyEngine
-        from opacus.data_loader import DPDataLoader
-
-        self.gradients, self._dp = gradients_by_unit(model, trained, dp), dp
-        seed = int.from_bytes(os.urandom(8)) >> 1 if dp.seed is None else dp.seed
-        generator = torch.Generator().manual_seed(seed)
-        loader = DPDataLoader(TensorDataset(torch.arange(num_units)), sample_rate=dp.sample_rate, generator=generator)
-        device = next(iter(trained.values())).device
-        noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that its secure mode is off: torchcsprng has no release for this torch
-            self.engine = PrivacyEngine(accountant="prv")
-            wrapped, self.optimizer, _ = self.engine.make_private(
-                module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=dp.noise_multiplier,
-                max_grad_norm=dp.clip, poisson_sampling=False, grad_sample_mode="no_op", noise_generator=noise,
-            )  # fmt: skip
-        self.optimizer.expected_batch_size = num_units * dp.sample_rate  # Opacus rounds it down, to 0 even
-        self._bits: Bits = os.urandom if dp.seed is None else np.random.default_rng(dp.seed).bytes
-        self._wrapped, self._sampler = wrapped, loader.batch_sampler
-        self._draws: Iterator[list[int]] = iter(())
+        self.gradients, self.optimizer = gradients_by_unit(model, trained, dp), optimizer
+        self._dp, self._num_units = dp, num_units
+        self._numbers = sum(parameter.numel() for parameter in trained.values())
+        self._deviation = share_deviation(dp.noise_multiplier, dp.clip + rounding(self._numbers), 1)
+        source = dp.randomness()
+        self._draws, self._noise = source.apart("draws"), source.apart("noise")
+        self._ahead = ThreadPoolExecutor(1, "consilium-noise")
+        self._next: Future[Tensor] | None = None
 
     def __enter__(self) -> "PrivateSteps":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ahead.shutdown(cancel_futures=True)
         self.gradients.close()
-        parameters: list[Any] = list(self.gradients.trained.values())  # Opacus keeps its own with them
-        for parameter in parameters:
-            parameter.grad_sample = parameter.summed_grad = parameter.grad = None
+        for parameter in self.gradients.trained.values():
+            parameter.grad = None
 
     def draw(self) -> list[int]:
         """Return the units of the next step: each on its own with the sample rate, so there may be none."""
-        indices = next(self._draws, None)
-        if indices is None:
-            self._draws = iter(self._sampler)
-            indices = next(self._draws)
-        return indices
+        self._begin_noise()
+        return self._draws.coins(self._num_units, self._dp.sample_rate)
 
     def parts(self, drawn: Sequence[int], batch_size: int) -> list[list[int]]:
         """Return the samples of the units `drawn`, as they go through the model together."""
-        return list(self._dp.chosen(drawn, batch_size, self._bits))
+        return list(self._dp.chosen(drawn, batch_size, self._draws))
 
     def seed(self) -> int:
-        """Return what the augmentation of a step is drawn with: a known one goes by place, which a unit more shifts."""
-        return int.from_bytes(self._bits(8), "little") >> 1
+        """Return what the augmentation of a step is drawn with, see `DpSgd`."""
+        return self._draws.seed()
 
     def step(self, penalty: Mapping[str, Tensor]) -> None:
-        """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step."""
-        for name, gradient in _finite(self.gradients.take()).items():
-            parameter: Any = self.gradients.trained[name]
-            parameter.grad_sample = gradient
-        self.optimizer.pre_step()
-        for name, gradient in penalty.items():
-            trained = self.gradients.trained[name]
-            trained.grad = gradient if trained.grad is None else trained.grad + gradient
-        self.optimizer.original_optimizer.step()
+        """Clip, sum, add noise, average, then add `penalty`, a gradient that touches no data, and take the step.
+
+        The divisor is the batch's expected size, which tells nothing of what was drawn.
+        """
+        noisy = clipped_sum(self.gradients.take(), self._dp.clip) + self._begin_noise().result()
+        self._next = None
+        mean = noisy.double() * (UNIT / (self._num_units * self._dp.sample_rate))
+        trained = self.gradients.trained
+        for (name, parameter), part in zip(trained.items(), mean.split([p.numel() for p in trained.values()]), strict=True):
+            parameter.grad = part.reshape(parameter.shape).to(parameter)
+            if name in penalty:
+                parameter.grad += penalty[name]
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _begin_noise(self) -> Future[Tensor]:
+        """Return the noise of the step at hand, begun now unless it has been."""
+        if self._next is None:
+            self._next = self._ahead.submit(self._drawn_noise)
+        return self._next
+
+    def _drawn_noise(self) -> Tensor:
+        if self._deviation == 0:
+            return torch.zeros(self._numbers, dtype=torch.int64)
+        return torch.from_numpy(discrete_gaussian(self._numbers, self._deviation, self._noise))

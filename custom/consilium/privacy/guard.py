@@ -21,7 +21,7 @@ from consilium.privacy.answers import Answers
 from consilium.privacy.authorized import Task
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
-from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sources
+from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sent_as_sums, source
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.terms import Terms
 from consilium.storage import locked, note, room_for
@@ -141,6 +141,7 @@ class Guard(Answers):
             "plugins": self.config.packages,
             "test_only": self.test_only,
             "protocol": PROTOCOL,
+            "seeded": self.plan is not None and self.policy.noise_seed is not None,
             "libraries": {name: str(told) for name, told in dict(hello["libraries"]).items() if name in LIBRARIES},
         }
         self._note("hello", values=shown)
@@ -260,7 +261,8 @@ class Guard(Answers):
         if plan.by_step:
             checked = replace(checked, tensors=self._within_room(task, checked.tensors, plan))
         maps = geometries(self.strategy, self.config, checked.tensors, task.payload.tensors, *task.place)
-        released, outcome = privatized(plan, checked.tensors, maps, sources(self.policy, self.name, result))
+        bits, as_sums = source(self.policy, self.name, result), sent_as_sums(self.config)
+        released, outcome = privatized(plan, checked.tensors, maps, bits, as_sums)
         if self.config.diagnostics.noise:
             clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             terms = noise.measured(clean, released, task.payload.tensors, checked.tensors, self.config.adapter.product_scaling)

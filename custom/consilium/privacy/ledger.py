@@ -29,10 +29,11 @@ Sealed = tuple[float, Entry, str]
 """Time, row, seal."""
 
 COLUMNS = [field.name for field in fields(Entry)]
+LATER = "mechanism"
+"""The column that ledgers of versions up to 0.2.0 lack. It is empty in their rows, whose seals are made without it."""
 _CREATE = f"""CREATE TABLE IF NOT EXISTS releases (time REAL NOT NULL, {", ".join(f'"{c}" NOT NULL' for c in COLUMNS)},
 seal NOT NULL)"""
 _INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
-_SELECT = f"SELECT time, {', '.join(COLUMNS)}, seal FROM releases ORDER BY rowid"
 
 
 class Ledger:
@@ -121,6 +122,8 @@ class Ledger:
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             db.execute(_CREATE)
+            if LATER not in _columns(db):
+                db.execute(f"ALTER TABLE releases ADD COLUMN {LATER} NOT NULL DEFAULT ''")
             yield db
             db.execute("COMMIT")
 
@@ -143,8 +146,10 @@ def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Seal
     found, before = [], ""
     if not path.stat().st_size:
         return []  # the file is made before its table: seals in the records tell where there were rows
-    for number, (when, *values, seal) in enumerate(db.execute(_SELECT), start=1):
-        row = dict(zip(COLUMNS, values, strict=True))
+    known = _columns(db)
+    columns = [name for name in COLUMNS if name != LATER or LATER in known]
+    for number, (when, *values, seal) in enumerate(_rows(db, columns), start=1):
+        row = dict(zip(columns, values, strict=True))
         entry = _entry(row, number, path)
         before = _seal(before, when, entry)
         if whole and seal != before:
@@ -157,10 +162,19 @@ def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Seal
     return found
 
 
+def _columns(db: sqlite3.Connection) -> set[str]:
+    return {name for _, name, *_ in db.execute("PRAGMA table_info(releases)")}
+
+
+def _rows(db: sqlite3.Connection, columns: list[str]) -> sqlite3.Cursor:
+    return db.execute(f"SELECT time, {', '.join(columns)}, seal FROM releases ORDER BY rowid")
+
+
 def _entry(row: dict[str, Any], number: int, path: Path) -> Entry:
     """Return a row as an entry. Raises RefusedError for values of another kind, which nothing could be counted with."""
     numbers = [row[name] for name in ("round", "phase", "noise_multiplier", "sample_rate", "count", "clip", "private")]
-    texts = [value for name, value in row.items() if name in ("run", "job", "dataset", "unit") and value is not None]
+    named = ("run", "job", "dataset", "unit", LATER)
+    texts = [value for name, value in row.items() if name in named and value is not None]
     right = all(isinstance(value, int | float) for value in numbers) and all(isinstance(value, str) for value in texts)
     if row["unit"] not in UNITS or not right:
         raise RefusedError(
@@ -177,7 +191,10 @@ def _insert(db: sqlite3.Connection, entry: Entry, before: str, when: float) -> s
 
 
 def _seal(before: str, when: float, entry: Entry) -> str:
-    return hashlib.sha256(json.dumps([before, when, asdict(entry)]).encode()).hexdigest()
+    values = asdict(entry)
+    if not entry.mechanism:
+        del values[LATER]  # as former versions, which had none, have sealed their rows
+    return hashlib.sha256(json.dumps([before, when, values]).encode()).hexdigest()
 
 
 def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
@@ -192,7 +209,7 @@ def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
 
 
 def _check_terms(known: Entry, entry: Entry) -> None:
-    if replace(known, digest="") != replace(entry, digest=""):
+    if known.terms != entry.terms:
         raise RefusedError(
             f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {known.noise_multiplier:.6g}, now "
             f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
@@ -221,7 +238,7 @@ def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: l
 def summary(ledger: Ledger, deltas: tuple[float, ...] = (1e-5,)) -> list[dict[str, Any]]:
     """Return, per data set, what all jobs together have cost one record and one site, with rows and jobs.
 
-    A unit's epsilon is infinite where a job of a finer unit ran (see `cost`).
+    A unit's epsilon is infinite where a job of a finer unit ran (see `cost`). `void`: how many rows promise nothing.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in ledger.entries():
@@ -238,5 +255,6 @@ def _summary(dataset: str, rows: list[Entry], deltas: tuple[float, ...]) -> dict
         "jobs": sorted({row.job for row in rows}),
         "units": sorted({row.unit for row in rows}),
         "private": all(row.private for row in rows),
+        "void": sum(row.is_void and row.count > 0 for row in rows),
         "epsilon": {unit: {f"{d:g}": epsilon_for(unit, rows, d) for d in deltas} for unit in UNITS},
     }

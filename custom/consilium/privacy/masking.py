@@ -174,6 +174,6 @@ class Masking:
             line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
             line |= {"scalars": payload.scalars, "metrics": payload.metrics}
         if spends and self.plan is not None:
-            line["privacy"] = audit.cost(self.plan)
+            line["privacy"] = audit.cost(self.plan, self.policy.noise_seed is not None)
         path = self.folder / self._run / audit.FILE
         self._records.setdefault(path, audit.Record(path)).add(line, again)

@@ -1,7 +1,9 @@
 """What is done to one update before it may leave: joint clipping and Gaussian noise, plain or in the space of the product.
 
-Everything is one Gaussian mechanism in *whitened* coordinates. A tensor without a peer is its own coordinates. A LoRA factor
-with a public peer (DEeR, IEEE TMI 2025, Theorem 2, corrected) is seen through the effective update s dB A:
+Everything is one Gaussian mechanism in *whitened* coordinates. They are rounded to the grid of shares.py, where the noise is
+exact. To map them back to an update is floating point again, and depends on no data beside them. A tensor without a peer is
+its own coordinates. A LoRA factor with a public peer (DEeR, IEEE TMI 2025, Theorem 2, corrected) is seen through the
+effective update s dB A:
 
     coordinates  V = s dB Q L^(1/2),   A A^T = Q L Q^T,   ||V||_F = ||s dB A||_F   (and  L^(1/2) Q^T dA s  for dA with peer B)
     release      V' L^(-1/2) Q^T / s,  V' = clip(V) + noise
@@ -17,25 +19,23 @@ they are mapped back, they are those of the symmetric root, V = s dB Q L^(1/2) Q
     release      V' Q L^(-1/2) Q^T / s      (the noise in null directions is dropped, and no update was in them)
 """
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
-from consilium.errors import RefusedError
 from consilium.linalg.together import norm as joint_norm
 from consilium.messages import Tensors
+from consilium.privacy.discrete import Bits
+from consilium.privacy.randomness import secret_bytes
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import add_share, on_grid
 
 NULL = 1e-9
 """Eigenvalues of a Gram matrix under this share of its largest are null directions."""
-
-Normal = Callable[[tuple[int, ...]], Tensor]
-"""Draws standard normals (shape), float64."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,35 @@ def privatize(
     update: Mapping[str, Tensor],
     geometries: Mapping[str, Geometry],
     clip: float,
-    noise_std: float,
-    normal: Normal,
+    deviation: int,
+    bits: Bits = secret_bytes,
     each: bool = False,
-) -> tuple[dict[str, Tensor], Outcome]:
-    """Clip all tensors of an update jointly (or `each` on its own) to `clip` and add noise of `noise_std` to every coordinate.
+) -> tuple[Tensors, Outcome]:
+    """Return the coordinates of an update, clipped jointly (or `each` tensor on its own) to `clip` and with noise; int64.
 
-    Tensors without an entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
+    They are whole units of the grid, and `deviation` is the noise's in units (0: none): see shares.py. Tensors without an
+    entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
     """
-    clean = {n: geometries[n].whiten(t) if n in geometries else t.double() for n, t in update.items()}
-    norm = joint_norm(clean)
-    if not np.isfinite(norm):
-        raise RefusedError("update has NaN or Inf, which no clipping bounds; nothing was sent; lower training.lr")
-    norms = {n: joint_norm({n: t}) if each else norm for n, t in clean.items()}
-    clipped = {n: t * _factor(clip, norms[n]) for n, t in clean.items()}
-    released = {n: t + noise_std * normal(tuple(t.shape)) if noise_std else t for n, t in clipped.items()}
-    outcome = outcome_of(clean, clipped, released, noise_std)
-    restored = {n: geometries[n].restore(t) if n in geometries else t for n, t in released.items()}
-    return {n: t.to(update[n].dtype) for n, t in restored.items()}, outcome
+    clean = whitened(geometries, update)
+    groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]
+    clipped = {name: tensor for group in groups for name, tensor in on_grid(group, clip).items()}
+    released = add_share(clipped, deviation, bits)
+    return released, outcome_of(clean, in_reals(clipped), in_reals(released), deviation * UNIT)
+
+
+def whitened(geometries: Mapping[str, Geometry], update: Mapping[str, Tensor]) -> Tensors:
+    """Return the coordinates of an update, float64."""
+    return {name: geometries[name].whiten(t) if name in geometries else t.double() for name, t in update.items()}
+
+
+def restored(geometries: Mapping[str, Geometry], coordinates: Tensors) -> Tensors:
+    """Return the factor updates with these coordinates, float64; of sums or means of several sites too."""
+    return {name: geometries[name].restore(t) if name in geometries else t for name, t in coordinates.items()}
+
+
+def in_reals(integers: Tensors) -> Tensors:
+    """Return what whole units of the grid stand for, float64."""
+    return {name: tensor.double() * UNIT for name, tensor in integers.items()}
 
 
 def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: float) -> Outcome:
@@ -129,24 +140,7 @@ def outcome_of(clean: Tensors, clipped: Tensors, released: Tensors, noise_std: f
     )
 
 
-def _factor(clip: float, norm: float) -> float:
-    return min(1.0, clip / norm) if norm > 0 else 1.0
-
-
 def _cosine(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     dot = sum(float((left[n] * right[n]).sum()) for n in left)
     norms = joint_norm(left) * joint_norm(right)
     return dot / norms if norms > 0 else 0.0
-
-
-def system_normal(shape: tuple[int, ...]) -> Tensor:
-    """Draw standard normals from the operating system's generator: nobody can predict or repeat them."""
-    count = int(np.prod(shape))
-    bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(11)
-    return torch.from_numpy(ndtri((bits.astype(np.float64) + 0.5) * 2.0**-53)).reshape(shape)
-
-
-def seeded_normal(seed: int) -> Normal:
-    """Return a repeatable source, for tests and reproduction: whoever knows the seed can take the noise off again."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -7,7 +7,7 @@ the site; with trust distributed a step a round over all sites, see shares.py.
 """
 
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Collection, Iterable, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,8 @@ from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise_multiplier
 from consilium.privacy.calibration import paper_sigma, printed
 from consilium.privacy.dpsgd import DpSgd
-from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.privacy.secagg.terms import Terms, default_threshold
-from consilium.privacy.shares import honest_shares, share_deviation, slack
+from consilium.privacy.shares import honest_shares, rounding, share_deviation, slack
 from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
 
@@ -46,6 +45,11 @@ AGAINST = {
     "distributed": "against everyone, also the server with up to {colluders} sites that work with it",
 }
 """Whom a claim holds against, by trust."""
+
+
+def not_private(seeded: Collection[str]) -> str:
+    """Return what is said of a private job in which the noise of the sites `seeded` came from a seed."""
+    return f"NOT PRIVATE: the noise of {', '.join(sorted(seeded))} came from a seed (noise_seed in site.yaml)."
 
 
 @dataclass(frozen=True)
@@ -102,17 +106,15 @@ class Plan:
         return self.config.unit != "site" and self.config.trust == "distributed"
 
     def share(self, numbers: int) -> int:
-        """Return the deviation of a site's share of noise on a release of so many numbers, in units of the grid.
+        """Return the deviation of the noise that one adds to a release of so many numbers, in units of the grid.
 
-        A rounded sum of clipped gradients may move by sqrt(d) units more than the clip. Raises ConfigError where the grid is
-        too coarse.
+        That is a site, the server (trust central), or a site's share (distributed). A sum of clipped gradients may move by
+        their rounding more than the clip. Raises ConfigError where the grid is too coarse.
         """
-        rounding = math.sqrt(numbers) * UNIT if self.by_step else 0.0
-        found = share_deviation(self.noise_multiplier, self.sensitivity + rounding, self.shares)
+        sensitivity = self.sensitivity + (rounding(numbers) if self.config.unit != "site" else 0.0)
+        found = share_deviation(self.noise_multiplier, sensitivity, self.shares)
         if found and slack(found, self.shares, numbers) > SLACK:
-            raise ConfigError(
-                f"privacy.trust: 'distributed': {numbers:,} numbers are too many for the grid; lower adapter.rank"
-            )
+            raise ConfigError(f"privacy.clip: {numbers:,} numbers are too many for the grid; lower adapter.rank")
         return found
 
     def check_shares(self, honest: int) -> None:
@@ -137,11 +139,15 @@ class Plan:
             found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
         return found
 
-    def summary(self) -> dict[str, Any]:
-        """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too."""
+    def summary(self, seeded: Collection[str] = ()) -> dict[str, Any]:
+        """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too.
+
+        `seeded`: the sites whose noise came from a seed; the claim then begins with that.
+        """
         deltas = sorted({self.config.delta, *OTHER_DELTAS}, reverse=True)
         return {
-            "claim": self.claim(),
+            "claim": f"{not_private(seeded)} {self.claim()}" if seeded else self.claim(),
+            **({"not_private": sorted(seeded)} if seeded else {}),
             "unit": self.config.unit,
             "adjacency": self.config.adjacency,
             "trust": self.config.trust,
@@ -176,8 +182,16 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
     privacy = config.privacy
     if privacy is None:
         return None
-    rounds = range(config.training.rounds)
-    releases = sum(strategy.phases(round) for round in rounds)
+    found = _plan_of(config, privacy, strategy, num_units, names)
+    if found is not None:
+        found.share(0)  # before training, where the grid is too coarse for the noise, or has no room for it
+    return found
+
+
+def _plan_of(
+    config: JobConfig, privacy: PrivacyConfig, strategy: Strategy, num_units: int | None, names: Iterable[str]
+) -> Plan | None:
+    releases = sum(strategy.phases(round) for round in range(config.training.rounds))
     if privacy.trust == "distributed":
         return _shared_plan(config, privacy, releases)
     if not isinstance(privacy, SiteLevelDpConfig):
@@ -196,7 +210,6 @@ def _shared_plan(config: JobConfig, privacy: PrivacyConfig, releases: int) -> Pl
     shares = honest_shares(masked.threshold or 0, config.federation.min_sites, masked.colluders)
     made = site_plan(privacy, releases) if isinstance(privacy, SiteLevelDpConfig) else step_plan(privacy, releases)
     found = replace(made, shares=shares, colluders=masked.colluders)
-    found.share(0)  # before training, where the grid is too coarse for it
     if masked.bound is not None and masked.bound < (least := found.clip + DEVIATIONS * found.site_noise):
         what = f"{masked.bound:g} is under the clip and {DEVIATIONS} deviations of a share of noise"
         raise ConfigError(f"secure_aggregation.bound: {what}; give {least:.3g} or more, or leave it out")
@@ -220,13 +233,13 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
     assert privacy.sites is not None
     sigma = paper_sigma(privacy, batch_size * privacy.sites, steps)
     kept = sigma / math.sqrt(tensors * (privacy.sites if privacy.trust == "local" else 1))
-    return Plan(privacy, kept, GaussianEvent(kept), releases, tensors)
+    return Plan(privacy, kept, GaussianEvent(kept, slack=SLACK), releases, tensors)
 
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     """Return the plan of so many releases at site level. Raises ConfigError for a budget that no noise keeps."""
     sigma = _sigma(privacy, releases, 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK if privacy.trust == "distributed" else 0.0), releases)
+    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK), releases)
 
 
 def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
@@ -245,9 +258,9 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
             f"sampled and {privacy.unit}-level DP has no use; lower it{named}"
         )
     steps = passes * config.training.steps_per_round(num_units)
-    rate = 1 / math.ceil(num_units / config.training.batch_size)  # as Opacus' loader has it
+    rate = 1 / math.ceil(num_units / config.training.batch_size)  # so that a step draws about a batch
     sigma = _sigma(privacy, steps * releases, rate)
-    return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps), releases)
+    return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps, SLACK), releases)
 
 
 def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:

@@ -1,10 +1,8 @@
 """What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
 
-import os
 from collections.abc import Set
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
 import torch
 
 from consilium.adapters.names import factor
@@ -16,8 +14,8 @@ from consilium.messages import Payload, Tensors
 from consilium.privacy import mechanism
 from consilium.privacy.discrete import Bits
 from consilium.privacy.plan import Plan
-from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import add_share, on_grid
+from consilium.privacy.randomness import Randomness, secret_bytes
+from consilium.privacy.shares import add_share
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import Role, Strategy
 
@@ -66,53 +64,56 @@ def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload)
         raise RefusedError(f"{who}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
 
 
-class Sources(NamedTuple):
-    """Where noise comes from: normals for what is added in floating point, bits for exact shares."""
+def source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
+    """Return where a release's noise comes from: a secret stream, or the one that a seed of the policy repeats."""
+    seed = policy.noise_seed
+    return Randomness.of(None if seed is None else seed_for(seed, site, result.round, result.phase))
 
-    normal: mechanism.Normal = mechanism.system_normal
-    bits: Bits = os.urandom
 
-
-def sources(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Sources:
-    """Return the system's generator, or what a seed of the policy repeats."""
-    if policy.noise_seed is None:
-        return Sources()
-    seed = seed_for(policy.noise_seed, site, result.round, result.phase)
-    return Sources(mechanism.seeded_normal(seed), np.random.default_rng(seed).bytes)
+def sent_as_sums(config: JobConfig) -> bool:
+    """Return whether the server sees sums of sites only, so that sites send whole units of coordinates that all share."""
+    privacy, masked = config.privacy, config.secure_aggregation is not None
+    return privacy is not None and (privacy.trust == "distributed" or (privacy.trust == "central" and masked))
 
 
 def privatized(
     plan: Plan,
     update: Tensors,
     maps: dict[str, mechanism.Geometry],
-    source: Sources = Sources(),  # noqa: B008
+    bits: Bits = secret_bytes,
+    as_sums: bool = False,
 ) -> tuple[Tensors, mechanism.Outcome]:
     """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count.
 
-    With trust distributed these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer:
-    `restored` is what the server makes of their mean.
+    `as_sums`: these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer, and
+    `mechanism.restored` is what the server makes of their mean. Else they are an update, in the type in which it came.
     """
     plan.check_count(update)
-    if plan.config.trust == "distributed":
-        return _with_share(plan, {n: maps[n].whiten(t) if n in maps else t for n, t in update.items()}, source.bits)
-    return mechanism.privatize(update, maps, plan.config.clip, plan.site_noise, source.normal, plan.by_tensor)
+    if plan.by_step:
+        return _step_with_share(plan, update, bits)
+    deviation = 0 if plan.config.trust == "central" else plan.share(_count(update))
+    released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
+    if as_sums:
+        return released, outcome
+    return {n: t.to(update[n].dtype) for n, t in mechanism.restored(maps, mechanism.in_reals(released)).items()}, outcome
 
 
-def _with_share(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
-    """Return clipped integers with a share of noise. A step's sum comes as integers: training has clipped every unit's part."""
-    if plan.by_step and any(tensor.dtype is not torch.int64 for tensor in clean.values()):
+def _step_with_share(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
+    """Return a step's sum with a share of noise. It comes as integers: training has clipped and rounded every unit's part."""
+    if any(tensor.dtype is not torch.int64 for tensor in clean.values()):
         raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
-    integers = clean if plan.by_step else on_grid(clean, plan.clip)
-    numbers = sum(tensor.numel() for tensor in clean.values())
-    released = add_share(integers, plan.share(numbers), bits)
-    told, sent, kept = ({n: t.double() * UNIT for n, t in one.items()} for one in (clean, released, integers))
-    told = told if plan.by_step else {n: t.double() for n, t in clean.items()}
-    return released, mechanism.outcome_of(told, kept, sent, plan.site_noise)
+    released = add_share(clean, plan.share(_count(clean)), bits)
+    told, sent = mechanism.in_reals(clean), mechanism.in_reals(released)
+    return released, mechanism.outcome_of(told, told, sent, plan.site_noise)
 
 
-def restored(maps: dict[str, mechanism.Geometry], mean: Tensors) -> Tensors:
-    """Return the factor updates whose whitened coordinates are a sum or mean of the sites', float64."""
-    return {name: maps[name].restore(t) if name in maps else t for name, t in mean.items()}
+def _count(tensors: Tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def noised_sum(plan: Plan, sums: Tensors, bits: Bits = secret_bytes) -> Tensors:
+    """Return a sum of sites' clipped coordinates (int64, units) with the server's noise, which is all of it (trust central)."""
+    return add_share(sums, plan.share(_count(sums)), bits)
 
 
 def geometries(
@@ -126,7 +127,7 @@ def geometries(
     maps: dict[str, mechanism.Geometry] = {}
     if config.dpsgd is not None:
         return maps
-    summed = config.privacy is not None and config.privacy.trust == "distributed"
+    summed = sent_as_sums(config)
     for name in update:
         if (peer := strategy.peer(name, round, phase)) is None:
             continue

@@ -1,8 +1,10 @@
-"""Shares of noise: every site adds a part, and only the sum of all carries the whole (`trust: distributed`).
+"""Noise of every unit and trust: clipped integers plus exact discrete Gaussians, so that no rounding tells what noise hides.
 
-All is in whole units of the grid on which sums are made. A site's clipped update is rounded to it, and its share is an exact
-discrete Gaussian of variance s^2 (discrete.py). Of the sites in a sum, K are honest for certain: the fewest that a sum may have
-without the colluders. Their shares together are no discrete Gaussian, but close to one:
+All is in whole units of the grid on which sums are made. What is clipped is rounded to it: a site's update, or the gradient of
+each unit of a DP-SGD step. Noise is an exact discrete Gaussian of variance s^2 (discrete.py). It is one share (K = 1) where one
+site or the server adds all of it. With `trust: distributed` every site adds a share, and only the sum carries the whole. Of
+the sites in a sum, K are honest for certain: the fewest that a sum may have without the colluders. Their shares together are
+no discrete Gaussian, but close to one:
 
     eta(v) = 2 sum_{m >= 1} exp(-2 pi^2 v m^2)        lambda(v) = ln((1 + eta) / (1 - eta))
     tau = lambda(4) + sum_{k = 1}^{K - 1} lambda(s^2 k / (k + 1))      per number
@@ -16,7 +18,6 @@ Aggregation", ICML 2021 (sums of discrete Gaussians, with a bound of ours on the
 """
 
 import math
-import os
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from consilium.errors import ConfigError, RefusedError
 from consilium.messages import Tensors
-from consilium.privacy.discrete import Bits, discrete_gaussian
-from consilium.privacy.secagg.arithmetic import UNIT, quantize
+from consilium.privacy.discrete import LARGEST, Bits, discrete_gaussian
+from consilium.privacy.randomness import secret_bytes
+from consilium.privacy.secagg.arithmetic import ROOM, UNIT, quantize
 
 LEAST_VARIANCE = 10
 """Shares under this variance, in units of the grid, are refused: their sum is too far from a Gaussian."""
@@ -51,7 +53,7 @@ def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
 def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, unit: float = UNIT) -> int:
     """Return s, in units of the grid, such that `shares` shares keep at least noise_multiplier * sensitivity between them.
 
-    0 without noise. Raises ConfigError under LEAST_VARIANCE.
+    0 without noise. Raises ConfigError under LEAST_VARIANCE, and where 64 bits could not hold it.
     """
     if noise_multiplier == 0:
         return 0
@@ -60,6 +62,9 @@ def share_deviation(noise_multiplier: float, sensitivity: float, shares: int, un
     if found**2 < LEAST_VARIANCE:
         what = f"noise of {noise_multiplier:g} times {sensitivity:g} is under the grid's {unit:g} in each of {shares} shares"
         raise ConfigError(f"privacy.clip: {what}; raise clip")
+    if found > LARGEST:
+        what = f"noise of {noise_multiplier:g} times {sensitivity:g} is over the {LARGEST * unit:g} that the grid has room for"
+        raise ConfigError(f"privacy.clip: {what}; lower clip")
     return found
 
 
@@ -98,7 +103,31 @@ def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Te
     return found
 
 
-def add_share(integers: Tensors, deviation: int, bits: Bits = os.urandom) -> Tensors:
+def rounding(numbers: int, unit: float = UNIT) -> float:
+    """Return more than `clipped_sum` can lengthen one unit's part by rounding: a step of the grid in each of its numbers."""
+    return math.sqrt(numbers) * unit
+
+
+def clipped_sum(gradients: Mapping[str, Tensor], clip: float, start: Tensor | None = None) -> Tensor:
+    """Return the sum (d,) of all units' gradients, (N, *shape) by name, each clipped and rounded on its own; int64, on the CPU.
+
+    Added to `start`, where given. One unit moves the sum by clip + `rounding` at most, whatever the others are, because each
+    is rounded by itself and integers are added without error. A gradient that is not finite counts as zero: an error would
+    tell of the unit, and noise would not hide it. A sum that 64 bits do not hold stops at their end: one that wraps would leap.
+    """
+    parts = [gradient.flatten(1) for gradient in gradients.values()]
+    device, numbers = next((part.device for part in parts), None), sum(part.shape[1] for part in parts)
+    total = torch.zeros(numbers, dtype=torch.int64, device=device) if start is None else start.to(device, copy=True)
+    for one in zip(*parts, strict=True):
+        whole = torch.cat(one).double()
+        norm = torch.linalg.vector_norm(whole)
+        factor = (clip / norm).clamp(max=1.0) * (1 - MARGIN)  # 0 / 0 does not come: clip is over 0
+        scaled = whole.mul_(torch.where(norm.isfinite(), factor, 0.0)).nan_to_num_(0.0, 0.0, 0.0)
+        total.add_(quantize({"": scaled})[""]).clamp_(-ROOM, ROOM)
+    return total.cpu()
+
+
+def add_share(integers: Tensors, deviation: int, bits: Bits = secret_bytes) -> Tensors:
     """Return integers with an exact discrete Gaussian of this deviation on every one (0: none)."""
     if deviation == 0:
         return dict(integers)

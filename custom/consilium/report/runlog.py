@@ -17,7 +17,7 @@ from consilium.config.code import code_of
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.linalg.together import norm
-from consilium.messages import BYTES_DOWN, BYTES_UP, Payload, Tensors
+from consilium.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.privacy.plan import Plan
 from consilium.report.events import FOLDER, EventFile
 from consilium.report.progress import read_lines
@@ -87,11 +87,13 @@ class RunLog:
         """Record the adapter that all sites go on from."""
         self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
 
-    def joined(self, round: int, site: str, ledger: str, test_only: bool = False) -> None:
-        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one."""
-        self._line(
-            {"event": "joined", "site": site, "round": round, "ledger": ledger} | ({"test_only": True} if test_only else {})
-        )
+    def joined(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
+        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one.
+
+        `seeded`: its noise comes from a seed.
+        """
+        marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
+        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger} | marks)
 
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
@@ -170,8 +172,11 @@ class RunLog:
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
+        seeded = joined_as(self.folder, "seeded")
+        for site in seeded & self._results.keys():
+            self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(seeded), indent=1).encode())
         self._draw()
         self._draw_confusions()
         apart = test_only(self.folder)
@@ -246,9 +251,14 @@ def by_role(strategy: Strategy, sizes: Mapping[str, int]) -> dict[Role, int]:
 
 def test_only(folder: Path) -> frozenset[str]:
     """Return the sites of a run that were there to be scored only."""
+    return joined_as(folder, "test_only")
+
+
+def joined_as(folder: Path, mark: str) -> frozenset[str]:
+    """Return the sites of a run that joined with a mark: "test_only", or "seeded"."""
     path = folder / "metrics.jsonl"
     lines = read_lines(path) if path.is_file() else []
-    return frozenset(line["site"] for line in lines if line["event"] == "joined" and line.get("test_only"))
+    return frozenset(line["site"] for line in lines if line["event"] == "joined" and line.get(mark) is True)
 
 
 def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:

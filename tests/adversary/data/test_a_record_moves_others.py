@@ -15,6 +15,8 @@ from consilium.federation.build import assemble_job, build_model, build_task
 from consilium.federation.samples import site_data
 from consilium.messages import Tensors
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.privacy.shares import clipped_sum
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
 
@@ -61,11 +63,7 @@ class Sums:
         return self.found
 
     def _keep(self, steps: PrivateSteps) -> None:
-        found = steps.gradients.take()
-        for name, gradient in found.items():
-            steps.gradients.trained[name].grad_sample = gradient
-        steps.optimizer.clip_and_accumulate()
-        self.found = torch.cat([steps.gradients.trained[name].summed_grad.flatten() for name in found]).double()
+        self.found = clipped_sum(steps.gradients.take(), CLIP).double() * UNIT
 
 
 def moved(initial: Tensors) -> Tensors:

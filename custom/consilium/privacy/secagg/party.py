@@ -5,7 +5,6 @@ which order steps come, is the protocol's (see __init__); why a refusal protects
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.secure_aggregation import most_weight
 from consilium.errors import Reason
 from consilium.messages import Payload, Tensors
+from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing, shamir
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity
@@ -134,7 +134,7 @@ class Party:
 
     def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
         """Draw this attempt's two secrets, share them, and return what all get of them."""
-        private, seed, cohort = sealing.new_key(), os.urandom(32), attempt["cohort"]
+        private, seed, cohort = sealing.new_key(), secret_bytes(32), attempt["cohort"]
         pairs = [shamir.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
         plain = {name: b"".join(shares[i].to_bytes(shamir.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
         attempt |= {"mask_key": private.hex(), "seed": seed.hex(), "own": plain[self.name].hex()}

@@ -4,8 +4,6 @@ X25519 gives two sites a secret, HKDF with SHA-256 makes a key of it for one pur
 ChaCha20-Poly1305 under a random nonce; a mask is the key stream of AES-256 in counter mode, as 64-bit words.
 """
 
-import os
-
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes, serialization
@@ -15,6 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from consilium.errors import Reason, RefusedError
+from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import Words
 from consilium.privacy.secagg.signing import row
 
@@ -22,10 +21,8 @@ NONCE = 12
 
 
 def new_key() -> bytes:
-    """Return a fresh X25519 private key, 32 bytes."""
-    return X25519PrivateKey.generate().private_bytes(
-        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
-    )
+    """Return a fresh X25519 private key: any 32 secret bytes are one (RFC 7748)."""
+    return secret_bytes(32)
 
 
 def public_of(private: bytes) -> str:
@@ -56,7 +53,7 @@ def check_public(public: str) -> None:
 
 def seal(key: bytes, plain: bytes, context: bytes, sender: str, receiver: str) -> str:
     """Return what only the receiver can open, and only in this context, hex digits."""
-    nonce = os.urandom(NONCE)
+    nonce = secret_bytes(NONCE)
     return (nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, _about(context, sender, receiver))).hex()
 
 

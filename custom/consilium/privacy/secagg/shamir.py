@@ -4,8 +4,9 @@ A. Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. Over the
 of up to 520 bits; coefficients are uniform from the system's generator; share i is the polynomial's value at i = 1..n.
 """
 
-import secrets
 from collections.abc import Mapping
+
+from consilium.privacy.randomness import secret_below
 
 PRIME = 2**521 - 1
 WIDTH = 66
@@ -14,7 +15,7 @@ WIDTH = 66
 
 def share(secret: int, threshold: int, parties: int, coefficients: list[int] | None = None) -> list[int]:
     """Return the shares of points 1..parties. `coefficients`: of powers 1..threshold - 1, drawn unless a test gives them."""
-    drawn = [secrets.randbelow(PRIME) for _ in range(threshold - 1)] if coefficients is None else coefficients
+    drawn = [secret_below(PRIME) for _ in range(threshold - 1)] if coefficients is None else coefficients
     return [_value([secret, *drawn], point) for point in range(1, parties + 1)]
 
 

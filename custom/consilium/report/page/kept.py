@@ -7,6 +7,7 @@ from typing import Any
 from consilium.config.site import load_site
 from consilium.errors import ConfigError, RefusedError
 from consilium.privacy.audit import FILE, read
+from consilium.privacy.composition import VOID
 from consilium.privacy.ledger import Ledger, summary
 from consilium.report.clean import shown
 from consilium.report.page.files import MOST_BYTES, folders, is_folder, number
@@ -127,6 +128,7 @@ def ledger(path: Path) -> tuple[Table | None, str]:
         "data set",
         "jobs",
         "releases",
+        "void rows",
         "adjacency",
         "trust",
         "epsilon of a record",
@@ -143,6 +145,7 @@ def _ledger_row(one: Mapping[str, Any]) -> list[str]:
         one["dataset"],
         ", ".join(one["jobs"]),
         str(one["releases"]),
+        f"{one['void']}: {VOID}" if one["void"] else "0",
         one["adjacency"],
         ", ".join(one["trust"]),
     )

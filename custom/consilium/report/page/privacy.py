@@ -1,9 +1,11 @@
 """The privacy statement of a page: what is promised to whom, and the noise that it took."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from consilium.config.privacy import PrivacyConfig
+from consilium.privacy.plan import not_private
 from consilium.report.clean import shown
 from consilium.report.page.files import number
 from consilium.report.page.record import Record
@@ -22,11 +24,17 @@ SCORES = (
 )
 
 
-def statement(record: Record) -> tuple[Sequence[str], Sequence[tuple[str, str]]]:
+def statement(record: Record) -> tuple[list[str], list[tuple[str, str]]]:
     """Return a run's privacy as sentences, and as pairs of texts."""
-    private = record.config.privacy
-    if private is None:
+    if record.config.privacy is None:
         return [NONE], []
+    sentences, facts = _promised(record, record.config.privacy)
+    if (seeded := record.seeded) and not record.privacy:  # privacy.json says it itself
+        sentences = [shown(not_private(seeded), 600), *sentences]
+    return sentences, facts
+
+
+def _promised(record: Record, private: PrivacyConfig) -> tuple[list[str], list[tuple[str, str]]]:
     if record.privacy is not None:
         sentences, facts = of_summary(record.privacy)
         return [*sentences, SCORES], facts

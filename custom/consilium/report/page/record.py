@@ -58,6 +58,11 @@ class Record:
         """Sites that only test: they are in no mean."""
         return sorted({line["site"] for line in self.of("joined") if line.get("test_only") is True})
 
+    @property
+    def seeded(self) -> list[str]:
+        """The sites whose noise came from a seed."""
+        return sorted({line["site"] for line in self.of("joined") if line.get("seeded") is True})
+
     @cached_property
     def rounds(self) -> int:
         """How many rounds have ended."""
