@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.masking [--sites 12 50 100 --numbers 389120 --repeats 3]
     python -m tests.benchmarks.masking --sites --rounds 8     rounds on startup kits
+    python -m tests.benchmarks.masking --sites --private 15   exact noise beside Opacus' in a step of DP-SGD
 
 The step is of a ViT-B/16 at 224 pixels with random weights, rank 8 on all linear layers, 8 pictures, one thread. Processor's
 seconds, in turns with the steps, so that what else the machine does falls on both; files are written as in a run, but waiting
@@ -31,6 +32,7 @@ from consilium.flare.recipe import export
 from consilium.messages import Payload
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
+from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.attempt import MASKED, Attempt
 from consilium.privacy.secagg.collector import Collector
@@ -156,6 +158,57 @@ def noise(repeats: int) -> None:
     print(f"\na share of noise on a million numbers: {share:.2f} s, {ratio:.0f} times torch.randn")
 
 
+class FormerSteps:
+    """A step of DP-SGD as Opacus takes it: clipped gradients and noise in float32, from torch's generator."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], dp: DpSgd) -> None:
+        from opacus.optimizers import DPOptimizer
+
+        self.gradients = PerSampleGradients(model, trained)
+        generator = torch.Generator().manual_seed(0)
+        self.optimizer = DPOptimizer(
+            optimizer, noise_multiplier=dp.noise_multiplier, max_grad_norm=dp.clip, expected_batch_size=8, generator=generator
+        )
+
+    def step(self) -> None:
+        """Clip, add noise and step."""
+        for name, gradient in self.gradients.take().items():
+            parameter: Any = self.gradients.trained[name]
+            parameter.grad_sample = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def private_steps(repeats: int) -> None:
+    """Print what exact noise and clipping in integers add to a step of DP-SGD, as Opacus takes it, of the same ViT-B.
+
+    Steps of 8 pictures, without and with the gradients of every picture, are timed in turns, all threads of the process.
+    """
+    vit, dp = ViTB(), DpSgd(1.0, 1.0, 0.5)
+    trained = {n: t for n, t in layers.tensors(vit.model).items() if isinstance(t, nn.Parameter)}
+    numbers = sum(tensor.numel() for tensor in trained.values())
+    parameters, times = list(trained.values()), dict[str, list[float]]()
+    former = FormerSteps(vit.model, torch.optim.AdamW(parameters, lr=1e-4), trained, dp)
+
+    def gradients_of(steps: Any) -> None:
+        with steps.gradients.collect(8):
+            nn.functional.cross_entropy(vit.model(vit.images), vit.labels).backward()
+
+    with PrivateSteps(vit.model, torch.optim.AdamW(parameters, lr=1e-4), trained, 16, dp) as exact:
+        for steps, take in 2 * ((former, former.step), (exact, lambda: exact.step({}))):  # one round is not counted
+            gradients_of(steps)
+            take()
+        for _ in range(repeats):
+            for name, steps, take in (("Opacus", former, former.step), ("exact", exact, lambda: exact.step({}))):
+                began = time.process_time()
+                gradients_of(steps)
+                take()
+                times.setdefault(name, []).append(time.process_time() - began)
+    ratio = statistics.median(b / a for a, b in zip(times["Opacus"], times["exact"], strict=True))
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    print(f"\na step of DP-SGD of 8 pictures on {numbers:,} numbers: {seconds}, exact / Opacus {ratio:.3f}")
+
+
 def kits(rounds: int) -> None:
     """Print the seconds of a round on startup kits of three sites on this machine: plain, masked, with noise in shares."""
     raw = training_only(small_cells("fedit", local_steps=1, rounds=rounds), test=1).model_dump()
@@ -186,11 +239,14 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=389_120)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=0, help="of jobs on startup kits; 0: none")
+    parser.add_argument("--private", type=int, default=0, help="steps of DP-SGD, exact beside Opacus'; 0: none")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     if wanted.sites:
         masks(wanted.sites, wanted.numbers, wanted.repeats)
         noise(wanted.repeats)
+    if wanted.private:
+        private_steps(wanted.private)
     if wanted.rounds:
         kits(wanted.rounds)
 

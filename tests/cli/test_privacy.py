@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.errors import ConfigError, RefusedError
 from consilium.privacy.audit import Record
-from consilium.privacy.composition import Entry
+from consilium.privacy.composition import DISCRETE, Entry
 from consilium.privacy.ledger import Ledger
+from tests.privacy.test_ledger import old_ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
 
@@ -169,4 +170,21 @@ def test_no_ledger_is_said_plainly(tmp_path: Path) -> None:
 
 def test_noise_from_a_seed_is_called_what_it_is(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.sqlite").spend(replace(ONE, private=False), {})
-    assert "not private" in call("privacy", "ledger", str(tmp_path))
+    assert "NOT PRIVATE" in call("privacy", "ledger", str(tmp_path))
+
+
+def test_rows_whose_noise_can_be_taken_off_are_called_void_and_still_count(tmp_path: Path) -> None:
+    """Also with budgets: epsilon is the same as of a row of this version."""
+    new = replace(ONE, unit="record", noise_multiplier=1.1, sample_rate=0.1, count=20, mechanism=DISCRETE)
+    old_ledger(tmp_path / "old" / "ledger.sqlite", replace(new, mechanism=""), ONE)
+    Ledger(tmp_path / "new" / "ledger.sqlite").spend(new, {})
+    Ledger(tmp_path / "new" / "ledger.sqlite").spend(ONE, {})
+    text, fresh = (call("privacy", "ledger", str(tmp_path / name), "--rows") for name in ("old", "new"))
+    assert "1 rows are void" in text
+    assert "(record)  job run-1 round 0 phase 0: noise multiplier 1.1, rate 0.1, x 20 (void)" in text
+    assert "void" not in fresh
+    old, same = (
+        json.loads(call("privacy", "ledger", str(tmp_path / n), "--format", "json"))["data_sets"][0] for n in ("old", "new")
+    )
+    assert (old["void"], same["void"]) == (1, 0)
+    assert old["epsilon"] == same["epsilon"]

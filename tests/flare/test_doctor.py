@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from consilium.flare.kits import update
 from consilium.flare.provision import provision
 from consilium.privacy.audit import Record
 from tests.deployment.federation import free_port
+from tests.privacy.test_ledger import RECORD, old_ledger
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +221,12 @@ def test_a_lost_ledger_is_a_problem(kit: Path) -> None:
     Record(kit / "_consilium" / "runs" / "r" / "audit.jsonl").add({"kind": "update", "ledger": "6a" * 32})
     assert "the privacy ledger is gone: " in (line := problems(kit)["privacy ledger"])
     assert "run `consilium privacy accept`" in line
+
+
+def test_rows_whose_noise_can_be_taken_off_are_named(kit: Path) -> None:
+    (kit / "_consilium").mkdir(exist_ok=True)
+    old_ledger(kit / "_consilium" / "ledger.sqlite", RECORD, replace(RECORD, job="fundus", round=1))
+    (found,) = [one for one in examine(kit) if one.check == "privacy ledger"]
+    assert found.ok
+    assert "2 rows (jobs fundus, job) are void: " in found.advice
+    assert "seed of 32 bits" in found.advice

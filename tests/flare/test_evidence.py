@@ -25,8 +25,10 @@ from consilium.federation.runs import STATE
 from consilium.flare.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
 from consilium.flare.provision import provision
 from consilium.privacy.audit import FILE, Record
+from consilium.privacy.composition import DISCRETE
 from consilium.privacy.ledger import Entry, Ledger
 from tests.conftest import run
+from tests.privacy.test_ledger import old_ledger
 
 ROW = Entry(
     dataset="ward", unit="site", adjacency="zero-out", trust="local", job="fundus", run="r1", round=0, phase=0,
@@ -317,3 +319,27 @@ def test_a_ledger_that_lacks_what_the_record_names_is_not_whole_unless_its_loss_
     found = {"audit-1.jsonl": whole["audit-1.jsonl"]} | ({LEDGER: ledger.path.read_bytes()} if cut else {})
     assert chains(found)["ledger"].startswith("lacks rows: a record names the seal ")
     assert chains(found | {ACCEPTED: json.dumps(seals).encode()})["ledger"] is None
+
+
+def test_what_promises_nothing_stands_at_the_head_of_the_evidence(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and messages of versions whose noise can be taken off, and noise of a seed, which a record says of itself."""
+    kit = Path(shutil.copytree(clinic, tmp_path / "clinic", symlinks=True))
+    ledger = kit / STATE / "ledger.sqlite"
+    ledger.unlink()
+    old_ledger(ledger, replace(ROW, unit="record", job="retina", sample_rate=0.5, count=2), ROW)
+    private = {"unit": "record", "adjacency": "zero-out", "trust": "local", "delta": 1e-5, "clip": 1.0, "noise_multiplier": 4.0}
+    spent = {"spend": {"noise_multiplier": 4.0, "sample_rate": 0.5, "count": 2}}
+    record = Record(next(kit.rglob(FILE)))
+    for phase, said in enumerate(({}, {"mechanism": DISCRETE}, {"mechanism": DISCRETE, "seeded": True})):
+        line = {"site": "clinic", "run": "r1", "kind": "update", "round": 1, "phase": phase, "tensors": {}, "metrics": {}}
+        record.add(line | {"privacy": private | said | spent})
+    assert run(monkeypatch, "evidence", "fundus-1", "--kit", kit, "-o", tmp_path / "one.zip") == 0
+    files = content(tmp_path / "one.zip")
+    head = files["README.md"].decode().partition("What is claimed")[0]
+    assert "NOT PRIVATE: the noise of 1 messages of this run came from a seed" in head
+    assert "1 messages of this run are void" in head
+    assert "1 rows of the ledger (jobs retina) are void" in head
+    for said in ("NOT PRIVATE: the noise of 1 messages", "1 messages are void"):
+        assert said in files["what-left.md"].decode()

@@ -1,5 +1,6 @@
 """Record-level DP-SGD: per-sample gradients are autograd's, steps clip and noise as planned, adapters survive saving."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from consilium.adapters import layers, lora
+from consilium.cli.audit import markdown
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -27,7 +29,12 @@ from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
+from consilium.privacy.audit import FILE, read
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
+from consilium.privacy.plan import make_plan
+from consilium.report.page.privacy import statement
+from consilium.report.page.record import read_record as read_run
+from consilium.strategies.fedit import FedIT
 from consilium.tasks.base import Task
 from consilium.training.loop import train
 from consilium.training.losses import Losses
@@ -294,6 +301,16 @@ def test_a_private_run_exports_adapters_that_load_and_equal_what_was_released(pr
     layers.load(model, ours)
     assert any(not torch.equal(t, assemble_job(config).initial[n]) for n, t in ours.items())
     assert all(torch.isfinite(t).all() for t in ours.values())
+
+
+def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(private_run: tuple[Path, Tensors]) -> None:
+    folder, _ = private_run
+    results = json.loads((folder / "results.json").read_text())
+    assert {site: numbers["privacy/not_private"] for site, numbers in results.items()} == {"site-1": 1.0, "site-2": 1.0}
+    told = "NOT PRIVATE: the noise of site-1, site-2 came from a seed"
+    assert told in " ".join(statement(read_run(folder))[0])
+    assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
+    assert told in make_plan(private_config(noise_multiplier=1.0), FedIT(), 8).summary(["site-2", "site-1"])["claim"]
 
 
 def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:

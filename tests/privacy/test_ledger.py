@@ -216,10 +216,10 @@ OLD_COLUMNS = (
 def old_ledger(path: Path, *rows: Entry) -> Ledger:
     """Return a ledger as version 0.2.0 wrote it: without the column `mechanism`, in table and seals."""
     before = ""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with sqlite3.connect(path) as db:
-        db.execute(
-            f"CREATE TABLE releases (time REAL NOT NULL, {', '.join(f'"{c}" NOT NULL' for c in OLD_COLUMNS)}, seal NOT NULL)"
-        )
+        columns = ", ".join(f"{name} NOT NULL" for name in ("time REAL", *OLD_COLUMNS, "seal"))
+        db.execute(f"CREATE TABLE releases ({columns})")
         for when, row in enumerate(rows):
             values = {name: getattr(row, name) for name in OLD_COLUMNS}
             before = hashlib.sha256(json.dumps([before, float(when), values]).encode()).hexdigest()
