@@ -179,13 +179,25 @@ class FormerSteps:
         self.optimizer.zero_grad()
 
 
-def private_steps(repeats: int) -> None:
+def leading(tensors: dict[str, nn.Parameter], numbers: int) -> dict[str, nn.Parameter]:
+    """Return the first tensors that have so many numbers together."""
+    found: dict[str, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        if sum(one.numel() for one in found.values()) >= numbers:
+            break
+        found[name] = tensor
+    return found
+
+
+def private_steps(repeats: int, numbers: int) -> None:
     """Print what exact noise and clipping in integers add to a step of DP-SGD, as Opacus takes it, of the same ViT-B.
 
     Steps of 8 pictures, without and with the gradients of every picture, are timed in turns, all threads of the process.
     """
     vit, dp = ViTB(), DpSgd(1.0, 1.0, 0.5)
-    trained = {n: t for n, t in layers.tensors(vit.model).items() if isinstance(t, nn.Parameter)}
+    trained = leading({n: t for n, t in layers.tensors(vit.model).items() if isinstance(t, nn.Parameter)}, numbers)
+    for name, parameter in layers.tensors(vit.model).items():
+        parameter.requires_grad_(name in trained)
     numbers = sum(tensor.numel() for tensor in trained.values())
     parameters, times = list(trained.values()), dict[str, list[float]]()
     former = FormerSteps(vit.model, torch.optim.AdamW(parameters, lr=1e-4), trained, dp)
@@ -246,7 +258,7 @@ def main() -> None:
         masks(wanted.sites, wanted.numbers, wanted.repeats)
         noise(wanted.repeats)
     if wanted.private:
-        private_steps(wanted.private)
+        private_steps(wanted.private, wanted.numbers)
     if wanted.rounds:
         kits(wanted.rounds)
 
