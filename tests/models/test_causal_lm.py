@@ -106,7 +106,10 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "in
         ),
         ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config\.hidden_size: 'wide' is no value that 'llama' knows"),
         ({"model_type": "llama", "hidden_size": [8]}, r"model\.config: Validation error for field 'hidden_size'"),
-        ({"model_type": "llama", "vocab_size": 8, "pad_token_id": 9, **TINY}, r"'llama' cannot be made of these sizes \(.*; give the"),
+        (
+            {"model_type": "llama", "vocab_size": 8, "pad_token_id": 9, **TINY},
+            r"'llama' cannot be made of these sizes \(.*; give the",
+        ),
         ({"model_type": "llama", "text_config": {"hidden_size": 8}}, r"text_config: not declared by 'llama'"),
     ],
 )

@@ -45,7 +45,9 @@ def _code(package: str) -> str:
     tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for top in tops for name, path in _installed(top)]
     if not lines and tops != []:
-        raise ConfigError(f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked")
+        raise ConfigError(
+            f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
+        )
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

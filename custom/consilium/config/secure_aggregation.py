@@ -36,7 +36,8 @@ class SitePartnersConfig(Section):
     """What a site asks of secure aggregation before it takes part.
 
     `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, colons or not;
-    `consilium doctor` prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To remove one revokes it.
+    `consilium doctor` prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To
+    remove one revokes it.
     """
 
     partners: Annotated[dict[PartnerName, Fingerprint], Field(max_length=10_000)] = Field(default_factory=dict)

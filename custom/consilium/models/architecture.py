@@ -165,7 +165,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without notes, if it has the form of one. Raises ValueError, which begins with the key.
 
     Keys are names that do not begin with `_`, words hold no path, address or sentence, and layers have code of `transformers`.
-    This needs no `transformers`, so that a job is refused as it is read; `listed` of listed_keys.py then knows the architecture.
+    This needs no `transformers`, so that a job is refused as it is read; `listed` of listed_keys.py knows the architecture too.
     """
     _check(dict(config), "")
     return _form(config, "")
@@ -191,7 +191,9 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _check_words(value: Any, where: str) -> None:
     if isinstance(value, str) and not _WORD.fullmatch(value):
         what = "is no single word of letters, digits and _ . + -"
-        raise ValueError(f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here")
+        raise ValueError(
+            f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here"
+        )
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict):
             _form(item, f"{where}.")

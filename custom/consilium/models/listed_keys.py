@@ -1,8 +1,8 @@
 """The keys and values of a config.json that `transformers` gets: only those that the architecture's class declares.
 
 A job carries the config.json, so a submitter writes it, and `transformers` reads more from it than sizes: names of hub
-repositories whose code is attention, names of weights, files and classes. `listed` passes on what the configuration class of the
-`model_type` declares, and of words those that the architecture's own source code holds. The lists are read off the installed
+repositories whose code is attention, names of weights, files and classes. `listed` passes on what the configuration class of
+the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the installed
 `transformers`, so that a new version needs no table of ours. `models/folder.py` calls it before any configuration is made.
 """
 
@@ -59,7 +59,7 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
         where = f"{place}{key}"
         owner = _owner(kind, key)
         if key == "model_type":
-            found |= {key: value} if value in CONFIG_MAPPING else {}
+            found |= {key: value} if isinstance(value, str) and value in CONFIG_MAPPING else {}
         elif key == "architectures":
             found[key] = [name for name in value if name in _words(kind)] if isinstance(value, list) else None
         elif key == "transformers_version":
@@ -68,7 +68,9 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
             found[key] = None if value is None else _part(value, kind, key, where)
         elif key == "per_layer_config" and isinstance(value, dict):
             found[key] = {name: _layer(item, kind, f"{where}.{name}") for name, item in value.items()}
-        elif key in _STAGES and isinstance(value, list) and all(isinstance(one, str) and _STAGE.fullmatch(one) for one in value):
+        elif (
+            key in _STAGES and isinstance(value, list) and all(isinstance(one, str) and _STAGE.fullmatch(one) for one in value)
+        ):
             found[key] = value
         elif key in _ROPE:
             _check_rope(value, kind, where)
@@ -134,7 +136,7 @@ def _default_part(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConf
     spec = kind.sub_configs_defaults[key]
     if issubclass(spec.config_class, PreTrainedConfig):
         return spec.config_class
-    return CONFIG_MAPPING[spec.model_type] if spec.model_type in CONFIG_MAPPING else None
+    return CONFIG_MAPPING.get(spec.model_type, None)
 
 
 def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> None:
