@@ -106,10 +106,10 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
     `plugins`: the packages whose kinds the job may name at this site. Raises ConfigError.
     """
     config = load_job(app / JOB, plugins=plugins)
-    configuration, plugins = _configuration(app, config), plugins_of(config)
-    found = _with_plugins(configuration, plugins)
+    configuration, used = _configuration(app, config), plugins_of(config)
+    found = _with_plugins(configuration, used)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
-    one |= {CONFIGURATION: configuration, PLUGINS: _listed(plugins)} if plugins else {}
+    one |= {CONFIGURATION: configuration, PLUGINS: _listed(used)} if used else {}
     _write(local, approvals(local) | {found: one})
     return found
 

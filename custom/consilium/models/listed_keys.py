@@ -194,17 +194,14 @@ def _declared(field: Field[Any]) -> Iterator[str]:
             kinds.extend(get_args(one))
 
 
-@cache
 def _fields(kind: type[PreTrainedConfig]) -> dict[str, Field[Any]]:
     return {field.name: field for field in fields(kind) if not field.name.startswith("_")}
 
 
-@cache
-def _source(kind: type[PreTrainedConfig]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the texts that stand in the code of a class' configuration and model, and the names of all attributes there."""
+def _modules(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Return texts and names in the code of the modules of a class' configuration, of its bases, and of its model."""
     own = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.")}
-    found = [_module(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
-    return frozenset().union(*(texts for texts, _ in found)), frozenset().union(*(names for _, names in found))
+    return [_module(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
 
 
 @cache
@@ -226,11 +223,11 @@ def _module(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _words(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return _source(kind)[0]
+    return frozenset().union(*(texts for texts, _ in _modules(kind)))
 
 
 def _names(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    return frozenset().union(*_source(kind))
+    return frozenset().union(*(part for parts in _modules(kind) for part in parts))
 
 
 def _is_numbers(value: Any) -> bool:
