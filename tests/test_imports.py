@@ -89,13 +89,49 @@ def test_who_waits_for_flares_simulator_has_no_torch(tmp_path: Path) -> None:
     assert found & {"torch", *HEAVY} == set()
 
 
-def test_nothing_below_us_asks_the_hub() -> None:
-    """bitsandbytes, for one, fetches code where a package of the hub's is installed; this is their one switch against it."""
+ASKED = """
+import json
+import {module}
+import huggingface_hub.constants as hub, transformers.integrations.hub_kernels as kernels
+from transformers.utils.hub import is_offline_mode
+print(json.dumps([hub.HF_HUB_OFFLINE, is_offline_mode(), not kernels._kernels_enabled,
+                  hub.HF_HUB_DISABLE_TELEMETRY, hub.HF_HUB_DISABLE_IMPLICIT_TOKEN]))
+"""
+ONLINE = {
+    "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "USE_HUB_KERNELS": "YES",
+    "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0", "DO_NOT_TRACK": "0",
+}  # fmt: skip
+PROCESSES = {
+    "command line": "consilium.cli.main",
+    "server": "consilium.flare.controller",
+    "site": "consilium.flare.executor",
+    "worker of a study": "consilium.study.worker",
+    "worker of a site": "consilium.federation.crew",
+    "rank": "consilium.federation.rank",
+}
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(m, id=p, marks=() if p == "site" else pytest.mark.slow) for p, m in PROCESSES.items()]
+)
+def test_nothing_below_us_asks_the_hub(module: str) -> None:
+    """bitsandbytes, for one, fetches code where the hub's package is installed. Asked is what the libraries have read."""
     done = subprocess.run(
-        [sys.executable, "-c", "import consilium, huggingface_hub.constants as hub; print(hub.HF_HUB_OFFLINE)"],
-        env={**os.environ, "HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", ASKED.format(module=module)],
+        env={**os.environ, **ONLINE}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "True"
+    assert json.loads(done.stdout.splitlines()[-1]) == [True] * 5
+
+
+def test_a_process_that_we_start_inherits_the_offline_switches() -> None:
+    """A child that loads none of our modules, as FLARE's processes do before they load the job's."""
+    code = "import subprocess, sys, consilium; subprocess.run([sys.executable, '-c', %r], check=True)"
+    child = f"import json, os; print(json.dumps({{name: os.environ[name] for name in {sorted(ONLINE)}}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code % child], env={**os.environ, **ONLINE}, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found[name] != value for name, value in ONLINE.items())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,22 @@ import os
 
 __version__ = "0.2.0"
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched at run time; libraries below transformers would, some of them code
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "USE_HUB_KERNELS": "NO",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Nothing is fetched at run time, neither weights nor code, and nobody is told of a run: the libraries' own switches.
+
+They are set before any library is loaded, in every process that imports this package, whatever its environment says, and
+processes that it starts inherit them. `USE_HUB_KERNELS` keeps transformers from the hub's layers where `kernels` is installed.
+"""
+os.environ.update(OFFLINE)
 
 # Threads that spin while they wait make a run several times slower where other work shares the cores. torch's libgomp reads it
 # when it is loaded.

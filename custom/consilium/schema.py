@@ -3,6 +3,7 @@
 It knows no kind of model, task, adapter or strategy.
 """
 
+import base64
 import difflib
 import re
 import zipfile
@@ -17,6 +18,32 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from consilium.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
+
+# fingerprints ---------------------------------------------------------------------------------------------------------
+
+_PREFIX = re.compile(r"\s*sha-?256(\s*fingerprint)?\s*[:=\s]\s*", re.IGNORECASE)
+_SEPARATORS = re.compile(r"[\s:-]+")
+
+
+def read_fingerprint(text: str) -> str:
+    """Return a SHA-256 fingerprint as 64 lower-case hex digits, from any of the forms in which tools print one.
+
+    `AA:BB:..` and `aa bb ..` in either case, `SHA256:AA:BB:..` of `nvflare`, `sha256 Fingerprint=AA:BB:..` of openssl, and
+    `SHA256:` with 43 characters of base64 of OpenSSH. Raises ValueError for everything else.
+    """
+    rest = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else text
+    groups = [group for group in _SEPARATORS.split(rest) if group]
+    digits = "".join(groups)
+    if len(digits) == 64 and all(len(group) % 2 == 0 for group in groups) and re.fullmatch(r"[0-9a-fA-F]+", digits):
+        return digits.lower()
+    coded = rest.strip().removesuffix("=")
+    if re.fullmatch(r"[A-Za-z0-9+/]{43}", coded):
+        raw = base64.b64decode(f"{coded}=")
+        if base64.b64encode(raw).decode() == f"{coded}=":  # its last character has two bits that must be 0
+            return raw.hex()
+    what = f"{ascii(text)[:100]} is no SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
+    raise ValueError(f"{what}; copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it")
+
 
 # sections -------------------------------------------------------------------------------------------------------------
 

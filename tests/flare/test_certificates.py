@@ -319,7 +319,9 @@ def test_a_root_with_a_new_key_is_taken_by_its_fingerprint_only(kit: Path, stran
     fingerprint = opened(stranger / "clinic", "rootCA.pem").fingerprint(hashes.SHA256()).hex(":").upper()
     with pytest.raises(ConfigError, match="another key"):
         update_kit(kit, stranger / "clinic", fingerprint[:-2] + "00")
-    update_kit(kit, stranger / "clinic", fingerprint)
+    with pytest.raises(ConfigError, match="--fingerprint: 'SHA256:AA' is no SHA-256 fingerprint"):
+        update_kit(kit, stranger / "clinic", "SHA256:AA")
+    update_kit(kit, stranger / "clinic", f"SHA256:{fingerprint}")
     assert opened(kit) == opened(stranger / "clinic")
 
 

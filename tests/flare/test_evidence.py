@@ -1,5 +1,6 @@
 """Evidence of a run: made at a site, checked elsewhere; every way to change or forge it is seen."""
 
+import base64
 import hashlib
 import json
 import shutil
@@ -198,6 +199,38 @@ def test_a_file_with_a_path_is_refused_and_nothing_is_unpacked(name: str, made: 
     with pytest.raises(ConfigError, match="a file twice, or one with a path"):
         verify(archive, root)
     assert [p.name for p in tmp_path.rglob("*")] == ["place", "bad.zip"]
+
+
+def told(root: str) -> dict[str, str]:
+    """Return the forms in which nvflare, openssl, OpenSSH and people write the fingerprint of 64 hex digits `root`."""
+    colons = ":".join(root[i : i + 2] for i in range(0, 64, 2)).upper()
+    return {
+        "nvflare package": f"SHA256:{colons}", "openssl": f"sha256 Fingerprint={colons}",
+        "openssl 1": f"SHA256 Fingerprint={colons}",
+        "by telephone": " ".join(root[i : i + 4] for i in range(0, 64, 4)), "prefix and digits": f"sha256:{root}",
+        "OpenSSH": "SHA256:" + base64.b64encode(bytes.fromhex(root)).decode().rstrip("="), "digits": root.upper(),
+    }  # fmt: skip
+
+
+def test_a_fingerprint_is_read_in_the_forms_that_tools_print(
+    made: Path, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for form, words in told(root).items():
+        assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 0, (form, capsys.readouterr().err)
+    for words in told("ab" * 32).values():
+        assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 1
+        assert "its root is another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "SHA256:", "ab", "MD5:" + "ab:" * 15 + "ab", "ab" * 20, "zz" * 32, "SHA256:" + "A" * 42])
+def test_what_is_no_fingerprint_is_not_called_forged(
+    words: str, made: Path, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 2
+    said = capsys.readouterr().err
+    assert "--fingerprint" in said
+    assert "forged" not in said
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_two_files_of_one_name_too_many_and_no_archive_are_refused(made: Path, root: str, tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
         load_tokenizer("folder", tmp_path / "c")
 
 
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -101,8 +104,13 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
             {"model_type": "reformer", "is_decoder": True},
             "'reformer': its code trains on texts of one length only.*use another",
         ),
-        ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config: Validation error for field 'hidden_size'"),
-        ({"model_type": "llama", "text_config": {"hidden_size": 8}}, r"'llama' cannot be made of these sizes \(.*; give the"),
+        ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config\.hidden_size: 'wide' is no value that 'llama' knows"),
+        ({"model_type": "llama", "hidden_size": [8]}, r"model\.config: Validation error for field 'hidden_size'"),
+        (
+            {"model_type": "llama", "vocab_size": 8, "pad_token_id": 9, **TINY},
+            r"'llama' cannot be made of these sizes \(.*; give the",
+        ),
+        ({"model_type": "llama", "text_config": {"hidden_size": 8}}, r"text_config: not declared by 'llama'"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_one_line(config: dict[str, Any], message: str) -> None:

@@ -268,8 +268,8 @@ def test_dropout_and_unknown_layers_tie_records_together(clip: Made) -> None:
 
 def test_nothing_is_fetched_for_a_part_of_a_model(clip: Made) -> None:
     fetching = clip.config | {"vision_config": {"use_pretrained_backbone": True, "backbone": "resnet50"}}
-    with pytest.raises(ValidationError, match=r"vision_config\.use_pretrained_backbone names weights of another place"):
-        _job("vision", Made(clip.folder, fetching, clip.model), TWO)
+    with pytest.raises(ConfigError, match=r"vision_config\.backbone: not declared by 'clip_vision_model'"):
+        _build("vision", Made(clip.folder, fetching, clip.model), TWO, weights=False)
 
 
 def test_a_tokenizer_that_must_be_converted_is_one_line(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
 
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
+    from consilium.config.code import plugins_of
     from consilium.config.job import load_job
     from consilium.federation.approval import JOB, other_files
     from consilium.federation.build import assemble_job
@@ -73,7 +74,7 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
         key: found.get(key)
         for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
     }
-    shown |= {"packages": config.packages} if config.packages else {}
+    shown |= {"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}
     return shown | {"leaves": _leaves(job), "other files": other_files(app)}
 
 

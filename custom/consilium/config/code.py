@@ -1,9 +1,14 @@
-"""What tells the code of a job's algorithm from other versions of it."""
+"""What tells the code of a job's algorithm, and of the plug-ins that it uses, from other versions of them."""
 
 import hashlib
 import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from consilium.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
@@ -20,6 +25,43 @@ def code_of(config: "JobConfig") -> str:
     files = {name: path for kind in (type(config.strategy), *others) for name, path in _files(kind).items()}
     parts = [name.encode() + path.read_bytes() for name, path in sorted(files.items())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def plugins_of(config: "JobConfig") -> dict[str, str]:
+    """Return version and SHA-256 of the code of every other package that the job's kinds come from, by the package's name.
+
+    The code is all files of the packages and modules that the distribution's entry points name, whichever of them the job's
+    classes import; other distributions that it requires are not part of it. Raises ConfigError for code in no folder.
+    """
+    return {package: f"{version} {_code(package)}" for package, version in config.packages.items()}
+
+
+def _code(package: str) -> str:
+    """Return the SHA-256 of the installed code of a distribution with kinds of ours, by relative names and contents."""
+    try:
+        points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
+    except PackageNotFoundError:
+        points = []
+    tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for top in tops for name, path in _installed(top)]
+    if not lines and tops != []:
+        raise ConfigError(
+            f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
+        )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _installed(top: str) -> Iterator[tuple[str, Path]]:
+    """Yield names and paths of all files of a package, or of a module that stands alone, but for Python's own cache."""
+    module = sys.modules.get(top)
+    spec = module.__spec__ if module is not None else find_spec(top)
+    folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
+    if spec is not None and not folders and spec.origin and Path(spec.origin).is_file():
+        yield Path(spec.origin).name, Path(spec.origin)
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield f"{top}/{path.relative_to(folder).as_posix()}", path
 
 
 def _files(kind: type) -> dict[str, Path]:

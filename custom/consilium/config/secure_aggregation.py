@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from consilium.schema import SHA256, Positive, Section
+from consilium.schema import Positive, Section, read_fingerprint
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MOST_WEIGHT = 65_536
 """The most that a site's update may weigh, unless federation.max_weight says it."""
 PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
-Fingerprint = Annotated[str, Field(pattern=SHA256)]
+Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(read_fingerprint)]
 FEWEST = 3
 """Of two sites each knows the other's update from the sum."""
 
@@ -35,8 +35,9 @@ class SecureAggregationConfig(Section):
 class SitePartnersConfig(Section):
     """What a site asks of secure aggregation before it takes part.
 
-    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits; `consilium doctor`
-    prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To remove one revokes it.
+    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, colons or not;
+    `consilium doctor` prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To
+    remove one revokes it.
     """
 
     partners: Annotated[dict[PartnerName, Fingerprint], Field(max_length=10_000)] = Field(default_factory=dict)

@@ -1,18 +1,20 @@
 """Jobs by approval, for a site whose site.yaml says `approve: digest`: it runs only what its administrator has looked at.
 
 The digest of a job covers all that a site gets of it and obeys: job.yaml, but for the name of the run; the components that
-FLARE builds there; and every other file of the app, code included. What the server alone obeys is left out, because `submit`
-and `resume` write into it. Another value anywhere, such as one given by `--set`, is another job.
+FLARE builds there; every other file of the app, code included; and version and code of the plug-ins that the job uses, as they
+are installed at the site. What the server alone obeys is left out, because `submit` and `resume` write into it. Another value
+anywhere, such as one given by `--set`, is another job, and so is the same job with an updated plug-in.
 """
 
 import getpass
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from consilium.config.code import plugins_of
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
@@ -22,17 +24,30 @@ from consilium.storage import write_atomic
 FILE = "approved.json"
 """In the kit's local/, beside site.yaml: what is there is the hospital's, and no job writes there."""
 JOB, CLIENT, SERVER = "config/job.yaml", "config/config_fed_client.json", "config/config_fed_server.json"
+CONFIGURATION, PLUGINS = "configuration", "plugins"
+"""What the record of a job with plug-ins says beside job, time and person: the digest without them, and which they were."""
 FLARE_ADDS = frozenset({".__nvfl_sig.json", ".__nvfl_submitter.crt"})
 """FLARE's signatures of a submitted job, one pair a folder; they differ by submitter."""
 
 
 def digest(app: Path, config: JobConfig) -> str:
-    """Return the SHA-256 of an app folder whose config/job.yaml holds `config`, see the module.
+    """Return the SHA-256 of an app folder whose config/job.yaml holds `config`, with its plug-ins, see the module.
 
     Raises ConfigError if job.yaml cannot run or the site's components are not in config_fed_client.json.
     """
+    return _with_plugins(_configuration(app, config), plugins_of(config))
+
+
+def _configuration(app: Path, config: JobConfig) -> str:
+    """Return the SHA-256 of an app folder alone: the whole digest of a job without plug-ins."""
     parts = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in _contents(app, config))
     return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def _with_plugins(configuration: str, plugins: Mapping[str, str]) -> str:
+    if not plugins:
+        return configuration
+    return hashlib.sha256(json.dumps([configuration, sorted(plugins.items())]).encode()).hexdigest()
 
 
 def other_files(app: Path) -> list[str]:
@@ -47,10 +62,28 @@ def check_approved(app: Path, config: JobConfig, site: SiteConfig, local: Path) 
     """
     if site.approve is None:
         return
-    found = digest(app, config)
-    if found not in approvals(local):
+    configuration, plugins, known = _configuration(app, config), plugins_of(config), approvals(local)
+    found = _with_plugins(configuration, plugins)
+    if found not in known:
         review = f"review it and run: consilium approve {app} --kit {local.parent}"
-        raise RefusedError(f"the job's digest {found} is not approved here (site.yaml: approve); {review}", Reason.APPROVAL)
+        what = f"is not approved here (site.yaml: approve){_changed(configuration, plugins, known)}"
+        raise RefusedError(f"the job's digest {found} {what}; {review}", Reason.APPROVAL)
+
+
+def _changed(configuration: str, plugins: Mapping[str, str], known: Mapping[str, Mapping[str, str]]) -> str:
+    """Return how plug-ins differ from those that the same job was approved with, "" where it was never approved."""
+    if not plugins:
+        return ""
+    if configuration in known:
+        return f": its approval is of a version that did not look at plug-ins, and it uses {_listed(plugins)}"
+    before = next((one[PLUGINS] for one in known.values() if one.get(CONFIGURATION) == configuration and PLUGINS in one), "")
+    return f": it was approved with {before}, and here is {_listed(plugins)}" if before else ""
+
+
+def _listed(plugins: Mapping[str, str]) -> str:
+    """Return packages, versions and the beginnings of the digests of their code, as a line."""
+    parts = ((package, *told.rsplit(" ", 1)) for package, told in plugins.items())
+    return ", ".join(f"{package} {version} (code {code[:16]})" for package, version, code in parts)
 
 
 def approvals(local: Path) -> dict[str, dict[str, str]]:
@@ -73,8 +106,10 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
     `plugins`: the packages whose kinds the job may name at this site. Raises ConfigError.
     """
     config = load_job(app / JOB, plugins=plugins)
-    found = digest(app, config)
+    configuration, used = _configuration(app, config), plugins_of(config)
+    found = _with_plugins(configuration, used)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
+    one |= {CONFIGURATION: configuration, PLUGINS: _listed(used)} if used else {}
     _write(local, approvals(local) | {found: one})
     return found
 

@@ -38,7 +38,7 @@ from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare.kits import certificate, kit_name
 from consilium.privacy import audit
 from consilium.privacy.ledger import Ledger
-from consilium.schema import Section, validate
+from consilium.schema import Section, read_fingerprint, validate
 from consilium.storage import write_atomic
 
 MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.crt", "rootCA.pem"
@@ -141,10 +141,11 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     Returns plain JSON values: site, experiment, when it was made, and of record and ledger what is intact. Raises
     ConsiliumError for anything that is not as it was signed, and ConfigError for what is no archive. Nothing is unpacked.
     """
+    wanted = named_root(fingerprint)
     files = _read(path)
     manifest = _manifest(path, files)
     own, root = _certificates(path, files)
-    if fingerprint.replace(":", "").lower() not in fingerprints(root):
+    if wanted not in fingerprints(root):
         told = root.fingerprint(hashes.SHA256()).hex()
         raise ConsiliumError(f"{path}: its root is another one ({told}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
@@ -164,6 +165,14 @@ def fingerprints(root: x509.Certificate) -> set[str]:
     """Return by what a root may be named: the SHA-256 of its certificate, or of its key, which a renewal keeps."""
     key = root.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return {root.fingerprint(hashes.SHA256()).hex(), hashlib.sha256(key).hexdigest()}
+
+
+def named_root(fingerprint: str) -> str:
+    """Return what `--fingerprint` names as 64 hex digits. Raises ConfigError for what is no fingerprint."""
+    try:
+        return read_fingerprint(fingerprint)
+    except ValueError as error:
+        raise ConfigError(f"--fingerprint: {error}") from None
 
 
 def root_fingerprint(kit: Path) -> str:

@@ -32,7 +32,7 @@ from nvflare.lighter.utils import (
 
 from consilium.config.deployment import load_deployment
 from consilium.errors import ConfigError
-from consilium.flare.evidence import fingerprints
+from consilium.flare.evidence import fingerprints, named_root
 from consilium.flare.hardening import is_signed
 from consilium.flare.kits import certificate
 from consilium.flare.provision import check_names, provision
@@ -105,7 +105,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
     A root with another key is taken only with the SHA-256 `fingerprint` of its certificate or key, told by another way than the
     kit. Raises ConfigError, before anything is changed, for what is no renewal of this very kit.
     """
-    if problem := next(_problems(kit, new, fingerprint.replace(":", "").lower()), None):
+    if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)

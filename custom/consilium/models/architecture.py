@@ -6,7 +6,7 @@ architecture is told so.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf, isinf, nan
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -44,15 +44,7 @@ class FolderConfig(ModelConfig):
     def _bounded(cls, value: Any) -> Any:
         if value is None:
             return None
-        kept = {name: value[name] for name in sorted(value) if name not in _LABELS}
-        _check(kept, "")
-        if key := next((key for key, _ in _numbers(kept) if _RENAMES in key.split(".")), None):
-            raise ValueError(f"{key} would give other keys another meaning; leave it out")
-        if key := next((key for key, found in _numbers(kept) if key.endswith(_CODE) and "/" in str(found)), None):
-            raise ValueError(f"{key} names code of another place, which nothing here downloads; use sdpa or eager")
-        if key := next((key for key, found in _numbers(kept) if found and key.rpartition(".")[2] in _FETCHES), None):
-            raise ValueError(f"{key} names weights of another place, which nothing here downloads; use another model")
-        return kept
+        return plain({name: value[name] for name in sorted(value)})
 
     @field_validator("checkpoint", "config")
     @classmethod
@@ -138,14 +130,23 @@ class PictureFolderConfig(FolderConfig):
         return red, green, blue
 
 
-_LABELS = ("id2label", "label2id")
-"""Names of classes that a publisher's head had: there may be thousands, and the head is not used."""
-_FETCHES = ("backbone", "use_pretrained_backbone", "timm_model_name")
-"""Keys by which `transformers` would fetch a part of a model from a hub."""
-_CODE = ("attn_implementation", "experts_implementation")
-"""Keys by which `transformers` would fetch code from a hub, where a package for that is installed."""
-_RENAMES = "attribute_map"
-"""The key by which a config.json would give its other keys other meanings than they are checked for."""
+_NOTES = frozenset(
+    {"id2label", "label2id", "auto_map", "_name_or_path", "_commit_hash"}
+    | {"tokenizer_class", "task_specific_params", "prefix", "finetuning_task"}
+)
+"""Keys of a config.json that nothing here reads, and that say nothing of a model's layers: they are left out at every depth.
+
+A publisher's names of classes, of which there may be thousands, its folder, its own code, and settings of pipelines.
+"""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*|[0-9]{1,4}", re.ASCII)
+"""A setting, or the number of a layer that has settings of its own."""
+_WORD = re.compile(r"[A-Za-z0-9_.+-]*", re.ASCII)
+"""What a value may be made of: no path, no repository, no address, no sentence."""
+IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+"""Keys that choose the code of a layer, with those values for which `transformers` has the code itself."""
 _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
 """Keys of what is a module each, or an entry of a list."""
 _EXPERTS = re.compile(r"experts$")
@@ -158,6 +159,45 @@ _STATIC = ("default", "linear", "llama3", "yarn")
 _DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
 """What an architecture draws in training where its config.json says nothing."""
 _DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without notes, if it has the form of one. Raises ValueError, which begins with the key.
+
+    Keys are names that do not begin with `_`, words hold no path, address or sentence, and layers have code of `transformers`.
+    This needs no `transformers`, so that a job is refused as it is read; `listed` of listed_keys.py knows the architecture too.
+    """
+    _check(dict(config), "")
+    return _form(config, "")
+
+
+def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a map of a config.json without notes, see `plain`."""
+    found = dict[str, Any]()
+    for key, value in values.items():
+        where = f"{place}{key}"
+        hidden = str(key).startswith("_") and key != _SPECIAL  # what `transformers` writes for itself
+        if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
+            continue
+        if hidden or (key != _SPECIAL and not (isinstance(key, str) and _NAME.fullmatch(key))):
+            raise ValueError(f"{ascii(where)[1:-1][:64]}: no key of a config.json, which begins with a letter; leave it out")
+        if (known := IMPLEMENTATIONS.get(key)) and value is not None and value not in known:
+            raise ValueError(f"{where}: {ascii(value)[:64]} names code of another place; use {' or '.join(known)}")
+        _check_words(value, where)
+        found[key] = _form(value, f"{where}.") if isinstance(value, dict) else value
+    return found
+
+
+def _check_words(value: Any, where: str) -> None:
+    if isinstance(value, str) and not _WORD.fullmatch(value):
+        what = "is no single word of letters, digits and _ . + -"
+        raise ValueError(
+            f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here"
+        )
+    for item in value if isinstance(value, list | tuple) else ():
+        if isinstance(item, dict):
+            _form(item, f"{where}.")
+        _check_words(item, where)
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.utils import logging
 
 from consilium.errors import CheckpointError, ConfigError
+from consilium.models.listed_keys import listed
 
 _WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -219,10 +220,10 @@ def _require(folder: Path | None) -> Path:
 
 def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedConfig:
     """Return `transformers`' configuration of a config.json, for a model of one of `auto`'s classes. Raises ConfigError."""
-    sizes = PreTrainedConfig._decode_special_floats(dict(config))  # as it does itself with a config.json
-    kind = sizes.pop("model_type", None)
-    if sizes.get("quantization_config"):
+    if config.get("quantization_config"):
         raise ConfigError(f"model.config.quantization_config: {_PACKED}")
+    sizes = listed(PreTrainedConfig._decode_special_floats(dict(config)))  # decoded as it does itself with a config.json
+    kind = sizes.pop("model_type", None)
     try:
         shape = AutoConfig.for_model(kind, **sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

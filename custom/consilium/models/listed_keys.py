@@ -1,0 +1,241 @@
+"""The keys and values of a config.json that `transformers` gets: only those that the architecture's class declares.
+
+A job carries the config.json, so a submitter writes it, and `transformers` reads more from it than sizes: names of hub
+repositories whose code is attention, names of weights, files and classes. `listed` passes on what the configuration class of
+the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the installed
+`transformers`, so that a new version needs no table of ours. `models/folder.py` calls it before any configuration is made.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from functools import cache
+from importlib.abc import InspectLoader
+from importlib.util import find_spec
+from types import CodeType
+from typing import Any, Literal, get_args, get_origin
+
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from consilium.errors import ConfigError
+from consilium.models.architecture import IMPLEMENTATIONS, plain
+
+DTYPES = frozenset({"float32", "float16", "bfloat16", "float64"})
+_ROPE = ("rope_parameters", "rope_scaling")
+_BASE = frozenset(
+    {*_ROPE, *IMPLEMENTATIONS, "rope_theta", "partial_rotary_factor", "torch_dtype", "num_labels", "output_attentions"}
+)
+"""Keys that `transformers` takes for every class, beside the fields that the class declares."""
+_STAGES, _STAGE = ("out_features", "stage_names"), re.compile(r"stem|stage[0-9]{1,3}")
+"""What a backbone of several stages calls them."""
+_GENERATION = frozenset(GenerationConfig._get_default_generation_params())
+"""Keys that earlier versions wrote into a config.json; `transformers` itself drops them."""
+_REMEDY = "leave it out, or give the contents of the model's own config.json"
+
+
+def listed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that its architecture's class declares, `model_type` included.
+
+    Left out are labels and notes of earlier versions, and numbers that neither the class nor the architecture's code names.
+    Raises ConfigError for every other key, for a map in a number's place, and for a word that the architecture does not know.
+    """
+    try:
+        values = plain(config)
+    except ValueError as error:
+        raise ConfigError(f"model.config.{error}") from None
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return values  # an unknown architecture, which AutoConfig refuses by its name
+    return _section(values, CONFIG_MAPPING[kind], "")
+
+
+def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str) -> dict[str, Any]:
+    """Return the listed part of one map, the configuration of a model or of a part of it."""
+    found, unlisted = dict[str, Any](), list[str]()
+    for key, value in values.items():
+        where = f"{place}{key}"
+        owner = _owner(kind, key)
+        if key == "model_type":
+            found |= {key: value} if isinstance(value, str) and value in CONFIG_MAPPING else {}
+        elif key == "architectures":
+            found[key] = [name for name in value if name in _words(kind)] if isinstance(value, list) else None
+        elif key == "transformers_version":
+            continue
+        elif key in kind.sub_configs_defaults or _nested(kind, key):
+            found[key] = None if value is None else _part(value, kind, key, where)
+        elif key == "per_layer_config" and isinstance(value, dict):
+            found[key] = {name: _layer(item, kind, f"{where}.{name}") for name, item in value.items()}
+        elif (
+            key in _STAGES and isinstance(value, list) and all(isinstance(one, str) and _STAGE.fullmatch(one) for one in value)
+        ):
+            found[key] = value
+        elif key in _ROPE:
+            _check_rope(value, kind, where)
+            found[key] = value
+        elif owner is not None:
+            _check_value(value, owner, key, where)
+            found[key] = value
+        elif key in _GENERATION or value in ({}, [], ""):
+            continue
+        elif value is None or isinstance(value, bool | int | float) or _is_numbers(value):
+            found |= {key: value} if key in _names(kind) else {}
+        elif key in _names(kind) and not isinstance(value, dict):
+            _check_value(value, kind, key, where)
+            found[key] = value
+        else:
+            unlisted.append(where)
+    if unlisted:
+        keys = ", ".join(unlisted[:8])
+        what = f"not declared by {kind.model_type or kind.__name__!r} of the installed transformers"
+        raise ConfigError(f"model.config: {keys}: {what}; leave them out")
+    return found
+
+
+def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
+    """Return the class that declares a key: `kind`, or one of its parts, whose keys older files write beside the others."""
+    if key in _BASE or key in _fields(kind) or key in kind.attribute_map:
+        return kind
+    parts = (_default_part(kind, name) for name in kind.sub_configs_defaults)
+    return next((part for part in parts if part is not None and (key in _fields(part) or key in part.attribute_map)), None)
+
+
+def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dict[str, Any]:
+    """Return the listed part of a nested configuration, which names its class by `model_type` where it may be of several."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.config.{where}: {_shown(value)} is no map of settings; {_REMEDY}")
+    if own := _nested(kind, key):
+        return _section(value, own, f"{where}.")
+    spec, named = kind.sub_configs_defaults[key], value.get("model_type")
+    free = key == "backbone_config" or not issubclass(spec.config_class, PreTrainedConfig)
+    if free and named is not None and not (isinstance(named, str) and named in CONFIG_MAPPING):
+        raise ConfigError(f"model.config.{where}.model_type: {_shown(named)} is no architecture of transformers; {_REMEDY}")
+    chosen = CONFIG_MAPPING[named] if free and named is not None else _default_part(kind, key)
+    if chosen is None:
+        raise ConfigError(f"model.config.{where}.model_type: missing; name the architecture of this part")
+    return _section(value, chosen, f"{where}.")
+
+
+def _layer(value: Any, kind: type[PreTrainedConfig], where: str) -> dict[str, Any]:
+    """Return the listed settings of one layer, which stand in for those of the whole model."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.config.{where}: {_shown(value)} is no map of settings; {_REMEDY}")
+    return _section(value, kind, f"{where}.")
+
+
+def _nested(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
+    """Return the class of a part that a field's type names, where the class does not list it among its parts."""
+    field = None if key in kind.sub_configs_defaults else _fields(kind).get(key)
+    found = (one for one in get_args(field.type) if isinstance(one, type)) if field is not None else ()
+    return next((one for one in found if issubclass(one, PreTrainedConfig) and one is not PreTrainedConfig), None)
+
+
+def _default_part(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
+    spec = kind.sub_configs_defaults[key]
+    if issubclass(spec.config_class, PreTrainedConfig):
+        return spec.config_class
+    return CONFIG_MAPPING.get(spec.model_type, None)
+
+
+def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> None:
+    """Raise ConfigError for a word, a list or a map that the class does not declare for this key."""
+    if isinstance(value, str):
+        if value not in _choices(kind, key):
+            raise ConfigError(f"model.config.{where}: {_shown(value)} is no value that {kind.model_type!r} knows; {_REMEDY}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_value(item, kind, "" if isinstance(item, dict) else key, where)
+    elif isinstance(value, dict):
+        field = _fields(kind).get(key)
+        if field is None or "dict" not in str(field.type) or "PreTrainedConfig" in str(field.type):
+            raise ConfigError(f"model.config.{where}: a map, where transformers takes a plain value; {_REMEDY}")
+        for name, item in value.items():
+            if isinstance(item, bool | dict | list) or (isinstance(item, str) and item not in ACT2FN):
+                raise ConfigError(f"model.config.{where}.{name}: {_shown(item)} is no number; {_REMEDY}")
+
+
+def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int = 0) -> None:
+    """Raise ConfigError for anything but numbers in the settings of rotary positions, and the name of their type."""
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"model.config.{where}: {_shown(value)} is no map of settings; {_REMEDY}")
+    for name, item in (value or {}).items():
+        if isinstance(item, dict) and depth == 0:
+            _check_rope(item, kind, f"{where}.{name}", 1)  # by type of layer
+        elif isinstance(item, str):
+            if name not in ("rope_type", "type") or item not in {"default", "mrope", *ROPE_INIT_FUNCTIONS, *_words(kind)}:
+                raise ConfigError(f"model.config.{where}.{name}: {_shown(item)} is no rotary position known; {_REMEDY}")
+        elif not (item is None or isinstance(item, bool | int | float) or _is_numbers(item)):
+            raise ConfigError(f"model.config.{where}.{name}: {_shown(item)} is no number; {_REMEDY}")
+
+
+def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:
+    """Return the words that a key may have."""
+    if key in IMPLEMENTATIONS:
+        return frozenset(IMPLEMENTATIONS[key])
+    field = _fields(kind).get(kind.attribute_map.get(key, key))
+    own = frozenset() if field is None else frozenset(_declared(field))
+    if key.endswith("dtype"):
+        return own | DTYPES
+    return own | _words(kind) | ACT2FN.keys()
+
+
+def _declared(field: Field[Any]) -> Iterator[str]:
+    """Yield the words in a field's default, and those that its type spells out."""
+    defaults = () if field.default is MISSING else field.default if isinstance(field.default, tuple) else (field.default,)
+    yield from (one for one in defaults if isinstance(one, str))
+    kinds = [field.type]
+    while kinds:
+        one = kinds.pop()
+        if get_origin(one) is Literal:
+            yield from (word for word in get_args(one) if isinstance(word, str))
+        else:
+            kinds.extend(get_args(one))
+
+
+def _fields(kind: type[PreTrainedConfig]) -> dict[str, Field[Any]]:
+    return {field.name: field for field in fields(kind) if not field.name.startswith("_")}
+
+
+def _modules(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Return texts and names in the code of the modules of a class' configuration, of its bases, and of its model."""
+    own = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.")}
+    return [_module(name) for name in sorted(own | {name.replace(".configuration_", ".modeling_") for name in own})]
+
+
+@cache
+def _module(name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return texts and names in the code of a module of `transformers`, which is read and not run; none if there is none."""
+    loader = spec.loader if (spec := find_spec(name)) is not None else None
+    todo: list[Any] = [loader.get_code(name)] if isinstance(loader, InspectLoader) else []
+    texts, names = set[str](), set[str]()
+    while todo:
+        one = todo.pop()
+        if isinstance(one, str):
+            texts.add(one)
+        elif isinstance(one, tuple | frozenset):
+            todo.extend(one)
+        elif isinstance(one, CodeType):
+            todo.extend(one.co_consts)
+            names.update(one.co_names)
+    return frozenset(texts), frozenset(names)
+
+
+def _words(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    return frozenset().union(*(texts for texts, _ in _modules(kind)))
+
+
+def _names(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    return frozenset().union(*(part for parts in _modules(kind) for part in parts))
+
+
+def _is_numbers(value: Any) -> bool:
+    """Tell whether a value is a list of numbers, nested or not."""
+    if not isinstance(value, list | tuple):
+        return False
+    return all(item is None or isinstance(item, bool | int | float) or _is_numbers(item) for item in value)
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:64]
