@@ -42,8 +42,7 @@ SWAPS: Swaps = {
     ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
     ast.In: (ast.NotIn,), ast.NotIn: (ast.In,), ast.And: (ast.Or,), ast.Or: (ast.And,),
     ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,),
-    ast.FloorDiv: (ast.Mult,), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
-    ast.BitAnd: (ast.BitOr,), ast.BitOr: (ast.BitAnd,),
+    ast.FloorDiv: (ast.Mult,), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,), ast.BitAnd: (ast.BitOr,),
 }  # fmt: skip
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 
@@ -71,6 +70,10 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Compare(ops=[op, *more]):
             yield from (ast.Compare(node.left, [swap(), *more], node.comparators) for swap in SWAPS[type(op)])  # type: ignore
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):  # of two dicts the right one's values count
+            yield from (ast.BinOp(right, ast.BitOr(), left), left, right)
+        case ast.BinOp(op=ast.Div(), right=ast.Constant(value=str()) | ast.JoinedStr()):
+            pass  # a path
         case ast.BinOp(op=op) if type(op) in SWAPS:
             yield from (ast.BinOp(node.left, swap(), node.right) for swap in SWAPS[type(op)])  # type: ignore
         case ast.BoolOp(op=op, values=values):
@@ -130,7 +133,7 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
         if isinstance(node, ast.stmt):
             statement = node.lineno if function else 0
             yield from (mutant(node, statement, new) for new in statement_variants(node) if function)
-        if isinstance(node, ast.If | ast.IfExp):
+        if isinstance(node, ast.If | ast.IfExp) and ast.unparse(node.test) != "TYPE_CHECKING":
             yield mutant(node.test, statement, f"(not ({ast.unparse(node.test)}))")
         if isinstance(node, ast.expr):
             yield from (mutant(node, statement, f"({ast.unparse(new)})") for new in variants(node))
