@@ -16,6 +16,7 @@ from consilium.federation.saved_model import with_parameters
 from consilium.federation.trained import as_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
+from consilium.models.registry import TargetSet
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
 from consilium.strategies.registry import STRATEGIES
@@ -122,6 +123,16 @@ def test_qv_leaves_k_alone() -> None:
     adapted = {n.rpartition(".")[0] for n in layers.tensors(model)}
     assert {f"image_encoder.blocks.0.attn.qkv.{s}" for s in "qv"} <= adapted
     assert not [n for n in adapted if n.endswith((".k", "k_proj", "out_proj"))]
+
+
+def test_a_layer_whose_name_ends_like_an_adapted_ones_is_left_alone() -> None:
+    """The pattern is of whole names: `proj` is none of `deep.proj`, nor `a.b` of `a_b`."""
+    model = nn.Module()
+    for name in ("proj", "deep", "a", "a_b"):
+        setattr(model, name, nn.Module() if name in ("deep", "a") else nn.Linear(4, 4))
+    model.deep.proj, model.a.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    lora.inject(model, 2, 2, TargetSet(r"proj|a\.b"))
+    assert {name.rpartition(".")[0] for name in layers.tensors(model)} == {"proj", "a.b"}
 
 
 def test_disabled_is_the_base_and_ends_with_the_block() -> None:

@@ -17,7 +17,7 @@ from consilium.federation.build import Job, assemble_job
 from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import _exchange
-from consilium.messages import Hello, Payload
+from consilium.messages import HELD_OUT, Hello, Payload
 from consilium.report.progress import read_lines
 from consilium.report.runlog import test_only as run_only
 from consilium.strategies.fedit import FedIT
@@ -221,6 +221,25 @@ def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path:
     assert len({tuple(c) for c in cohorts[0]}) > 1
 
 
+def test_sites_that_do_not_train_are_held_out_by_the_share_of_the_job(tmp_path: Path) -> None:
+    """Of six that train two are asked; of the other four 0.3, rounded up, are two. A site that only tests is none of them."""
+    config = small_config("deer")
+    federation = config.federation.model_copy(update={"fraction_train": 0.2, "fraction_evaluate": 0.3})
+    server = coordinator(assemble_job(config.model_copy(update={"federation": federation})), tmp_path, sites=6)
+    server.welcome(Hello("aside", 0, False, __version__, test_only=True))
+    drawn = []
+    for round in range(8):
+        server.state = replace(server.state, round=round, phase=0)
+        asked, found = server.start().keys(), server.held_out()
+        assert (len(asked), len(found)) == (2, 2)
+        assert found.keys() < server.trainers.keys() - asked
+        assert {(payload.round, payload.phase) for payload in found.values()} == {(round, HELD_OUT)}
+        drawn.append((*sorted(asked), *found))
+        server.state = replace(server.state, phase=1)
+        assert server.held_out() == {}  # once a round
+    assert len(set(drawn)) > 1
+
+
 def test_a_checkpoint_restores_state_and_run(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     server = coordinator(job, tmp_path)
@@ -254,8 +273,8 @@ def central(tmp_path: Path, sample: float = 1.0, sites: int = 4, **privacy: obje
 
 
 def test_central_noise_is_added_once_over_the_number_of_sites(tmp_path: Path) -> None:
-    """PITFALL: dividing by K twice, or adding sigma C / sqrt K after averaging."""
-    server = central(tmp_path)
+    """PITFALL: dividing by K twice, adding sigma C / sqrt K after averaging, or counting the site of five that is absent."""
+    server = central(tmp_path, sites=5)
     server.start()
     for index in range(4):
         server.accept(f"site-{index}", update(server.job, 0.1 * index))

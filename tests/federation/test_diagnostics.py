@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
+from consilium.federation.aggregate import penalized
 from consilium.federation.build import assemble_job
 from consilium.federation.diagnostics import deviation, draw, drift
 from consilium.federation.engine import simulate
-from consilium.messages import Payload, SiteInfo
+from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo
 from consilium.privacy.noise import linear_terms
 from consilium.report.figures import plot_curves
 from consilium.strategies.deer import DEeR
@@ -52,6 +53,14 @@ def test_the_deviation_is_that_between_the_mean_of_products_and_the_product_of_m
     assert relative > 0.1
     assert measured(DEeR())[0]["deviation/relative"] < 1e-12
     assert measured(FedSALoRA())[0] == {}  # who knows B?
+
+
+def test_loss_and_penalty_are_means_over_the_sites_that_say_both() -> None:
+    """Site c says no penalty and d nothing: (1 + 3) / 2 and (0.5 + 0.25) / 2 are of a and b alone."""
+    both = [{TRAIN_LOSS: 1.0, TRAIN_PENALTY: 0.5}, {TRAIN_LOSS: 3.0, TRAIN_PENALTY: 0.25}]
+    others: list[dict[str, float]] = [{TRAIN_LOSS: 9.0}, {}]
+    assert penalized([*both, *others]) == {"loss/task": 2.0, "loss/with penalty": 2.375, "penalty/mean": 0.375}
+    assert penalized([*others, {TRAIN_PENALTY: 1.0}]) == {}
 
 
 def test_linear_terms_are_the_norms_of_the_products() -> None:

@@ -122,10 +122,12 @@ def test_ranks_that_a_round_leaves_out_keep_their_state() -> None:
         ({"mean": "trimmed", "trim": 0.25}, [100.0, 1.0, 4.0, -50.0], 2.5),
         ({"mean": "trimmed", "trim": 0.1}, [100.0, 1.0, 2.0, 6.0], 4.0),  # rounded up to one of four
         ({"mean": "trimmed", "trim": 0.4}, [1.0, 3.0], 2.0),  # a value is left at each end
+        ({"mean": "trimmed", "trim": 0.45}, [100.0, 1.0, 4.0, -50.0], 2.5),  # two of four would leave none
+        ({"mean": "trimmed", "trim": 0.28}, [*[0.0] * 7, 4.0, *[5.0] * 9, 17.0, *[99.0] * 7], 6.0),  # of 25 seven, not eight
     ],
 )
 def test_robust_means_by_hand_in_any_order(options: dict[str, Any], values: list[float], expected: float) -> None:
-    for order in itertools.permutations(values):
+    for order in itertools.islice(itertools.permutations(reversed(values)), 120):
         updates = [{"w": torch.tensor([value, -value])} for value in order]
         assert robust_mean(ServerConfig(**options), updates)["w"].tolist() == [expected, -expected]
 

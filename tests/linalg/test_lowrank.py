@@ -134,6 +134,7 @@ def test_the_error_is_honest_and_within_tolerance(name: str) -> None:
     found = spectrum(as_dense(matrix), 32)
     assert found.error <= 1.1e-5 * float(truth[0])
     assert float((truth - found.values).abs().max()) <= max(found.error, 4e-6 * float(truth[0]))
+    assert found.error >= 1e-6 * float(truth[0])  # float32 knows no more
     best = matrix.double() - product(found)
     off = max(found.error, 4e-6 * float(truth[0])) * 2 * float(truth.sum())  # of the squares of values that are off by so much
     assert float(best.square().sum()) == pytest.approx(found.rest(32), rel=1e-3, abs=off)
@@ -201,6 +202,12 @@ def test_zero_and_rank_deficient_updates(dense: bool) -> None:
     assert not bool((a == 0).all(1).any())
 
 
+def test_values_of_up_to_four_roundings_are_none() -> None:
+    eps = torch.finfo(torch.float32).eps
+    found = spectrum(Update(torch.diag(torch.tensor([1.0, 4.5 * eps, 3.5 * eps])), torch.eye(3)), 3)
+    assert (found.values > 0).tolist() == [True, True, False]
+
+
 def test_more_ranks_than_the_layer_has_are_not_there() -> None:
     assert spectrum(zero(4, 6), 64).values.shape == (4,)
 
@@ -237,6 +244,23 @@ def test_layers_in_threads_are_the_layers_one_by_one(monkeypatch: pytest.MonkeyP
     assert set(threads[:-1]) == {1}
     for name, found in together.items():
         assert torch.equal(found.values, spectrum(layers[name], 4).values)
+
+
+@pytest.mark.parametrize(
+    ("out", "into"), [(64, 48), (48, 64), (512, 512), (500, 50000), (700, 600), (1024, 4096), (4096, 4096), (600, 60000)]
+)
+def test_the_dense_state_begins_where_it_takes_less_time_or_room(out: int, into: int) -> None:
+    """A full SVD takes out * into * min(out, in) parts; over 512 of the smaller also passes of 512 + 16 * 14 columns."""
+    cost, small = lowrank.COSTS, min(out, into)
+
+    def factored(width: int) -> float:
+        return cost["qr"] * (out + into) * width**2 + cost["core"] * width**3
+
+    dense = cost["full"] * out * into * small
+    if small > 512:
+        dense = min(dense, cost["pass"] * out * into * (512 + 16 * 14) + factored(512))
+    fits = out * into // (out + into)  # as many numbers as the dense matrix, or fewer
+    assert lowrank.dense_from(out, into) == next((w for w in range(fits + 1) if factored(w) > dense), fits + 1)
 
 
 def test_the_state_is_chosen_by_cost() -> None:

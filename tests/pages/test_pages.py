@@ -50,7 +50,7 @@ NOT_RUN = {
     "provisioning/installation.md": ["pip install", "cd linux-x86_64-cpu", "chown", "docker build"],
     "provisioning/administrator.md": ["consilium doctor KIT", "consilium approve --revoke DIGEST"],
     "provisioning/data-protection-officer.md": ["consilium evidence fundus-1", "consilium forget fundus-1"],
-    "tests/README.md": ["pytest tests/strategies"],
+    "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }
 """How every block begins that no test runs; each has its reason in the page."""
 OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml")

@@ -61,6 +61,20 @@ def test_composition_over_rounds_and_jobs_is_by_squares() -> None:
     assert one == pytest.approx(epsilon_of([GaussianEvent(math.sqrt(0.5), 1.0, 1)], 1e-5), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("sigma", "count", "slack", "delta"), [(2.0, 3, 0.1, 1e-5), (1.0, 1, 0.5, 1e-3), (5.0, 40, 0.01, 1e-6)]
+)
+def test_slack_of_every_release_is_charged_in_epsilon_and_in_delta(
+    sigma: float, count: int, slack: float, delta: float
+) -> None:
+    """delta(eps) = e^(s / 2) gaussian(eps - s) with s over all releases; the Gaussian's by its closed form, here with SciPy."""
+    total, mu = count * slack + 0.2, math.sqrt(count / sigma**2 + 1 / 9)
+    found = epsilon_of([GaussianEvent(sigma, 1.0, count, slack), GaussianEvent(3.0, slack=0.2)], delta)
+    rest = found - total
+    gaussian = norm.cdf(mu / 2 - rest / mu) - math.exp(rest) * norm.cdf(-mu / 2 - rest / mu)
+    assert math.exp(total / 2) * gaussian == pytest.approx(delta, rel=1e-6)
+
+
 def test_prv_agrees_with_the_closed_form_at_full_participation_and_sampling_helps() -> None:
     exact, prv = (epsilon_of([GaussianEvent(8.0, 1.0, 60)], 1e-5, a) for a in ("exact", "prv"))
     assert prv == pytest.approx(exact, rel=0.02)

@@ -142,6 +142,48 @@ def test_a_task_is_answered_once_and_only_as_it_was_authorized(make: Make) -> No
     assert len(guard.ledger.entries()) == 1
 
 
+def test_a_refusal_after_an_answer_is_no_second_answer(make: Make) -> None:
+    """Trouble that comes when the answer has left is a word about no task: it must not repeat the answer, nor cost."""
+    job = private_job()
+    guard = make(job)
+    guard.release(ask(guard, job), result(job))
+    assert guard.refuse(Reason.TRAINING) is Reason.TRAINING
+    guard.release_scores(guard.authorize(Kind.EVALUATE, "r", Payload(2, 0, {})), Payload(2, 0, {}))
+    assert guard.refuse(Reason.TRAINING) is Reason.TRAINING
+    assert len(guard.ledger.entries()) == 1
+
+
+@pytest.mark.parametrize("unit", ["site", "record"])
+def test_what_was_trained_beside_a_word_of_another_process_is_not_sent_and_bars_nobody(
+    unit: str, make: Make, tmp_path: Path
+) -> None:
+    """The word of one of two processes is paid with the row that the other one meant to pay with, and then removed."""
+    job = private_job("fedit", {"unit": unit, "noise_multiplier": 2.0, "clip": 1.0})
+    one, other = make(job), make(job)
+    task, _ = ask(one, job), ask(other, job)
+    other.refuse(Reason.TRAINING)
+    (word,) = tmp_path.rglob("refused/*.json")
+    word.unlink()
+    with pytest.raises(RefusedError, match="nothing was sent"):
+        one.release(task, result(job))
+    train(make(job), "r", broadcast(job), result(job))
+    assert sum(row.count > 0 for row in one.ledger.entries()) == 2
+
+
+def test_a_word_that_a_former_version_has_paid_meanwhile_pays_for_no_release(make: Make) -> None:
+    """Its row has no digest: it is none of a release, and what is trained beside it has no row of its own."""
+    job = private_job()
+    guard = make(job)
+    train(guard, "other", broadcast(job), result(job))
+    (row,) = guard.ledger.entries()
+    task = ask(guard, job)
+    guard.ledger.spend(replace(row, run=task.run, digest=""), {})
+    with pytest.raises(RefusedError, match="nothing was sent"):
+        guard.release(task, result(job))
+    train(make(job), "r", broadcast(job), result(job))
+    assert [bool(row.digest) for row in guard.ledger.entries()] == [True, False, True]
+
+
 def test_a_crash_before_the_ledger_costs_nothing_and_one_after_it_sends_the_same(make: Make) -> None:
     job = private_job()
     guard = make(job)
@@ -367,9 +409,16 @@ def test_a_sites_policy_wins_over_the_job(privacy: dict | None, policy: dict, re
         ask(make(job, **policy), job)
 
 
-def test_site_level_dp_hides_the_sample_count_and_others_tell_it(make: Make) -> None:
-    assert make(private_job()).shown_samples == 1
-    assert make(private_job(privacy=None)).shown_samples == 4
+@pytest.mark.parametrize(
+    ("privacy", "masks", "shown"),
+    [(None, False, 4), (None, True, 4), ("site", False, 1), ("site", True, 1), ("record", False, 4), ("record", True, 1)],
+)
+def test_the_sample_count_is_hidden_by_site_level_privacy_and_by_masks_of_a_private_job(
+    privacy: str | None, masks: bool, shown: int, make: Make
+) -> None:
+    raw = small_config("fedit").model_dump() | {"privacy": {"unit": privacy, "epsilon": 5, "clip": 0.5} if privacy else None}
+    job = assembled(JobConfig.model_validate(raw | ({"secure_aggregation": {}} if masks else {})))
+    assert make(job).shown_samples == shown
 
 
 def test_seeded_noise_repeats_and_the_ledger_calls_it_not_private(make: Make, tmp_path: Path) -> None:

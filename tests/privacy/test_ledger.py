@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +87,31 @@ def test_concurrent_jobs_cannot_overspend(tmp_path: Path) -> None:
     rows = Ledger(path).entries()
     assert len(rows) == 51
     assert epsilon_for("site", rows, 1e-5) <= 3
+
+
+class _Meanwhile(dict[str, BudgetConfig]):
+    """Budgets that let another process try to spend while they are read: it ends, or waits for its turn."""
+
+    def __init__(self, budgets: dict[str, BudgetConfig], other: Callable[[], object]) -> None:
+        super().__init__(budgets)
+        self.pool, self.other = ThreadPoolExecutor(1), other
+
+    def items(self) -> Any:
+        self.found = self.pool.submit(self.other)
+        wait([self.found], timeout=0.3)
+        return super().items()
+
+
+def test_a_release_is_written_before_another_is_checked(tmp_path: Path) -> None:
+    """Each of two releases alone fits into the budget: the first is written, the second counts it."""
+    half, first = replace(ONE, count=AFFORDABLE // 2 + 1), replace(ONE, dataset="ward-8")
+    Ledger(tmp_path / "l").spend(first, BUDGET)
+    budgets = _Meanwhile(BUDGET, lambda: Ledger(tmp_path / "l").spend(replace(half, run="run-2"), BUDGET))
+    with budgets.pool:
+        assert Ledger(tmp_path / "l").spend(half, budgets)
+        with pytest.raises(RefusedError, match="privacy budget"):
+            budgets.found.result()
+    assert Ledger(tmp_path / "l").entries() == [first, half]
 
 
 def _die_in_a_transaction(path: Path) -> None:

@@ -142,6 +142,7 @@ def test_fedhello_draws_layers_at_odds_of_one_to_three_by_score() -> None:
     assert odds([5.0, 1.0, 3.0, 9.0, 2.0, 7.0]) == [2, 1, 2, 3, 1, 3]
     assert odds([1.0, -1.0, 2.0]) == [1, 3, 2]
     assert odds([0.0, 0.0, 0.0]) == [1, 2, 3]
+    assert odds([4.0, -1.0, 1.0, -1.0, 2.0, 3.0]) == [2, 3, 1, 3, 1, 2]  # thirds of all six, not of the four with a score
     names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in range(6) for f in "AB"}
     strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
     state = strategy.init_state(names)

@@ -97,15 +97,27 @@ def test_a_number_that_nobody_keeps_stays_and_zero_counts_as_falling() -> None:
     assert state.shared["x"].tolist() == [0.5, 0.75]
 
 
-@pytest.mark.parametrize(("past", "kept"), [(-0.5, 1.0), (0.5, 0.0)])
-def test_a_zero_is_kept_where_the_number_fell_before_and_masked_where_it_rose(past: float, kept: float) -> None:
-    """u = theta_g - theta_i >= 0 has the sign of a fall: after one fall its share is 1 of 1, after one rise 0."""
-    strategy = FedHEAL()
+@pytest.mark.parametrize(
+    ("tau", "past", "update", "kept"),
+    [
+        (0.3, [-0.5], 0.0, 1.0),
+        (0.3, [0.5], 0.0, 0.0),
+        (0.5, [-0.5, 0.5], -1.0, 0.0),
+        (0.5, [-0.5, 0.5], 1.0, 0.0),
+        (0.49, [-0.5, 0.5], 1.0, 1.0),
+    ],
+)
+def test_a_sign_counts_where_it_was_there_in_over_tau_of_the_rounds(
+    tau: float, past: list[float], update: float, kept: float
+) -> None:
+    """u = theta_g - theta_i >= 0, so also 0, has the sign of a fall; one fall of two rounds is half, which is not over 0.5."""
+    strategy, site = FedHEAL(tau=tau), SiteInfo("a", 1)
     state = strategy.init_state({"x": torch.ones(1)})
-    aggregate = RoundAggregate(strategy)
-    aggregate.add(SiteInfo("a", 1), Payload(0, 0, {"x": torch.tensor([past])}), 1, strategy.broadcast(state, SiteInfo("a", 1)))
-    state = strategy.merge(state, aggregate.take())
-    assert strategy.mask(state.sites["a"], {"x": torch.zeros(1)})["x"].tolist() == [kept]
+    for round, moved in enumerate(past):
+        aggregate = RoundAggregate(strategy)
+        aggregate.add(site, Payload(round, 0, {"x": torch.tensor([moved])}), 1, strategy.broadcast(state, site))
+        state = strategy.merge(state, aggregate.take())
+    assert strategy.mask(state.sites["a"], {"x": torch.tensor([update])})["x"].tolist() == [kept]
 
 
 def test_updates_of_nothing_but_zeros_are_no_division_by_zero() -> None:

@@ -137,6 +137,15 @@ def test_an_absent_site_gets_a_mixture_of_what_is_known_and_others_ignore_it() -
     assert received(strategy, later, "new") == pytest.approx(0.5)  # nothing known of it: this round's mean
 
 
+def test_an_absent_site_counts_with_its_last_weight_and_others_with_their_new_ones() -> None:
+    """With alpha 0 rows are the priors: 4 and 1 of 5 for those present, 4, 1 and 5 of 10 for the absent site c."""
+    strategy, moves = FedSCA(low=1, alpha=0.0), {"a": 0.0, "b": 1.0}
+    state = exchange(strategy, strategy.init_state(start()), moves | {"c": 2.0}, {"a": 1, "b": 2, "c": 5})
+    matrix = exchange(strategy, state, moves, {"a": 4, "b": 1}).matrices[MATRIX]
+    wanted = [[0.8, 0.2, 0.0], [0.8, 0.2, 0.0], [0.4, 0.1, 0.5]]
+    torch.testing.assert_close(matrix, torch.tensor(wanted, dtype=torch.float64))
+
+
 def test_order_of_arrival_changes_nothing() -> None:
     strategy, moves = FedSCA(low=2), {"a": 0.3, "b": 1.7, "c": -2.0}
     states = [
@@ -264,3 +273,6 @@ def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None
         {"collaboration/alone": 1.0, "collaboration/alone_from_alpha": 1.0}
     )
     assert "strategy.alpha: 1: b mix nobody in round 1; under 1 every site does" in caplog.text
+    caplog.clear()
+    assert strategy.diagnostics(state, {"a": results["a"]}) == {}  # a site by itself has nobody to mix
+    assert caplog.text == ""

@@ -74,6 +74,13 @@ def test_a_great_penalty_leaves_the_mean_and_a_small_one_reaches_the_projection(
         assert float(cosine) == pytest.approx(1, abs=1e-6)
 
 
+def test_without_an_angle_there_is_no_correction() -> None:
+    """D = 0 with B A = diag(1, 1), and B = 0 with D = diag(1, 1): neither has a cosine."""
+    zero, one = torch.zeros(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    for wanted, b in ((zero, one), (one, zero)):
+        assert LoraFair().correction((wanted, one), b, one).tolist() == zero.tolist()
+
+
 def test_equal_sites_need_no_correction_and_nothing_stays_nothing() -> None:
     strategy = LoraFair()
     state = strategy.init_state(initial(rank=3))

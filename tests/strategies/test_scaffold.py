@@ -15,6 +15,9 @@ from consilium.training.loop import train
 CURVES = {"a": (np.array([1.0, 3.0]), np.array([2.0, -1.0])), "b": (np.array([2.0, 0.5]), np.array([-1.0, 4.0]))}
 """By site h and o of its loss sum h (w - o)^2 / 2."""
 WEIGHTS, ETA, STEPS = {"a": 1, "b": 3}, 0.1, 4
+BOTH = [WEIGHTS]
+UNEQUAL = [{"a": 1}, WEIGHTS, {"b": 2}, {"a": 5, "b": 2}, {"b": 7}, WEIGHTS]
+"""The weights of the sites that answer, by round: b joins late, both miss rounds, and weights change."""
 
 
 class Point(nn.Module):
@@ -49,52 +52,50 @@ def ours(site: str, sent: Payload, strategy: Scaffold, **training: object) -> Pa
     return strategy.upload(start, {"w": model.w.detach().clone()}, sent)
 
 
-def rounds(strategy: Scaffold, present: list[list[str]], **training: object) -> ServerState:
-    """Return the state after rounds in which these sites answer."""
+def rounds(strategy: Scaffold, present: list[dict[str, int]], **training: object) -> ServerState:
+    """Return the state after rounds in which these sites answer with these weights."""
     state = strategy.init_state({"w": torch.zeros(2, dtype=torch.float64)})
-    for names in present:
+    for weights in present:
         aggregate = RoundAggregate(strategy)
-        for name in names:
-            site = SiteInfo(name, WEIGHTS[name], joined=True)
+        for name, weight in weights.items():
+            site = SiteInfo(name, weight, joined=True)
             sent = strategy.broadcast(state, site)
-            aggregate.add(site, ours(name, sent, strategy, **training), WEIGHTS[name], sent)
+            aggregate.add(site, ours(name, sent, strategy, **training), weight, sent)
         state = strategy.merge(state, aggregate.take())
     return state
 
 
-def paper(present: list[list[str]], eta_g: float) -> np.ndarray:
-    """Return x after Algorithm 1, option II; sums weighted by the sites' samples."""
-    x, control = np.zeros(2), {name: np.zeros(2) for name in CURVES}
-    for names in present:
-        c = sum(WEIGHTS[n] * control[n] for n in CURVES) / sum(WEIGHTS.values())
-        ends = {}
-        for name in names:
+def paper(present: list[dict[str, int]], eta_g: float) -> np.ndarray:
+    """Return x after Algorithm 1, option II; sums by each site's last weight, c over the sites that have reported."""
+    x, control, last = np.zeros(2), dict[str, np.ndarray](), dict[str, int]()
+    for weights in present:
+        c = sum(last[n] * control[n] for n in last) / max(sum(last.values()), 1)
+        ends, corrections = {}, {name: c - control[name] if name in control else np.zeros(2) for name in weights}
+        for name, correction in corrections.items():
             (h, o), y = CURVES[name], x.copy()
             for _ in range(STEPS):
-                y = y - ETA * (h * (y - o) - control[name] + c)
-            control[name] = control[name] - c + (x - y) / (STEPS * ETA)
+                y = y - ETA * (h * (y - o) + correction)
+            control[name] = (x - y) / (STEPS * ETA) - correction
             ends[name] = y
-        total = sum(WEIGHTS[n] for n in names)
-        x = x + eta_g * sum(WEIGHTS[n] * (y - x) for n, y in ends.items()) / total
+        last |= weights
+        x = x + eta_g * sum(weights[n] * (y - x) for n, y in ends.items()) / sum(weights.values())
     return x
 
 
 @pytest.mark.parametrize("eta_g", [1.0, 0.5])
 def test_three_rounds_of_the_papers_loop(eta_g: float) -> None:
-    present = [["a", "b"]] * 3
-    found = rounds(Scaffold(global_lr=eta_g), present).shared["w"].numpy()
-    assert found == pytest.approx(paper(present, eta_g), rel=1e-12)
+    found = rounds(Scaffold(global_lr=eta_g), BOTH * 3).shared["w"].numpy()
+    assert found == pytest.approx(paper(BOTH * 3, eta_g), rel=1e-12)
 
 
-def test_a_site_that_misses_a_round_keeps_its_control_variate() -> None:
-    present = [["a", "b"], ["b"], ["a", "b"]]
-    assert rounds(Scaffold(), present).shared["w"].numpy() == pytest.approx(paper(present, 1.0), rel=1e-12)
+def test_sites_that_miss_rounds_keep_their_control_variates_and_weights() -> None:
+    assert rounds(Scaffold(), UNEQUAL).shared["w"].numpy() == pytest.approx(paper(UNEQUAL, 1.0), rel=1e-12)
 
 
 def test_it_ends_where_the_sum_of_the_losses_is_least_and_plain_averaging_does_not() -> None:
     p = {name: weight / 4 for name, weight in WEIGHTS.items()}
     least = sum(p[n] * h * o for n, (h, o) in CURVES.items()) / sum(p[n] * h for n, (h, _) in CURVES.items())
-    assert rounds(Scaffold(), [["a", "b"]] * 60).shared["w"].numpy() == pytest.approx(least, abs=1e-6)
+    assert rounds(Scaffold(), BOTH * 60).shared["w"].numpy() == pytest.approx(least, abs=1e-6)
     x = np.zeros(2)
     for _ in range(60):  # FedAvg: each site goes (1 - eta h)^K of its way
         x = sum(p[n] * (o + (1 - ETA * h) ** STEPS * (x - o)) for n, (h, o) in CURVES.items())
@@ -104,7 +105,7 @@ def test_it_ends_where_the_sum_of_the_losses_is_least_and_plain_averaging_does_n
 def test_under_adam_every_site_goes_the_mean_way_once_the_ways_are_known() -> None:
     """Far from both optima Adam's steps are +-eta each: a goes (+, -) and b (-, +); corrected, both go the weighted mean."""
     strategy, tiny = Scaffold(), {"optimizer": "adam", "lr": 1e-3}
-    state = rounds(strategy, [["a", "b"]], **tiny)
+    state = rounds(strategy, BOTH, **tiny)
     ends = [ours(n, strategy.broadcast(state, SiteInfo(n, 1)), strategy, **tiny).tensors["w"] for n in "ab"]
     way = STEPS * 1e-3 * np.array([(1 - 3) / 4, (-1 + 3) / 4])
     for end in ends:
@@ -113,7 +114,7 @@ def test_under_adam_every_site_goes_the_mean_way_once_the_ways_are_known() -> No
 
 def test_corrections_come_down_by_name_and_never_go_up() -> None:
     strategy = Scaffold()
-    state = rounds(strategy, [["a"]])
+    state = rounds(strategy, [{"a": 1}])
     sent = strategy.broadcast(state, SiteInfo("b", 1))
     assert sent.tensors.keys() == {"w", f"{CONTROL}w"}
     assert not sent.tensors[f"{CONTROL}w"].any()  # it has not reported

@@ -201,6 +201,12 @@ def test_feddpa_is_its_paper_in_a_plain_loop(variant: str) -> None:
     assert [(sorted(one.trained), one.share) for one in closing] == ([(local, 0.4)] if variant == "F" else [])
 
 
+def test_feddpa_f_has_no_local_adapter_to_blend_before_its_last_fit() -> None:
+    assert [FedDPA(variant="F", most=0.3).blend(closing) for closing in (False, True)] == [None, Blend(0.3, 5)]
+    assert [FedDPA(variant="T", most=0.3).blend(closing) for closing in (False, True)] == [Blend(0.3, 5)] * 2
+    assert FedDPA(weighting="fixed").blend(False) == Blend(0.5, 0)
+
+
 @pytest.mark.parametrize("examples", [3, 0])
 def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_records(examples: int) -> None:
     strategy = FedDPA()

@@ -180,6 +180,17 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     torch.testing.assert_close(penalty, expected)
 
 
+def test_hetlora_keeps_a_rank_of_one() -> None:
+    """Half of one rank is none: the site would train nothing from then on."""
+    strategy = HetLoRA(tiers={"all": Tier(1, 1)}, profile={"all": 1.0}, prune=0.5, prune_weight=0.1)
+    state, site = strategy.init_state({n: t + 1 for n, t in initial().items()}), SiteInfo("a", 1)
+    for _ in range(2):
+        sent, aggregate = strategy.broadcast(state, site), RoundAggregate(strategy)
+        aggregate.add(site, Payload(state.round, 0, {n: -0.5 * t for n, t in sent.tensors.items()}), 1, sent)
+        state = strategy.merge(state, aggregate.take())
+        assert strategy.rank_of(state, site) == 1
+
+
 def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
     HetLoRA(prune_weight=1.0).regularizer(LocalStep(params, params, {}, {})).backward()

@@ -73,12 +73,17 @@ def test_cross_entropy_alone_is_fedsca_s_equation_3(tmp_path: Path) -> None:
 
 
 def test_iou_of_foreground_and_background() -> None:
-    """16 pixels, 4 true, 6 guessed, 3 shared: 3 / 7 inside, 9 / 13 outside. A picture full of the class has no outside."""
-    guess, label = torch.zeros(2, 16, dtype=torch.bool), torch.zeros(2, 16, dtype=torch.bool)
+    """16 pixels, 4 true, 6 guessed, 3 shared: 3 / 7 inside, 9 / 13 outside. A picture full of the class has no outside.
+
+    2 guessed, all of them among 4 true ones: 2 / 4 inside, 12 / 14 outside. 4 true ones, all of them among 8 guessed: 4 / 8
+    and 8 / 12.
+    """
+    guess, label = torch.zeros(4, 16, dtype=torch.bool), torch.zeros(4, 16, dtype=torch.bool)
     guess[0, :6] = label[0, 3:7] = guess[1] = label[1] = True
+    guess[2, :2] = label[2, :4] = guess[3, :8] = label[3, :4] = True
     found = overlaps(counts(guess, label), False, background=True)
-    assert found["iou"].tolist() == pytest.approx([(3 / 7 + 9 / 13) / 2, 1.0])
-    assert found["dice"].tolist() == pytest.approx([0.6, 1.0])
+    assert found["iou"].tolist() == pytest.approx([(3 / 7 + 9 / 13) / 2, 1.0, (1 / 2 + 6 / 7) / 2, (1 / 2 + 2 / 3) / 2])
+    assert found["dice"].tolist() == pytest.approx([0.6, 1.0, 2 / 3, 2 / 3])
     nothing = torch.zeros(1, 16, dtype=torch.bool)
     assert overlaps(counts(guess[:1], nothing), False, background=True)["iou"].isnan().all()  # no reference, no score
     assert overlaps(counts(guess[:1], nothing), True, background=True)["iou"].item() == pytest.approx((0 + 10 / 16) / 2)

@@ -32,6 +32,11 @@ def test_rouge_l_reads_letters_beyond_ascii(written: str, reference: str, value:
     assert rouge_l([written], [[reference]]) == pytest.approx([value])
 
 
+def test_rouge_l_stems_english_words_of_over_three_letters_alone() -> None:
+    """Porter's stemmer takes an s away: not from three letters, nor where a letter is beyond ASCII, whatever its length."""
+    assert rouge_l(["runs", "ads", "höhes", "öls"], [["run"], ["ad"], ["höhe"], ["öl"]]) == [1, 0, 0, 0]
+
+
 def test_rouge_l_of_ascii_texts_is_rouge_scores_own() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 

@@ -12,7 +12,7 @@ import torch
 from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.errors import RefusedError
 from consilium.privacy.masking import Masking
-from consilium.privacy.secagg import sealing
+from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.record import FILE, SiteRecord
 from consilium.privacy.secagg.signing import canonical, sign
@@ -39,6 +39,20 @@ def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why
     question["prepared"][owner] |= {"key": other, "signature": sign(net.identities[owner].key, "prepare", *told)}
     with pytest.raises(RefusedError, match=why):
         net.parties["a"].open(replace(task, masking=question), ORDER)
+
+
+@pytest.mark.parametrize("length", [0, shamir.WIDTH, 2 * shamir.WIDTH - 1, 2 * shamir.WIDTH + 1])
+def test_sealed_shares_of_another_length_are_refused_before_training(
+    length: int, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Site d seals bytes that are no two shares; whoever opens them would reveal what nobody can put together."""
+    attempt, seal = net.begin(), sealing.seal
+    for name in NAMES:
+        if name == "d":
+            monkeypatch.setattr(sealing, "seal", lambda key, plain, *about: seal(key, (plain * 2)[:length], *about))
+        attempt.take_prepared(name, net.parties[name].answer(attempt.prepare_question()))
+    with pytest.raises(RefusedError, match="shares of 'd'"):
+        net.parties["a"].open(net.task(attempt, "a", attempt.close_prepared()), ORDER)
 
 
 def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> None:
