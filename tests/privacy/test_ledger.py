@@ -201,3 +201,19 @@ def test_a_file_that_a_kill_left_empty_is_a_ledger_without_rows(tmp_path: Path) 
     ledger.check([ONE], {})
     ledger.spend(ONE, {})
     assert len(Ledger(ledger.path).entries()) == 1
+
+
+@pytest.mark.parametrize(("factor", "covered"), [(1.0, True), (1 + 1e-7, True), (1 - 1e-7, False), (1.001, False)])
+def test_a_row_covers_a_release_of_the_same_terms_with_noise_not_under_its_own(
+    factor: float, covered: bool, tmp_path: Path
+) -> None:
+    """Another version may round noise otherwise; less noise than was charged is refused."""
+    ledger = Ledger(tmp_path / "l")
+    ledger.spend(ONE, BUDGET)
+    again = replace(ONE, noise_multiplier=ONE.noise_multiplier * factor)
+    if covered:
+        assert not ledger.spend(again, BUDGET)
+    else:
+        with pytest.raises(RefusedError, match="noise"):
+            ledger.spend(again, BUDGET)
+    assert ledger.entries() == [ONE]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, get_args
 
 from consilium.config.privacy import BudgetConfig, Unit
@@ -51,6 +51,14 @@ class Entry:
     def key(self) -> tuple[str, str, str, int, int, bool]:
         """What makes a row the same release."""
         return self.dataset, self.unit, self.run, self.round, self.phase, self.count > 0
+
+    def pays_for(self, release: Self) -> bool:
+        """Tell whether this row, once charged, covers a release: same terms, and noise not under what is charged.
+
+        Noise may be a millionth more, as of another version's rounding: then it costs less than is charged.
+        """
+        same = replace(release, noise_multiplier=self.noise_multiplier, digest=self.digest) == self
+        return same and self.noise_multiplier <= release.noise_multiplier <= self.noise_multiplier * (1 + 1e-6)
 
     @property
     def name(self) -> str:

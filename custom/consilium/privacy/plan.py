@@ -85,10 +85,13 @@ class Plan:
             raise RefusedError(f"release: {what}; nothing was sent")
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
-        """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
+        """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's).
+
+        It is not under what the ledger charges for them, on whatever processor.
+        """
         count = self.releases if releases is None else releases
         spend = replace(self.event, count=self.event.count * count)
-        return epsilon_of([spend], delta or self.config.delta, self.config.accountant)
+        return epsilon_of([spend], delta or self.config.delta, self.config.accountant, planned=True)
 
     @property
     def site_noise(self) -> float:
@@ -225,14 +228,15 @@ def printed_plan(privacy: SiteLevelDpConfig, batch_size: int, steps: int, releas
 
 def site_plan(privacy: SiteLevelDpConfig, releases: int) -> Plan:
     """Return the plan of so many releases at site level. Raises ConfigError for a budget that no noise keeps."""
-    sigma = _sigma(privacy, releases, 1.0)
-    return Plan(privacy, sigma, GaussianEvent(sigma, slack=SLACK if privacy.trust == "distributed" else 0.0), releases)
+    slack = SLACK if privacy.trust == "distributed" else 0.0
+    sigma = _sigma(privacy, releases, 1.0, slack)
+    return Plan(privacy, sigma, GaussianEvent(sigma, slack=slack), releases)
 
 
 def step_plan(privacy: DpSgdConfig, releases: int) -> Plan:
     """Return the plan of so many steps over all sites' units, the same for every site. Raises ConfigError."""
     assert privacy.sample_rate is not None
-    sigma = _sigma(privacy, releases, privacy.sample_rate)
+    sigma = _sigma(privacy, releases, privacy.sample_rate, SLACK)
     return Plan(privacy, sigma, GaussianEvent(sigma, privacy.sample_rate, slack=SLACK), releases)
 
 
@@ -250,11 +254,11 @@ def _local_plan(config: JobConfig, privacy: DpSgdConfig, releases: int, num_unit
     return Plan(privacy, sigma, GaussianEvent(sigma, rate, steps), releases)
 
 
-def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) -> float:
+def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float, slack: float = 0.0) -> float:
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.epsilon is not None  # the section has one of them
-    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant)
+    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant, slack)
 
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:
