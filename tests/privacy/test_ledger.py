@@ -87,7 +87,7 @@ def test_concurrent_jobs_cannot_overspend(tmp_path: Path) -> None:
 def _die_in_a_transaction(path: Path) -> None:
     ledger = Ledger(path)
     ledger.spend(ONE, BUDGET)
-    with ledger._connect() as db:
+    with sqlite3.connect(path, isolation_level=None) as db:
         db.execute("BEGIN IMMEDIATE")
         db.execute("DELETE FROM releases")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -189,4 +189,4 @@ def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tm
         guard = build_guard(job, "site-1", site, folder, folder, lambda event: None)
         with pytest.raises(RefusedError, match="privacy budget") if refused else nullcontext():
             guard.authorize(Kind.HELLO, "run")
-    assert guard._entry("run", 0, 0).job == "small (calibration: paper)"  # what the ledger says of it
+    assert job.config.title == "small (calibration: paper)"  # what the ledger says of it
