@@ -58,7 +58,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_refusing_ends_the_job_there_with_the_file_named_in_its_own_log_only(tmp_path: Path) -> None:
     one, two = site(tmp_path / "a"), site(tmp_path / "b")
     header(tmp_path / "a", 1)
-    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
         simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", quiet)
 
 
@@ -80,13 +80,13 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
     refuses, skips = site(tmp_path / "a"), site(tmp_path / "b", bad_samples="skip")
     pixels(tmp_path / "a", 1)
     pixels(tmp_path / "b", 1)
-    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
         build_site(job, "a", refuses, tmp_path / "run", quiet)
     task = build_site(job, "b", skips, tmp_path / "run", quiet).task
     assert (task.num_samples, getattr(task, "skipped", 0)) == (5, 1)
     for index in range(5):
         pixels(tmp_path / "b", index)
-    with pytest.raises(DataError, match="no training sample can be read; see the site's log"):
+    with pytest.raises(DataError, match="no training sample"):
         build_site(job, "b", skips, tmp_path / "run", quiet)
     assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).task.num_samples == 5
 
@@ -111,7 +111,7 @@ def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> Non
     watch = watched(config().model_copy(update={"task": ReportConfig(name="report")}), data)
     watch.check(lambda split, index: None)
     (tmp_path / "0.png").unlink()
-    with pytest.raises(DataError, match=r"0\.png: cannot be read \(No such file or directory\)"):
+    with pytest.raises(DataError, match=r"0\.png: .*No such file or directory"):
         watch.check(lambda split, index: None)
 
 

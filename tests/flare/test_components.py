@@ -111,7 +111,7 @@ def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) 
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
     assert wire.reason_of(passed(ResultCheckFilter, job, held))
     wire.take(held)
-    with pytest.raises(RefusedError, match="nothing that the guard has seen"):
+    with pytest.raises(RefusedError, match="the guard has seen"):
         wire.take(held)
 
 
@@ -251,18 +251,19 @@ def _classes(section: object) -> list[str]:
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
 
 
-def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(context, "_published", lambda fl_ctx: tmp_path / "out")
+def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(tmp_path: Path) -> None:
+    fl_ctx = FLContext()
+    workspace = SimpleNamespace(get_run_dir=lambda job: tmp_path / "job")
+    fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
     for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
     for name in ("server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
-    context.publish(FLContext(), tmp_path / "run")
-    left = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    context.publish(fl_ctx, tmp_path / "run")
+    out = tmp_path / "job/consilium"
+    left = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
     assert left == ["collaboration.png", "results.json", "tb_events/server/events"]
 
 

@@ -5,6 +5,7 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,10 +98,11 @@ def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monke
     """Where no file can say it, FLARE's own log does; what was saved last is whole."""
     federation, said = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")}), []
     monkeypatch.setattr(federation, "system_panic", lambda reason, fl_ctx: said.append(reason))
-    monkeypatch.setattr("consilium.flare.context._published", lambda fl_ctx: Path("/dev/full"))
+    fl_ctx = context(["a", "b"])
+    fl_ctx.get_engine().get_workspace = lambda: SimpleNamespace(get_run_dir=lambda job: "/dev/full")
     saved = (tmp_path / "server/state.safetensors").read_bytes()
     federation.coordinator.log._file = full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - it fails again
-    federation.control_flow(Signal(), context(["a", "b"]))
+    federation.control_flow(Signal(), fl_ctx)
     with suppress(OSError):
         full.close()
     (line,) = said
