@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from consilium.cli.way_on import command_again
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.participants import kept
+from consilium.report.view import LiveView
 from tests.conftest import JOBS, small_config
 
 JOB = ["simulate", str(JOBS / "quickstart")]
@@ -157,11 +159,14 @@ def test_ctrl_c_tells_the_command_to_go_on_with(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=2, local_steps=1).model_dump()))
 
-    def stop(view: Any, event: dict[str, Any]) -> None:
-        if event["round"] == 1:
-            raise KeyboardInterrupt
+    shown = LiveView.__call__
 
-    monkeypatch.setattr("consilium.report.view.LiveView._on_step", stop)
+    def stop(view: LiveView, event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 1:
+            raise KeyboardInterrupt
+        shown(view, event)
+
+    monkeypatch.setattr(LiveView, "__call__", stop)
     words = ["simulate", "job.yaml", "--sites", "2", "--workspace=my run", "--set", "training.lr=0.001"]
     assert run(monkeypatch, *words) == 130
     (said,) = capsys.readouterr().err.splitlines()

@@ -81,7 +81,7 @@ def test_set_reaches_into_a_strategy_that_the_file_names_only(tmp_path: Path) ->
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ntraining: {rounds: 1, lr: 0.1, rounds: 5}\n")
-    with pytest.raises(ConfigError, match=r"line 2: 'rounds' is there twice; keep one"):
+    with pytest.raises(ConfigError, match=r"line 2: 'rounds'.*keep one"):
         load_job(tmp_path / "job.yaml")
 
 

@@ -52,13 +52,13 @@ def test_what_does_not_go_together_is_named(field: str, value: str, problem: str
 
 
 def test_accumulation_has_no_place_in_dp_sgd() -> None:
-    with pytest.raises(ConfigError, match=r"training\.accumulate: cannot be over 1 with privacy\.unit record"):
+    with pytest.raises(ConfigError, match=r"training\.accumulate: .*privacy\.unit record"):
         load_job(JOBS / "quickstart", {"privacy": {"unit": "record", "epsilon": 3}, "training.accumulate": 2})
 
 
 def test_pooled_data_have_no_site_to_protect() -> None:
     config = load_job(JOBS / "quickstart", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1}, "strategy": "centralized"})
-    with pytest.raises(ConfigError, match="privacy: strategy 'centralized' pools all sites' data"):
+    with pytest.raises(ConfigError, match="privacy: strategy 'centralized'"):
         assemble_job(config)
 
 
@@ -86,5 +86,5 @@ def test_a_choice_by_how_many_there_are_is_none_under_dp_sgd(unit: str) -> None:
     raw = small_config("fedit").model_dump() | {"privacy": {"unit": unit, "epsilon": 8, "clip": 1.0}}
     JobConfig.model_validate(raw)
     raw["data"] = raw["data"] | {"most_training": 10}
-    with pytest.raises(ValueError, match=r"data\.most_training: 10 chooses by how many there are"):
+    with pytest.raises(ValueError, match=r"data\.most_training: 10 "):
         JobConfig.model_validate(raw)

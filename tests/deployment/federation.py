@@ -175,9 +175,16 @@ class Federation:
             return session.submit_job(str(job))
 
     def wait(self, job: str, timeout: float = 180) -> str:
-        """Return a job's final status, such as FINISHED:COMPLETED."""
+        """Return a job's final status, such as FINISHED:COMPLETED. FLARE's own function waits by the wall clock."""
         with self.session() as session:
-            return session.wait_for_job(job, timeout, poll_interval=0.5)["status"]
+            found = [""]
+
+            def ended() -> bool:
+                found[0] = session.get_job_meta(job)["status"]
+                return found[0].startswith("FINISHED:")
+
+            self.until(ended, timeout, f"job {job} to end")
+        return found[0]
 
     def meta(self, job: str) -> dict[str, Any]:
         """Return what the server knows of a job."""
@@ -248,13 +255,17 @@ class Federation:
         self.until(lambda: not self.processes(), 30, "all processes to end")
 
     def until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
-        """Return when `condition` holds; fail with the end of every log after `timeout` seconds."""
-        ends = time.monotonic() + timeout
+        """Return when `condition` holds; fail with the end of every log after `timeout` seconds.
+
+        A look may itself take long, so one that began after the time is up decides.
+        """
+        ends, late = time.monotonic() + timeout, False
         while not condition():
-            if time.monotonic() > ends:
+            if late:
                 logs = "\n".join(f"--- {n}\n{self.log(n)[-3000:]}" for n in ["server", *self.sites])
                 raise AssertionError(f"waited {timeout} s for {what}; living: {self.processes()}\n{logs}")
             time.sleep(0.2)
+            late = time.monotonic() > ends
 
     def _deployment(self, sites: Mapping[str, Mapping[str, Any]], bundles: Collection[str]) -> dict[str, Any]:
         state, opened = str(self.folder / "server-state"), {n: n in bundles for n in ["server", *sites]}

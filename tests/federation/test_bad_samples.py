@@ -1,5 +1,6 @@
 """Sites with samples that cannot be read: refused or left out, counted alike by guard and task, never by chance."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_refusing_ends_the_job_there_with_the_file_named_in_its_own_log_only(tmp_path: Path) -> None:
     one, two = site(tmp_path / "a"), site(tmp_path / "b")
     header(tmp_path / "a", 1)
-    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
         simulate(assemble_job(config()), {"a": one, "b": two}, tmp_path / "run", quiet)
 
 
@@ -79,13 +80,13 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
     refuses, skips = site(tmp_path / "a"), site(tmp_path / "b", bad_samples="skip")
     pixels(tmp_path / "a", 1)
     pixels(tmp_path / "b", 1)
-    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: image cannot be read"):
+    with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
         build_site(job, "a", refuses, tmp_path / "run", quiet)
     task = build_site(job, "b", skips, tmp_path / "run", quiet).task
     assert (task.num_samples, getattr(task, "skipped", 0)) == (5, 1)
     for index in range(5):
         pixels(tmp_path / "b", index)
-    with pytest.raises(DataError, match="no training sample can be read; see the site's log"):
+    with pytest.raises(DataError, match="no training sample"):
         build_site(job, "b", skips, tmp_path / "run", quiet)
     assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).task.num_samples == 5
 
@@ -110,7 +111,7 @@ def test_a_task_that_leaves_no_picture_out_needs_them_all(tmp_path: Path) -> Non
     watch = watched(config().model_copy(update={"task": ReportConfig(name="report")}), data)
     watch.check(lambda split, index: None)
     (tmp_path / "0.png").unlink()
-    with pytest.raises(DataError, match=r"0\.png: cannot be read \(No such file or directory\)"):
+    with pytest.raises(DataError, match=r"0\.png: .*No such file or directory"):
         watch.check(lambda split, index: None)
 
 
@@ -132,15 +133,20 @@ def test_skipping_trains_as_if_the_sample_were_not_there(workers: int, tmp_path:
     bad, good = site(tmp_path / "a", bad_samples="skip", workers=workers), site(tmp_path / "b")
     header(tmp_path / "a", 4)
     runs = [tmp_path / "bad", tmp_path / "good"]
-    ended = simulate(assemble_job(config()), {"a": bad, "b": good}, runs[0], quiet)
+    simulate(assemble_job(config()), {"a": bad, "b": good}, runs[0], quiet)
     whole = site(tmp_path / "c", training=4)
     simulate(assemble_job(config()), {"a": whole, "b": good}, runs[1], quiet)
     found, expected = map(tensors, runs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    results = ended.log._results
+    results = closing(runs[0])
     assert results["a"][SKIPPED] == 1
     assert SKIPPED not in results["b"]
     assert shown(results) == ["samples left out because they cannot be read: a 1"]
+
+
+def closing(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the closing table of a run, by site."""
+    return json.loads((folder / "results.json").read_text())
 
 
 def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -153,8 +159,8 @@ def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
 def test_what_is_left_out_is_not_told_where_scores_stay_at_the_site(tmp_path: Path) -> None:
     bad = site(tmp_path / "a", bad_samples="skip", share_metrics=False)
     header(tmp_path / "a", 4)
-    ended = simulate(assemble_job(config()), {"a": bad, "b": site(tmp_path / "b")}, tmp_path / "run", quiet)
-    assert ended.log._results["a"] == {}
+    simulate(assemble_job(config()), {"a": bad, "b": site(tmp_path / "b")}, tmp_path / "run", quiet)
+    assert closing(tmp_path / "run")["a"] == {}
 
 
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
@@ -246,10 +252,10 @@ def scored(folder: Path, **validate: Any) -> tuple[list[set[str]], dict[str, tor
     events: list[Mapping[str, Any]] = []
     settings = config(rounds=3, local_steps=1).model_dump(mode="json")
     settings["training"]["validate"] = validate
-    ended = simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
+    simulate(assemble_job(JobConfig.model_validate(settings)), sites, folder / "run", events.append)
     rounds = [e["metrics"] for e in events if e["event"] == "metrics" and e["site"] == "a" and "train/loss" in e["metrics"]]
     stages = [{name.split("/")[1] for name in metrics if name.startswith("validation/")} for metrics in rounds]
-    return stages, tensors(folder / "run"), ended.log._results["a"]
+    return stages, tensors(folder / "run"), closing(folder / "run")["a"]
 
 
 @pytest.mark.slow

@@ -99,10 +99,10 @@ def test_a_base_that_trains_whole_is_not_quantized(dtype: str) -> None:
 
 
 def test_a_model_without_a_decoder_or_linear_layers_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': the model has no mask decoder; use freeze"):
+    with pytest.raises(ConfigError, match=r"adapter\.decoder: 'share': .*use freeze"):
         job("clip", LORA | {"decoder": "share"})
     raw = small_config("fedit").model_dump() | {"model": {"name": "unet", "variant": "unet", "image_size": 32, "width": 2}}
-    with pytest.raises(ConfigError, match=r"adapter\.kind: the model has no linear layers to adapt; use kind full"):
+    with pytest.raises(ConfigError, match=r"adapter\.kind: .*use kind full"):
         assemble_job(JobConfig.model_validate(raw))
 
 
@@ -122,7 +122,7 @@ def test_record_level_privacy_does_not_cover_the_base(adapter: dict[str, Any], s
 
 def test_a_strategy_that_scales_by_the_round_is_refused_where_the_adapter_cannot() -> None:
     """dp_dylora's alpha over the round's rank would be left out without a word."""
-    with pytest.raises(ConfigError, match=r"adapter\.kind: 'dual_rank': strategy 'dp_dylora' scales .* use lora"):
+    with pytest.raises(ConfigError, match=r"adapter\.kind: 'dual_rank': .*'dp_dylora'.* use lora"):
         job("sam", DUAL, "dp_dylora")
     assert job("sam", LORA, "dp_dylora").initial
 

@@ -135,7 +135,7 @@ def test_under_the_quorum_nothing_changes(small_job: MakeJob, tmp_path: Path) ->
     server = coordinator(job, tmp_path)
     server.start()
     server.accept("site-0", update(job, 1.0))
-    with pytest.raises(ConsiliumError, match=r"1 of 3 results, federation\.min_sites is 2"):
+    with pytest.raises(ConsiliumError, match=r"1 of 3 .*federation\.min_sites is 2"):
         server.conclude()
     assert server.state.round == 0
     with pytest.raises(ConsiliumError, match="1 sites are here"):
@@ -187,14 +187,14 @@ def test_who_may_not_take_part(small_job: MakeJob, tmp_path: Path) -> None:
         server.welcome(Hello("old", 5, False, "0.0.0"))
     with pytest.raises(RefusedError, match="no training samples"):
         server.welcome(Hello("empty", 0, False, __version__))
-    with pytest.raises(RefusedError, match="says that it has training samples too"):
+    with pytest.raises(RefusedError, match="training samples"):
         server.welcome(Hello("both", 5, False, __version__, test_only=True))
 
 
 def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: MakeJob, tmp_path: Path) -> None:
     server = coordinator(small_job("fedit"), tmp_path, sites=1)
     server.welcome(Hello("aside", 0, False, __version__, test_only=True))
-    with pytest.raises(ConsiliumError, match=r"1 sites are here, federation\.min_sites is 2"):
+    with pytest.raises(ConsiliumError, match=r"1 sites .*federation\.min_sites is 2"):
         server.start()
     server.welcome(Hello("late", 5, False, __version__))
     assert server.start().keys() == {"site-0", "late"}
@@ -349,7 +349,7 @@ def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, mo
     for site in range(3):
         server.accept(f"site-{site}", update(job, 1.0))
     monkeypatch.setattr(FedIT, "merge", lambda self, state, results: torch.zeros(2) + torch.zeros(3))
-    with pytest.raises(ConsiliumError, match=r"cannot be merged \(RuntimeError: The size of tensor a \(2\) must match"):
+    with pytest.raises(ConsiliumError, match=r"RuntimeError: The size of tensor a \(2\)"):
         server.conclude()
 
 

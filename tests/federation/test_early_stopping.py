@@ -205,13 +205,13 @@ PRIVATE = [{"unit": "site", "epsilon": 3, "clip": 0.5}, {"unit": "record", "epsi
 @pytest.mark.parametrize("privacy", PRIVATE)
 def test_no_score_without_noise_ends_a_private_job(privacy: dict[str, Any]) -> None:
     raw = small_config("fedit", validate={"patience": 2}).model_dump() | {"privacy": privacy}
-    with pytest.raises(ValueError, match=r"training.validate.patience: 2 would let .* no noise covers.*leave it out"):
+    with pytest.raises(ValueError, match=r"training\.validate\.patience: 2 .*leave it out"):
         JobConfig.model_validate(raw)
 
 
 @pytest.mark.parametrize("stages", [[], ["personalized"]])
 def test_it_needs_the_global_models_score(stages: list[str]) -> None:
-    with pytest.raises(ValueError, match="patience: 2: goes by the global model's score; add global to stages"):
+    with pytest.raises(ValueError, match=r"patience: 2: .*add global to stages"):
         small_config("fedit", validate={"patience": 2, "stages": stages})
 
 
@@ -229,7 +229,7 @@ def test_a_site_lets_its_closing_scores_out_earlier_in_such_a_job_alone() -> Non
     ask(job_of(), 4, 0)
     ask(job_of(), 10, 0)
     for job, at in ((job_of(patience=0), (4, 0)), (job_of(), (0, 0)), (job_of(), (4, 1)), (job_of(), (11, 0))):
-        with pytest.raises(RefusedError, match="the job has no task evaluate"):
+        with pytest.raises(RefusedError, match="no task evaluate"):
             ask(job, *at)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from nvflare.apis.dxo import from_shareable
-from nvflare.apis.signal import Signal
 
 from consilium.federation.build import Job
 from consilium.federation.coordinator import Coordinator
@@ -54,7 +53,7 @@ def test_flares_controller_holds_no_result_and_sends_all_sites_one_content(
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.sent.clear()
     living = watched(federation.coordinator, monkeypatch)
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     assert living == [0, 0, 0, 0]
     sent = [from_shareable(task.data).data[packing.BUFFER] for name, task in federation.sent if task.name == wire.TRAIN]
     assert len(sent) == 4

@@ -192,7 +192,7 @@ def test_a_masked_run_that_has_ended_is_not_prolonged_and_no_file_changes(tmp_pa
 
     masked(1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"w ended after 1 round, and its sites' keys are gone; start anew in another"):
+    with pytest.raises(ConfigError, match=r"w ended after 1 round.*start anew"):
         masked(2, resume=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -223,7 +223,7 @@ def test_a_site_that_is_lost_before_a_message_counts_if_its_update_came(
 
 def test_too_few_at_the_end_stop_the_run_until_they_return(tmp_path: Path, identities: Path, plain: Plain) -> None:
     lost: Lost = {"site-1": {(1, "confirm")}, "site-2": {(1, "confirm")}}
-    with pytest.raises(ConsiliumError, match="too few sites are left to open this phase's sum, and too few to cancel it"):
+    with pytest.raises(ConsiliumError, match=r"too few sites.*to open.*to cancel"):
         Federation(job_of(secure={}), tmp_path / "masked", identities, lost).run()
     again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=True)
     assert same_state(again.run(resume=True), plain())
@@ -373,7 +373,7 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator = federation.run()
     member = federation.members["site-1"]
-    with pytest.raises(RefusedError, match="is none that this site is in"):
+    with pytest.raises(RefusedError, match="is none that this site"):
         member.masks(coordinator.run, {"step": "confirm", "round": 0, "phase": 0, "attempt": 0, "survivors": NAMES})
     lines = [json.loads(x) for x in next((tmp_path / "sites/site-1").glob("*/audit.jsonl")).read_text().splitlines()]
     updates = [line for line in lines if line["kind"] == "update"]
@@ -390,7 +390,7 @@ def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, ident
     home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
     (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
     home.rename(tmp_path / "lost")
-    with pytest.raises(RefusedError, match="its record of masks is lost; it cannot take part in it again"):
+    with pytest.raises(RefusedError, match="record of masks is lost"):
         federation.members["site-1"].masks(coordinator.run, {"step": "hello"})
     (home.parent / "state.safetensors").unlink()
     assert federation.members["site-1"].masks(coordinator.run, {"step": "hello"})  # a new key, which is not in the roster
@@ -458,7 +458,7 @@ def test_two_sites_are_too_few_and_the_error_says_so(tmp_path: Path, identities:
     raw["federation"]["min_sites"] = 2
     federation = Federation(assembled(JobConfig.model_validate(raw)), tmp_path, identities)
     federation.members = {name: federation.members[name] for name in NAMES[:2]}
-    with pytest.raises(ConsiliumError, match="among 2 sites with threshold 2 and 1 colluders: a sum could show one site"):
+    with pytest.raises(ConsiliumError, match="2 sites with threshold 2 and 1 colluders"):
         federation.run()
 
 
@@ -478,7 +478,7 @@ def test_a_weight_or_noise_that_sums_have_no_room_for_is_refused_with_the_remedy
     )
     privacy = {"unit": "site", "noise_multiplier": 2.0, "clip": 1.0}  # 1 + 40 * 2
     guard = Federation(job_of(secure={"bound": 80.9}, privacy=privacy), tmp_path / "low", identities).members["site-1"].guard
-    with pytest.raises(RefusedError, match=r"secure_aggregation.bound 80.9 is under the 81 that clip and noise may come to"):
+    with pytest.raises(RefusedError, match=r"secure_aggregation\.bound 80\.9 .*81"):
         guard.authorize(Kind.HELLO, "r")
     enough = Federation(job_of(secure={"bound": 81}, privacy=privacy), tmp_path / "enough", identities)
     enough.members["site-1"].guard.authorize(Kind.HELLO, "r")

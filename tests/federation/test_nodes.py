@@ -81,7 +81,7 @@ def _raised(error: OSError) -> NoReturn:
 def test_without_the_secret_nobody_comes(nodes: NodesConfig) -> None:
     thread = threading.Thread(target=call, args=(nodes.place, b"another secret, as long"))
     thread.start()
-    with pytest.raises(ConsiliumError, match=r"0 of 1 ranks called within 0\.2 s; start `consilium rank` there"):
+    with pytest.raises(ConsiliumError, match=r"0 of 1 ranks .*0\.2 s; .*`consilium rank`"):
         gather(nodes.model_copy(update={"wait": 0.2}))
     thread.join()
 
@@ -216,7 +216,7 @@ def test_a_rank_of_another_machine_shares_the_work_and_calls_again_when_it_has_f
 
     site = build_site(job, "site-1", config, tmp_path / "site", seen)
     sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
-    with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on 127\.0\.0\.1: it is gone; see"):
+    with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on 127\.0\.0\.1: .*gone"):
         site.train("run", sent)
     assert killed
     same(alone, site.train("run", sent))

@@ -77,12 +77,12 @@ def test_what_takes_less_memory_is_measured_as_less(lower: bool, model: torch.nn
 
 def test_time_is_measured_at_both_ends(model: torch.nn.Module) -> None:
     assert measured(model, step_seconds=1000.0) == {"time": 16}
-    with pytest.raises(ConfigError, match=r"site\.yaml: capacity\.step_seconds: 1e-06: one rank takes .*; raise it"):
+    with pytest.raises(ConfigError, match=r"site\.yaml: capacity\.step_seconds: 1e-06: .*; raise it"):
         measured(model, step_seconds=1e-6)
 
 
 def test_two_ways_to_say_the_same_are_refused() -> None:
-    with pytest.raises(ValueError, match="train and memory_bytes both say how much; give one of them"):
+    with pytest.raises(ValueError, match="train and memory_bytes"):
         CapacityConfig(train=4, memory_bytes=1e9)
 
 

@@ -26,11 +26,11 @@ def test_it_returns_what_the_work_returns_and_the_process_is_another() -> None:
 
 
 def test_an_error_for_the_user_is_the_same_error() -> None:
-    with pytest.raises(ConfigError, match="by: 0: nothing is divided by it") as found:
+    with pytest.raises(ConfigError, match="by: 0: ") as found:
         elsewhere(SPAWN, divided, 6, 0)
     assert found.value.reason is Reason.POLICY
 
 
 def test_a_process_that_ends_without_an_answer_says_how_it_ended() -> None:
-    with pytest.raises(ConsiliumError, match=r"the job could not be prepared: its process ended \(exit code 3\)"):
+    with pytest.raises(ConsiliumError, match=r"the job could not be prepared: .*exit code 3"):
         elsewhere(SPAWN, gone)

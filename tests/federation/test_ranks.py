@@ -109,7 +109,7 @@ def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_o
 def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works(job: Job, tmp_path: Path) -> None:
     site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / "site", killer := Killer())
     sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
-    with pytest.raises(ConsiliumError, match=r"site.yaml: devices: rank 1 on cpu: its process ended \(exit code -9\)") as error:
+    with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on cpu: .*exit code -9") as error:
         site.train("run", sent)
     assert killer.killed
     assert "\n" not in str(error.value)

@@ -102,7 +102,7 @@ def test_what_needs_the_whole_base_is_refused(job: JobConfig, change: dict[str, 
 
 def test_sites_that_share_a_process_cannot_have_it_in_parts(tmp_path: Path) -> None:
     job = assembled(small_text("fedit", batch_size=4))
-    with pytest.raises(ConfigError, match="share their base; use --engine flare"):
+    with pytest.raises(ConfigError, match="use --engine flare"):
         build_site(job, "a", SiteConfig(devices=("cpu",) * 2, base="sharded"), tmp_path, lambda event: None, nn.Linear(1, 1))
 
 
@@ -110,7 +110,7 @@ def test_a_base_without_blocks_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     layers.freeze_base(model, ["0.weight"])
     mesh: Any = None
-    with pytest.raises(ConsiliumError, match="nothing of this model is frozen in a stack of blocks; use replicated"):
+    with pytest.raises(ConsiliumError, match="use replicated"):
         sharding.shard(model, mesh, torch.device("cpu"))
 
 

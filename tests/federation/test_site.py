@@ -86,7 +86,7 @@ def test_on_a_full_disk_a_round_is_refused_for_that_and_done_with_room_again(sma
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         patch("consilium.federation.site.save_state", side_effect=full),
-        pytest.raises(RefusedError, match=r"No space left on device.*; nothing was sent; make room") as refusal,
+        pytest.raises(RefusedError, match=r"No space left on device.*make room") as refusal,
     ):
         site.train("run", payload(job))
     assert refusal.value.reason is Reason.LEDGER
@@ -128,9 +128,7 @@ def test_a_kept_optimizer_goes_on_in_a_new_process_and_never_leaves(small_job: M
 
 @pytest.mark.parametrize("strategy", ["dp_dylora", "flora", {"name": "deer", "rebalance": True}])
 def test_a_state_that_would_lose_its_meaning_is_refused(small_job: MakeJob, strategy: str | dict) -> None:
-    with pytest.raises(
-        ConfigError, match=r"training\.optimizer_state: 'kept': strategy '\w+' changes between rounds what a site"
-    ):
+    with pytest.raises(ConfigError, match=r"training\.optimizer_state: 'kept': strategy '\w+'"):
         small_job(strategy, optimizer_state="kept")
 
 
@@ -138,7 +136,7 @@ def test_a_metric_that_is_no_number_is_named(small_job: MakeJob, tmp_path: Path)
     job = small_job()
     site = make_site(job, tmp_path)
     site.task.evaluate = lambda *given: {"loss": 1, "dice": torch.tensor(0.5)}
-    with pytest.raises(ConsiliumError, match=r"the task's evaluate\(\) returned 'dice' as no number; return float"):
+    with pytest.raises(ConsiliumError, match=r"evaluate\(\) .*'dice'.*return float"):
         site.evaluate("run", payload(job))
 
 
@@ -259,5 +257,5 @@ def test_a_correction_that_fits_no_tensor_is_refused(name: str | None, small_job
     sent = payload(job)
     first = next(iter(job.initial))
     hostile = replace(sent, tensors=sent.tensors | {f"control/{name or first}": torch.zeros(3, 5, 7)})
-    with pytest.raises(CheckpointError, match=r"the correction of .* fits no tensor here"):
+    with pytest.raises(CheckpointError, match=r"correction of .* fits no tensor"):
         make_site(job, tmp_path).train("run", hostile)

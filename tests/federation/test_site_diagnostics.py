@@ -86,8 +86,8 @@ def test_what_a_strategy_has_nothing_of_is_refused(job: Any, what: str, tmp_path
 def test_neither_hospitals_nor_private_jobs_are_looked_into(tmp_path: Path) -> None:
     job = iat({"leakage": True})
     (tmp_path / "job.yaml").write_text(json.dumps(job.config.model_dump(mode="json")))
-    with pytest.raises(ConfigError, match="leakage and oracle look inside sites, which only --engine inprocess can"):
+    with pytest.raises(ConfigError, match=r"leakage and oracle .*--engine inprocess"):
         federated_job(tmp_path / "job.yaml")
     raw = job.config.model_dump() | {"privacy": {"unit": "site", "epsilon": 3, "clip": 0.1}}
-    with pytest.raises(ValueError, match="diagnostics: leakage and oracle look at what privacy keeps"):
+    with pytest.raises(ValueError, match=r"diagnostics: leakage and oracle .*privacy"):
         JobConfig.model_validate(raw)

@@ -8,6 +8,7 @@ import torch
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
 
 from consilium import __version__
 from consilium.federation.build import assemble_job
@@ -43,6 +44,14 @@ class Federation(RoundController):
             client_task.result = result
             task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
             task.completion_status = TaskCompletionStatus.OK
+
+    def play_round(self, fl_ctx: FLContext) -> None:
+        """Do the next round, as `control_flow` does between its start and its end."""
+        self._round(self.coordinator, Signal(), fl_ctx)
+
+    def play_final(self, fl_ctx: FLContext) -> None:
+        """Do the closing evaluation."""
+        self._final(self.coordinator, Signal(), fl_ctx)
 
     def get_client_disconnect_time(self, client_name: str) -> float | None:
         return self.dead.get(client_name)

@@ -3,10 +3,9 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,11 +15,12 @@ from nvflare.fuel.utils import fobs
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
-from consilium.flare import context, filters, sites, wire
+from consilium.flare import wire
 from consilium.flare.simulator import OUTPUT, Simulator, export_job, tell
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
 from consilium.storage import load_state
+from tests.flare import process_state
 from tests.flare.together import Together
 
 ROOT = Path(__file__).parents[2]
@@ -129,13 +129,9 @@ def own_process() -> Iterator[None]:
 
     All runs here have one id of FLARE's, so that a site would take the samples of the run before for its own.
     """
-    tables = (filters._guards, filters._sent, filters._refused, sites._sites, sites._read, wire._held, context._opened)
     mask = os.umask(0o077)
     try:
-        with ExitStack() as stack:
-            for table in tables:
-                stack.enter_context(patch.dict(table, clear=True))
-            stack.enter_context(patch.object(sites, "_useless", set()))
+        with process_state.emptied():
             yield
     finally:
         os.umask(mask)

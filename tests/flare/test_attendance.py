@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from nvflare.apis.event_type import EventType
 
 from consilium import __version__
 from consilium.cli.sites import told
@@ -99,17 +101,31 @@ def test_at_the_server_a_table_of_80_columns_and_json(
     assert run(monkeypatch, "sites", "--kit", kits / "clinic") == 2
 
 
-def test_a_full_disk_costs_the_server_a_line_and_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("heartbeat", "check_status"):  # which the component wraps
+def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have FLARE's methods that the component wraps put back at the end."""
+    for name in ("heartbeat", "check_status"):
         for owner in (attendance.ClientManager, attendance.TrainingCommandModule):
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def beat(kit: Path) -> None:
+    """Start a server's component in this kit and let a first heartbeat be processed."""
+    engine = SimpleNamespace(get_clients=list, run_processes={})
+    fl_ctx: Any = SimpleNamespace(
+        get_prop=lambda key: SimpleNamespace(get_root_dir=lambda: str(kit)), get_engine=lambda: engine
+    )
     component = attendance.Attendance()
-    component._folder = tmp_path / "there"
-    (tmp_path / "there").write_text("in the way")
-    component._write()
+    for event in (EventType.SYSTEM_BOOTSTRAP, EventType.CLIENT_HEARTBEAT_PROCESSED):
+        component.handle_event(event, fl_ctx)
+
+
+def test_a_full_disk_costs_the_server_a_line_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unwrapped(monkeypatch)
+    (tmp_path / STATE).write_text("in the way")
+    beat(tmp_path)
     assert "attendance.json: cannot be written (File exists); make room" in caplog.text
 
 
@@ -123,12 +139,14 @@ SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} f
     ["", "[]", "{}", '{"server": 1', '{"server": {}, "sites": {}}']
     + [json.dumps({"server": {"version": "0.3.0", "protocol": 3}, "sites": sites}) for sites in SITES],
 )
-def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / attendance.FILE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
         attendance.read(tmp_path)
-    assert attendance._kept(tmp_path / STATE / attendance.FILE) == {}
+    unwrapped(monkeypatch)
+    beat(tmp_path)
+    assert attendance.read(tmp_path)["sites"] == {}
 
 
 @pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])

@@ -326,9 +326,9 @@ def test_a_root_with_a_new_key_is_taken_by_its_fingerprint_only(kit: Path, stran
 
 
 def test_only_what_is_there_can_be_renewed(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none is named 'clinc'; give one of a@hub"):
+    with pytest.raises(ConfigError, match="'clinc'; give one of a@hub"):
         renew(hub / "sites.yml", hub / "kits", ["clinc"])
-    with pytest.raises(ConfigError, match="nothing can be renewed; give the folder that"):
+    with pytest.raises(ConfigError, match="give the folder"):
         renew(hub / "sites.yml", tmp_path)
 
 
@@ -380,7 +380,7 @@ def test_a_revoked_certificate_is_refused_and_a_later_one_is_not(server: Path, k
 def test_with_a_broken_list_nobody_comes_in_and_who_is_there_stays(text: str, server: Path, kit: Path) -> None:
     check = started(server)
     (server / "local" / revocation.FILE).write_text(text)
-    with pytest.raises(InvalidAsserterCert, match="until then nobody is let in"):
+    with pytest.raises(InvalidAsserterCert, match="nobody is let in"):
         shows(server, kit)
     assert (check._is_out("clinic", True), check._is_out("clinic", False)) == (False, True)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -443,7 +443,7 @@ def test_revoke_is_for_the_servers_kit_and_needs_its_check(server: Path, kit: Pa
     with pytest.raises(ConfigError, match="not the server's startup kit"):
         revoke("clinic", kit)
     for name in ("", " clinic", "server"):
-        with pytest.raises(ConfigError, match="no name of a site or a person"):
+        with pytest.raises(ConfigError, match="no name of"):
             revoke(name, server)
     path = server / "local/resources.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"components": []}))

@@ -18,7 +18,7 @@ from nvflare.fuel.utils import fobs
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard
-from consilium.flare import context, filters, wire
+from consilium.flare import context, wire
 from consilium.flare.aggregator import StrategyAggregator
 from consilium.flare.allow import allow_classes
 from consilium.flare.executor import Answer
@@ -28,6 +28,7 @@ from consilium.messages import Hello, Payload, SiteInfo
 from consilium.privacy.guard import Guard
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, small_config
+from tests.flare import process_state
 
 NAMES = {
     "server": ["controller.RoundController", "aggregator.StrategyAggregator", "filters.ResultCheckFilter"],
@@ -54,16 +55,16 @@ def broadcast(job: Job) -> Payload:
 def guard(job: Job, tmp_path: Path) -> Iterator[Guard]:
     """The guard that the filters of this context meet."""
     found = build_guard(job, "site-1", SiteConfig(), tmp_path, tmp_path, lambda event: None, job_id="flare-1")
-    key = (FLContext().get_job_id(), FLContext().get_identity_name())
-    with patch.dict(filters._guards, {key: found}), patch.dict(filters._sent), patch.dict(filters._refused):
+    with process_state.filters_put_back():
+        process_state.put(found)
         yield found
 
 
 def passed(filter_class: type, job: Job, shareable: Shareable, task: str = wire.TRAIN) -> Shareable:
     checker, context = filter_class(), FLContext()
-    checker._job = job
     context.set_prop(FLContextKey.TASK_NAME, task, private=True, sticky=False)
-    return checker.process(shareable, context)
+    with patch("consilium.flare.context.load", return_value=job):
+        return checker.process(shareable, context)
 
 
 def asked(job: Job) -> Shareable:
@@ -110,7 +111,7 @@ def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) 
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
     assert wire.reason_of(passed(ResultCheckFilter, job, held))
     wire.take(held)
-    with pytest.raises(RefusedError, match="nothing that the guard has seen"):
+    with pytest.raises(RefusedError, match="the guard has seen"):
         wire.take(held)
 
 
@@ -135,7 +136,7 @@ def test_a_kept_answer_has_the_time_to_upload_that_the_job_gives(job: Job, guard
     fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
-    filters._guards.clear()
+    process_state.forget_guards()
     known = {"approved": (job, SiteConfig()), "site_folder": guard.folder, "site_root": guard.records, "observer": print}
     with patch.multiple(context, **{name: Mock(return_value=value) for name, value in known.items()}):
         GuardTaskFilter().process(wire.encode(broadcast(job), "r", update=False), fl_ctx)
@@ -250,18 +251,19 @@ def _classes(section: object) -> list[str]:
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
 
 
-def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(context, "_published", lambda fl_ctx: tmp_path / "out")
+def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(tmp_path: Path) -> None:
+    fl_ctx = FLContext()
+    workspace = SimpleNamespace(get_run_dir=lambda job: tmp_path / "job")
+    fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
     for name in ("results.json", "collaboration.png", "predictions.png", "sites/site-1/predictions.png"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
     for name in ("server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
-    context.publish(FLContext(), tmp_path / "run")
-    left = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    context.publish(fl_ctx, tmp_path / "run")
+    out = tmp_path / "job/consilium"
+    left = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
     assert left == ["collaboration.png", "results.json", "tb_events/server/events"]
 
 

@@ -5,6 +5,7 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.answers["c"] = lambda message: None
     began = time.monotonic()
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     assert time.monotonic() - began < 2
     assert federation.coordinator.state.round == 1
     name, start = next(iter(federation.coordinator.job.initial.items()))
@@ -47,11 +48,11 @@ def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_pat
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.dead["c"] = 1.0
     federation.sent.clear()
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     assert {name for name, _ in federation.sent} == {"a", "b"}
     assert "its process has ended" in (tmp_path / "metrics.jsonl").read_text()
     federation.dead.clear()
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     assert '"round": 1, "phase": 0, "sites": ["a", "b", "c"]}' in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -67,7 +68,7 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
     federation.answers |= {"a": scored, "b": scored, "c": lambda message: None}
     importlib.import_module("peft")  # which writing the adapter needs, and which takes seconds to import
     began = time.monotonic()
-    federation._final(federation.coordinator, Signal(), fl_ctx)
+    federation.play_final(fl_ctx)
     assert time.monotonic() - began < 2
     assert json.loads((tmp_path / "results.json").read_text()).keys() == {"a", "b"}
 
@@ -77,7 +78,7 @@ def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
     fl_ctx = context(["a", "b"])
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.sent.clear()
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     (_, first), (_, second) = federation.sent[:2]
     assert first is not second
     assert first.data is not second.data
@@ -89,7 +90,7 @@ def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
-        federation._round(federation.coordinator, Signal(), fl_ctx)
+        federation.play_round(fl_ctx)
     assert Reason.DATA.text in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -97,10 +98,11 @@ def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monke
     """Where no file can say it, FLARE's own log does; what was saved last is whole."""
     federation, said = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")}), []
     monkeypatch.setattr(federation, "system_panic", lambda reason, fl_ctx: said.append(reason))
-    monkeypatch.setattr("consilium.flare.context._published", lambda fl_ctx: Path("/dev/full"))
+    fl_ctx = context(["a", "b"])
+    fl_ctx.get_engine().get_workspace = lambda: SimpleNamespace(get_run_dir=lambda job: "/dev/full")
     saved = (tmp_path / "server/state.safetensors").read_bytes()
     federation.coordinator.log._file = full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - it fails again
-    federation.control_flow(Signal(), context(["a", "b"]))
+    federation.control_flow(Signal(), fl_ctx)
     with suppress(OSError):
         full.close()
     (line,) = said
@@ -112,7 +114,7 @@ def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admi
     old = wire.encode_dict(wire.HELLO, Hello("old", 4, False, "0.0.0").to_dict())
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "late")} | {"old": lambda message: old})
     federation.invitations.send(federation.coordinator, context(["a", "b", "old"]))
-    federation._round(federation.coordinator, Signal(), context(["a", "b", "old", "late"]))
+    federation.play_round(context(["a", "b", "old", "late"]))
     assert federation.coordinator.sites.keys() == {"a", "b", "late"}
     assert "consilium 0.0.0, the server has" in (tmp_path / "metrics.jsonl").read_text()
     assert "late" in federation.coordinator.start()

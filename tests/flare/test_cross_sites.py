@@ -128,13 +128,13 @@ def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any
 
 def test_a_private_job_lends_no_model_and_its_scores_stay(hospitals: Path, tmp_path: Path) -> None:
     privacy = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
-    with pytest.raises(ValueError, match=r"cross_site\.personalized: true: a personalized model holds what no noise covers"):
+    with pytest.raises(ValueError, match=r"cross_site\.personalized: true: .*no noise"):
         config(privacy=privacy, cross_site={"run": "first", "personalized": True})
     job = assemble_job(config("fedit", privacy=privacy, cross_site={"run": "first"}))
     guard = build_guard(job, "gives", find_site("gives", Given(hospitals)), tmp_path, tmp_path, lambda event: None)
     task = guard.authorize(Kind.EVALUATE, "r", Payload(1, 0, {}))
     assert guard.release_scores(task, Payload(1, 0, {}, metrics={"test/global/dice": 0.5})).metrics == {}
-    with pytest.raises(RefusedError, match="the job asks for no personalized model"):
+    with pytest.raises(RefusedError, match="asks for no personalized model"):
         guard.authorize(Kind.MODEL, "r")
 
 
@@ -223,7 +223,7 @@ def test_no_model_leaves_a_job_with_masks_and_no_second_is_scored_whatever_the_r
         JobConfig.model_validate(raw | {"cross_site": {"run": "first", "personalized": True}})
     masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
     asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
-    with pytest.raises(RefusedError, match="under privacy or masks no personalized model leaves"):
+    with pytest.raises(RefusedError, match="privacy or masks"):
         lending.check_lends("a", asks, shares=True, protects=False)
     job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
     guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
@@ -231,5 +231,5 @@ def test_no_model_leaves_a_job_with_masks_and_no_second_is_scored_whatever_the_r
     guard.authorize(Kind.EVALUATE, "aaaa", Payload(rounds, 0, {"w": torch.zeros(1)}))
     with pytest.raises(RefusedError, match="had another model before"):
         guard.authorize(Kind.EVALUATE, "aaab", Payload(rounds, 0, {"w": torch.ones(1)}))
-    with pytest.raises(RefusedError, match="the job has no task evaluate"):  # it asks for no personalized models
+    with pytest.raises(RefusedError, match="no task evaluate"):  # it asks for no personalized models
         guard.authorize(Kind.EVALUATE, "aaaa", Payload(rounds, 1, {"w": torch.zeros(1)}))

@@ -187,7 +187,7 @@ def test_a_project_of_the_same_names_is_another(made: Path, hub: Path, tmp_path:
     with pytest.raises(ConsiliumError, match="its root is another one"):
         verify(archive, root)
     files["rootCA.pem"] = content(made)["rootCA.pem"]
-    with pytest.raises(ConsiliumError, match="is not signed by its root"):
+    with pytest.raises(ConsiliumError, match="not signed by its root"):
         verify(write(tmp_path / "mixed.zip", files), root)
 
 
@@ -196,7 +196,7 @@ def test_a_file_with_a_path_is_refused_and_nothing_is_unpacked(name: str, made: 
     place = tmp_path / "place"
     place.mkdir()
     archive = write(place / "bad.zip", {**content(made), name: b"evil"})
-    with pytest.raises(ConfigError, match="a file twice, or one with a path"):
+    with pytest.raises(ConfigError, match=r"twice.*path"):
         verify(archive, root)
     assert [p.name for p in tmp_path.rglob("*")] == ["place", "bad.zip"]
 
@@ -291,7 +291,7 @@ def test_keys_and_packings_that_are_none_of_ours_are_refused(made: Path, root: s
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1).not_valid_before(now)
     odd = builder.not_valid_after(now + timedelta(1)).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
     for where in ("kit.crt", "rootCA.pem"):
-        with pytest.raises(ConfigError, match="its key is none that FLARE makes"):
+        with pytest.raises(ConfigError, match="its key"):
             verify(write(tmp_path / "odd.zip", content(made) | {where: odd}), root)
         with pytest.raises(ConfigError, match="cannot be read"):
             verify(write(tmp_path / "odd.zip", content(made) | {where: b"none"}), root)

@@ -2,30 +2,31 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from nvflare.apis.client import Client
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
 
 from consilium.flare import context, late_sites
-from consilium.flare.late_sites import AGAIN, SILENT, Arrivals, LateSites, _app
+from consilium.flare.late_sites import AGAIN, SILENT, Arrivals, LateSites
 
 
-def client(name: str, token: str, silent: float = 0.0) -> Client:
+def client(name: str, token: str) -> Client:
     found = Client(name, token)
-    found.last_connect_time = time.time() - silent
+    found.last_connect_time = time.time()
     return found
 
 
 class Jobs:
     """FLARE's job runner, as far as it is asked: `pending` maps jobs to the sites whose word is missing."""
 
-    def __init__(self, pending: dict[str, set[str]]) -> None:
-        self.running_jobs: dict[str, Any] = {}
-        self.pending = pending
+    def __init__(self, running: dict[str, Any], pending: dict[str, set[str]]) -> None:
+        self.running_jobs, self.pending = running, pending
 
     def get_client_outcome_jobs(self, name: str) -> set[str]:
         return {job for job, names in self.pending.items() if name in names}
@@ -33,52 +34,100 @@ class Jobs:
     def resolve_client_outcome(self, job: str, name: str) -> None:
         self.pending[job].discard(name)
 
+    def _make_deploy_message(self, job: Any, content: str, app: str, fl_ctx: FLContext) -> str:
+        return f"{job.job_id}/{app}"
 
-def engine(clients: list[Client], runs: dict[str, dict[str, Client]], pending: dict[str, set[str]]) -> Any:
-    processes = {job: {RunProcessKey.PARTICIPANTS: participants} for job, participants in runs.items()}
-    return SimpleNamespace(get_clients=lambda: clients, run_processes=processes, job_runner=Jobs(pending))
+
+class Server:
+    """FLARE's engine, as far as it is asked. No site takes a job; `sent` has what each login was sent."""
+
+    def __init__(
+        self,
+        clients: list[Client],
+        runs: dict[str, dict[str, Client]],
+        running: list[Any] | None = None,
+        pending: dict[str, set[str]] | None = None,
+    ) -> None:
+        self.clients, self.sent = clients, list[tuple[str, str]]()
+        self.run_processes = {job: {RunProcessKey.PARTICIPANTS: participants} for job, participants in runs.items()}
+        self.job_runner = Jobs({one.job_id: one for one in running or []}, pending or {})
+        self.server = SimpleNamespace(admin_server=self)
+        self.timeout, self.new_context = 1.0, lambda: nullcontext(FLContext())
+
+    def get_clients(self) -> list[Client]:
+        return self.clients
+
+    def send_requests_and_get_reply_dict(self, messages: dict[str, str], timeout_secs: float) -> dict[str, Any]:
+        self.sent += messages.items()
+        return {}
+
+    def heartbeat(self, ours: LateSites) -> list[tuple[str, str]]:
+        """Let a site's heartbeat be processed; return what was sent because of it."""
+        fl_ctx, before = SimpleNamespace(get_engine=lambda: self), set(threading.enumerate())
+        del self.sent[:]
+        ours.handle_event(EventType.CLIENT_HEARTBEAT_PROCESSED, fl_ctx)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+        return sorted(self.sent)
 
 
 def job(deployment: dict[str, list[str]], id: str = "j") -> Any:
-    return SimpleNamespace(job_id=id, get_deployment=lambda: deployment)
+    return SimpleNamespace(job_id=id, get_deployment=lambda: deployment, get_application=lambda app, fl_ctx: "")
 
 
-def test_a_job_is_for_the_sites_that_its_author_named_or_for_all() -> None:
-    assert _app(job({"app": ["@ALL"]}), "late") == "app"
-    assert _app(job({"one": ["server", "site-1"], "two": ["late"]}), "late") == "two"
-    assert _app(job({"one": ["server", "site-1"]}), "late") is None
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of the monotonic clock."""
+    now = [1000.0]
+    monkeypatch.setattr(late_sites.time, "monotonic", lambda: now[0])
+    return now
 
 
-def test_a_new_site_lacks_the_job_at_once_and_one_that_comes_back_after_its_old_process_has_ended() -> None:
+def test_a_job_goes_to_the_sites_that_its_author_named_or_to_all() -> None:
+    first, late = client("site-1", "t1"), client("late", "t2")
+    jobs = [
+        job({"app": ["@ALL"]}, "for all"),
+        job({"one": ["server", "site-1"], "two": ["late"]}, "named"),
+        job({"one": ["server", "site-1"]}, "others"),
+        job({"app": ["@ALL"]}, "ended"),
+    ]
+    found = Server([first, late], {name: {"t1": first} for name in ("for all", "named", "others")}, jobs)
+    assert found.heartbeat(LateSites()) == [("t2", "for all/app"), ("t2", "named/two")]
+
+
+def test_a_new_site_gets_the_job_at_once_and_one_that_comes_back_after_its_old_process_has_ended(clock: list[float]) -> None:
     first, again, new = client("site-1", "t1"), client("site-2", "t2b"), client("site-3", "t3")
-    found, ours = engine([first, again, new], {"j": {"t1": first, "t2": client("site-2", "t2")}}, {}), LateSites()
-    ours._seen = {"t1": 0.0, "t2b": time.monotonic(), "t3": time.monotonic()}
-    everybody = job({"app": ["@ALL"]})
-    assert [ours._lacks(found, everybody, one) for one in (first, again, new)] == [False, False, True]
-    ours._seen["t2b"] -= AGAIN
-    assert ours._lacks(found, everybody, again)
-    assert not ours._lacks(found, job({"app": ["@ALL"]}, "ended"), new)
-    assert not ours._lacks(found, job({"app": ["site-1"]}), new)
+    runs = {"j": {"t1": first, "t2": client("site-2", "t2")}}
+    found, ours = Server([first, again, new], runs, [job({"app": ["@ALL"]})]), LateSites()
+    assert found.heartbeat(ours) == [("t3", "j/app")]
+    clock[0] += AGAIN - 1
+    assert found.heartbeat(ours) == []
+    clock[0] += 1
+    assert found.heartbeat(ours) == [("t2b", "j/app")]
+    assert found.heartbeat(ours) == []  # each is tried once
 
 
-def test_only_a_silent_site_and_only_an_ended_job_are_not_waited_for() -> None:
-    silent, here = client("silent", "t1", SILENT + 5), client("here", "t2", SILENT - 5)
+def test_only_a_silent_site_and_only_an_ended_job_are_not_waited_for(clock: list[float]) -> None:
+    silent, here = client("silent", "t1"), client("here", "t2")
     pending = {"ended": {"silent", "here"}, "runs": {"silent", "here"}}
-    LateSites()._release(engine([silent, here], {"runs": {}}, pending))
+    found, ours = Server([silent, here], {"runs": {}}, pending=pending), LateSites()
+    found.heartbeat(ours)
+    clock[0] += SILENT
+    here.last_connect_time += SILENT
+    found.heartbeat(ours)
+    assert pending == {"ended": {"silent", "here"}, "runs": {"silent", "here"}}
+    clock[0] += 1
+    found.heartbeat(ours)
     assert pending == {"ended": {"here"}, "runs": {"silent", "here"}}
 
 
-def test_a_site_that_does_not_take_the_job_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    new, tries = client("site-3", "t3"), []
-    found = engine([new], {"j": {}}, {})
-    found.job_runner.running_jobs = {"j": job({"app": ["@ALL"]})}
-    ours = LateSites()
-    monkeypatch.setattr(ours, "_send", lambda engine, job, client: tries.append(client.name))
-    for _ in range(3):
-        ours._busy.acquire()
-        ours._look(found)
-    assert tries == ["site-3"]
-    assert not ours._busy.locked()
+def test_a_clock_that_is_set_forward_makes_no_site_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, one = {"ended": {"site-1"}}, client("site-1", "t1")
+    found, ours, wall = Server([one], {}, pending=pending), LateSites(), time.time
+    found.heartbeat(ours)
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+    found.heartbeat(ours)
+    assert pending == {"ended": {"site-1"}}
 
 
 def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_unsigned_kits_are_closed_by_provision_local_and_signed_scripts_are_left
 
 def test_a_script_of_another_flare_is_not_guessed_at(tmp_path: Path) -> None:
     (tmp_path / "sub_start.sh").write_text("python3 -m nvflare\n")
-    with pytest.raises(ConsiliumError, match="is not the script of FLARE"):
+    with pytest.raises(ConsiliumError, match="script of FLARE"):
         leave_callers_folder(tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_a_changed_lifetime_of_an_old_authority_is_refused_with_flares_reason_al
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provision(EXAMPLE, tmp_path / "kits")
-    with pytest.raises(ConsiliumError, match=r"no kits were made: .*root_valid_days=100"):
+    with pytest.raises(ConsiliumError, match=r"root_valid_days=100"):
         provision(edited(tmp_path, valid_days=100), tmp_path / "kits")
     assert capsys.readouterr() == ("", "")
 
@@ -202,7 +202,7 @@ def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_
     others = edited(tmp_path, sites=[{"name": "clinic", "org": "x"}])
     with pytest.raises(ConfigError, match="none is named 'hospital-a'"):
         apply_local(others, kits / "hospital-a")
-    with pytest.raises(ConfigError, match=r"no startup kit: startup/client\.crt is missing"):
+    with pytest.raises(ConfigError, match=r"startup/client\.crt is missing"):
         apply_local(EXAMPLE, tmp_path)
 
 

@@ -30,7 +30,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     provision(sites, folder / "kits")
     state = folder / "kits/test/state/cert.json"
     _older(state)
-    with pytest.raises(ConfigError, match="no root is followed by another here"):
+    with pytest.raises(ConfigError, match="no root is followed"):
         renew(sites, folder / "kits", root="only-new")
     renew(sites, folder / "kits", root="new")
     with pytest.raises(ConfigError, match="is being put in already"):
@@ -92,7 +92,7 @@ def test_the_kits_are_signed_and_are_put_in_by_a_fingerprint_alone(kits: Path, t
     assert (former.subject.rfc4514_string(), new.subject.rfc4514_string()) == ("CN=test", "CN=test-2")
     for name in ("clinic", "localhost"):
         shutil.copytree(kits / "prod_00" / name, tmp_path / name, symlinks=True)
-    with pytest.raises(ConfigError, match="its root has another key than yours"):
+    with pytest.raises(ConfigError, match="another key"):
         update_kit(tmp_path / "clinic", kits / "prod_01/clinic")
     told = new.fingerprint(hashes.SHA256()).hex()
     update_kit(tmp_path / "clinic", kits / "prod_01/clinic", told)
@@ -107,7 +107,7 @@ def test_a_root_that_has_ended_is_followed_by_none(kits: Path) -> None:
     key, me, before = load_pem_private_key(state["root_pri_key"].encode(), None), Identity("test"), datetime.now(UTC)
     start, end = before - timedelta(days=9), before - timedelta(days=1)
     ended = generate_cert(me, me, key, key.public_key(), ca=True, not_valid_before=start, not_valid_after=end)
-    with pytest.raises(ConfigError, match="the root has ended and vouches for nobody"):
+    with pytest.raises(ConfigError, match="root has ended"):
         follow(state | {"root_cert": serialize_cert(ended).decode()}, 30)
 
 

@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,106 +20,150 @@ from nvflare.private.fed.app.simulator import simulator_runner
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.flare import simulator, simulator_process
 
-
-def test_events_are_read_line_by_line_and_a_half_written_one_waits(tmp_path: Path) -> None:
-    (tmp_path / "server.jsonl").write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert [one["event"] for one in simulator._events(tmp_path, ended)] == ["a", "b"]
+ROOT = Path(__file__).parents[2]
+JOB = "name: x"
+WAITS = "import os, sys, time\nfrom pathlib import Path\nwhile not os.read(int(sys.argv[-1]), 1): pass\n"
+"""The beginning of a program that goes on when it is told what to run."""
 
 
-def test_why_a_simulation_failed_is_its_first_error(tmp_path: Path) -> None:
-    log = tmp_path / "simulator.log"
-    log.write_text("1 - x - INFO - fine\n2 - x - ERROR - disk full\n3 - x - ERROR - and more\n")
-    assert simulator._reason(log) == f"disk full (see {log})"
-    log.write_text("killed\n")
-    assert simulator._reason(log) == f"see {log}"
+@pytest.fixture
+def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the simulator's process do this code."""
+
+    def do(code: str) -> None:
+        python, script = tmp_path / "python", tmp_path / "instead.py"
+        script.write_text(code)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+        python.chmod(0o700)
+        monkeypatch.setattr("consilium.flare.simulator.sys.executable", str(python))
+
+    return do
 
 
-def test_sites_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job, and where its simulation writes."""
+    (tmp_path / "job" / "app").mkdir(parents=True)
+    (tmp_path / "job" / "job.yaml").write_text(JOB)
+    (tmp_path / "flare").mkdir()
+    return tmp_path / "job"
+
+
+def ran(job: Path, observer: Callable[[Any], None] = lambda event: None) -> None:
+    with simulator.Simulator(["a"]) as one:
+        one.run(job, job.parent, observer)
+
+
+def test_events_are_read_line_by_line_and_a_half_written_one_waits(job: Path, instead: Any) -> None:
+    events, seen = job.parent / "events", list[Any]()
+    events.mkdir()
+    instead(f'{WAITS}Path({str(events / "server.jsonl")!r}).write_text(\'{{"event": "a"}}\\n{{"event": "b"}}\\n{{"eve\')')
+    with pytest.raises(ConsiliumError, match="did not complete"):
+        ran(job, seen.append)
+    assert [one["event"] for one in seen if one["event"] in "ab"] == ["a", "b"]
+
+
+STAMP = "2026-11-23 20:40:14,771 - "
+GIVEN_UP = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 of 2 results - too few"
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("1 - x - INFO - fine\n2 - x - ERROR - disk full\n3 - x - ERROR - and more\n", "disk full"),
+        (f"{STAMP}ERROR - x - a tensor has NaN\n{STAMP}ERROR - the disk is full\n", "a tensor has NaN"),
+        (f"{STAMP}ERROR - x - a tensor has NaN\n{STAMP}WARNING - y\n{STAMP}ERROR - {GIVEN_UP}\n", "round 3: 1 of 2 results"),
+        ("killed\n", ""),
+        ("", ""),
+    ],
+)
+def test_why_a_simulation_failed_is_why_its_server_gave_up_else_the_first_error(
+    log: str, why: str, job: Path, instead: Any
+) -> None:
+    path = job.parent / simulator.LOG
+    instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
+    with pytest.raises(ConsiliumError, match=f"did not complete: .*{why}.*{path}"):
+        ran(job)
+
+
+@pytest.mark.parametrize(("sites", "said", "found"), [(3, None, "2"), (20, None, "1"), (3, "5", "5")])
+def test_sites_share_the_cores_unless_the_user_has_said_how(
+    sites: int, said: str | None, found: str, tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [simulator._cores(n) for n in (3, 20)] == [{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"}]
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert simulator._cores(3) == {}
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    instead(f"import os\nopen({str(tmp_path / 'threads')!r}, 'w').write(os.environ['OMP_NUM_THREADS'])")
+    with (
+        simulator.Simulator([f"site-{n}" for n in range(sites)]) as one,
+        pytest.raises(ConsiliumError, match="did not start"),
+    ):
+        one.ask(print)
+    assert (tmp_path / "threads").read_text() == found
 
 
-ROOT = Path(__file__).parents[2]
-FAILS = """
-import sys
-from multiprocessing import connection
-from functools import partial
-from multiprocessing import connection
-from pathlib import Path
-from consilium.federation.processes import receive
-told = receive(connection.Connection(int(sys.argv[1])))
-workspace = Path(told["environment"]["CONSILIUM_OUTPUT"])
-lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
-(workspace / "flare/simulator.log").write_text("".join(f"1 - x - ERROR - {line}\\n" for line in lines))
-raise SystemExit(3)
-"""
-
-
-def test_a_simulation_that_fails_says_why_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[Any]()
-    monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", FAILS])
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "job.yaml").write_text("name: x")
-    (tmp_path / "flare").mkdir()
-    with pytest.raises(ConsiliumError, match="did not complete: no memory"), simulator.Simulator(["a"]) as one:
-        one.run(tmp_path / "job", tmp_path, told.append)
+def test_a_simulation_that_fails_names_lost_sites_and_leaves_what_sites_were_given(job: Path, instead: Any) -> None:
+    told, path = list[Any](), job.parent / simulator.LOG
+    lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
+    log = "".join(f"1 - x - ERROR - {line}\n" for line in lines)
+    instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
+    with pytest.raises(ConsiliumError, match="did not complete: no memory"):
+        ran(job, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     given = {"tracking": None, "data": None, "checkpoints": None}
-    assert json.loads((tmp_path / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
+    assert json.loads((job.parent / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
 
 
-def test_why_the_server_gave_up_comes_before_a_sites_own_error(tmp_path: Path) -> None:
-    log, line = tmp_path / "log", "2026-11-23 20:40:14,771 - {} - {}\n"
-    log.write_text(line.format("ERROR", "x - a tensor has NaN") + line.format("ERROR", "the disk is full"))
-    assert simulator._reason(log) == f"a tensor has NaN (see {log})"
-    given_up = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 of 2 results - too few"
-    log.write_text(log.read_text() + line.format("WARNING", "y") + line.format("ERROR", given_up))
-    assert simulator._reason(log) == f"round 3: 1 of 2 results - too few (see {log})"
-    log.write_text("")
-    assert simulator._reason(log) == f"see {log}"
-
-
-def test_a_simulator_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "raise ImportError('no FLARE')"])
-    (tmp_path / "job" / "app").mkdir(parents=True)
-    (tmp_path / "job" / "job.yaml").write_text("name: x")
+def test_a_simulator_that_does_not_start_says_why(job: Path, instead: Any) -> None:
+    instead("raise ImportError('no FLARE')")
     with simulator.Simulator(["a"]) as one:
-        one._process.wait()
-        for ask in (partial(one.ask, print), partial(one.run, tmp_path / "job", tmp_path, lambda event: None)):
-            with pytest.raises(ConsiliumError, match=r"simulator did not start: ImportError: no FLARE$"):
+        for ask in (partial(one.ask, print), partial(one.run, job, job.parent, lambda event: None)):
+            with pytest.raises(ConsiliumError, match=r"did not start: ImportError: no FLARE$"):
                 ask()
 
 
-def test_a_job_that_is_refused_leaves_no_simulator_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = itertools.count(2e9, -1.0)
+def test_a_job_that_is_refused_leaves_no_simulator_though_the_clock_is_set_back(
+    tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later, pid = itertools.count(2e9, -1.0), tmp_path / "pid"
     monkeypatch.setattr("psutil.Process.create_time", lambda self: next(later))
-    monkeypatch.setattr(simulator, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
-    left = []
+    os.mkfifo(pid)
+    instead(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    living = []
 
     def check() -> None:
-        with simulator.Simulator(["a"]) as one:
-            left.append(one._process)
-            assert one._process.poll() is None
+        with simulator.Simulator(["a"]):
+            living.append(int(pid.read_text()))
+            os.kill(living[0], 0)  # it is there
             raise ConfigError("the job is wrong")
 
     with pytest.raises(ConfigError):
         check()
-    assert left[0].poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(living[0], 0)
 
 
-def asleep(command: list[str], env: dict[str, str]) -> None:
-    time.sleep(600)
+GIVEN = ["-o", "w", "--logging_config", "l", "--client", "c", "--token", "t", "--port", "1", "--parent_pid", "1"]
+GIVEN += ["--decomposer_module", "d"]
 
 
-def test_a_sites_process_is_what_flare_takes_it_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator_process, "_work", asleep)
-    monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("fork"))
-    one = simulator_process.SiteProcess([sys.executable, "-m", "x"], env={})
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_process.SiteProcess]:
+    """Start a site's process as FLARE does, which does this in the place of FLARE's own work."""
+    (tmp_path / simulator.LOG).parent.mkdir()
+
+    def start(work: Callable[..., None]) -> simulator_process.SiteProcess:
+        monkeypatch.setattr("nvflare.fuel.f3.mpm.MainProcessMonitor.run", work)
+        monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("fork"))
+        command = [sys.executable, "-m", simulator_process.WORKER, *GIVEN]
+        return simulator_process.SiteProcess(command, env={simulator.OUTPUT: str(tmp_path)})
+
+    return start
+
+
+def test_a_sites_process_is_what_flare_takes_it_for(forked: Any) -> None:
+    one = forked(lambda **_: time.sleep(600))
     assert (one.poll(), one.returncode) == (None, None)
     with pytest.raises(subprocess.TimeoutExpired):
         one.wait(timeout=0.01)
@@ -153,7 +196,7 @@ def test_what_is_asked_meets_nothing_of_the_current_folder_and_leaves_nothing(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
     with simulator.Simulator(["a"]) as one:
         assert one.ask(divmod, 7, 2) == (3, 1)
-        temporary = Path(one._temporary.name)
+        temporary = Path(one.ask(os.getenv, "TMPDIR"))
         assert list(temporary.iterdir()) != []
         with pytest.raises(ConsiliumError, match=r"its process ended \(exit code 1\)$"):
             one.ask(mistaken)
@@ -161,22 +204,11 @@ def test_what_is_asked_meets_nothing_of_the_current_folder_and_leaves_nothing(
     assert not temporary.exists()
 
 
-def drawn(pipe: connection.Connection) -> None:
-    with patch("nvflare.fuel.f3.mpm.MainProcessMonitor.run"), patch.object(simulator_process, "_write_log"):
-        simulator_process._work([simulator_process.WORKER, *GIVEN], {})
-    pipe.send(np.random.random())
-
-
-GIVEN = ["-o", "w", "--logging_config", "l", "--client", "c", "--token", "t", "--port", "1", "--parent_pid", "1"]
-GIVEN += ["--decomposer_module", "d"]
-
-
-def test_two_sites_draw_their_own_from_numpy() -> None:
+def test_two_sites_draw_their_own_from_numpy(forked: Any) -> None:
     found = []
     for _ in range(2):
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=drawn, args=(theirs,))
-        process.start()
+        one = forked(lambda pipe=theirs, **_: pipe.send(np.random.random()))
         found.append(ours.recv())
-        process.join()
+        one.wait()
     assert found[0] != found[1]

@@ -62,7 +62,7 @@ def test_statistics_are_the_same_over_flare(only: bool, flare: Runner, hospitals
     workspace = flare(config(only), edited(client=listen), SITES, hospitals)
     reference = tmp_path / "inprocess"
     sites = {name: find_site(name, Given(hospitals)) for name in SITES}
-    with pytest.raises(RefusedError, match="lacks: the job wants data set 'eyes', it has one without a name"):
+    with pytest.raises(RefusedError, match=r"lacks: .*'eyes'"):
         simulate(assemble_job(config(only)), sites, tmp_path / "none", lambda event: None)
     del sites["lacks"]  # which one process takes for a mistake of its user
     simulate(assemble_job(config(only)), sites, reference, lambda event: None)

@@ -89,7 +89,7 @@ def test_its_guard_tells_the_role_and_lets_nothing_train(hospitals: Path, tmp_pa
     task = guard.authorize(Kind.HELLO, "run")
     told = guard.greet(task, site.hello(task.run).to_dict())
     assert (told["num_samples"], told["test_only"]) == (0, True)
-    with pytest.raises(RefusedError, match="no task train in round 0 phase 0"):
+    with pytest.raises(RefusedError, match="no task train"):
         guard.authorize(Kind.TRAIN, "run", Payload(0, 0, {}))
     assert guard.ledger.seal() == build_guard(job, "b", own, tmp_path, tmp_path / "new", lambda event: None).ledger.seal()
 
@@ -97,10 +97,10 @@ def test_its_guard_tells_the_role_and_lets_nothing_train(hospitals: Path, tmp_pa
 def test_refusals(hospitals: Path, tmp_path: Path) -> None:
     record = config("fedit", privacy={"unit": "record", "noise_multiplier": 1.0, "clip": 0.5})
     own = find_site("source", Given(hospitals))
-    with pytest.raises(ConfigError, match=r"source: test_only: a job of privacy\.unit record"):
+    with pytest.raises(ConfigError, match=r"source: test_only: .*privacy\.unit record"):
         build_guard(assemble_job(record), "source", own, tmp_path, tmp_path, lambda event: None)
     path = make_phantoms(tmp_path / "no", "fundus", "no", 0, 4, 2, 0, 64, 0.7, 0.7)
-    with pytest.raises(ConfigError, match="no test split; add entries under `test`"):
+    with pytest.raises(ConfigError, match=r"no test split.*`test`"):
         build_guard(
             assemble_job(config()), "no", SiteConfig(datalist=path, test_only=True), tmp_path, tmp_path, lambda event: None
         )

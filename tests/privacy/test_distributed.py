@@ -182,7 +182,7 @@ def test_shares_of_all_sites_are_the_noise_of_one_run_on_all_data() -> None:
 def test_a_sum_that_may_hold_fewer_honest_shares_is_refused() -> None:
     found = plan(job(STEPS | {"noise_multiplier": 1.0}))
     found.check_shares(2)
-    with pytest.raises(RefusedError, match="a sum with 1 shares of noise that nobody else knows, where the plan counts 2"):
+    with pytest.raises(RefusedError, match=r"1 shares.*plan counts 2.*secure_aggregation\.threshold"):
         found.check_shares(1)
 
 
@@ -214,9 +214,7 @@ def test_what_does_not_go_with_steps_over_all_sites_is_named(
 
 def test_without_masks_shares_of_noise_are_refused() -> None:
     raw = job(SITE).model_dump() | {"secure_aggregation": None}
-    with pytest.raises(
-        ValueError, match=r"privacy\.trust: 'distributed': a share of the noise protects nobody.*add the section"
-    ):
+    with pytest.raises(ValueError, match=r"privacy\.trust: 'distributed': .*section"):
         JobConfig.model_validate(raw)
 
 
@@ -224,19 +222,19 @@ def test_a_bound_that_noise_would_pass_is_refused_before_any_training() -> None:
     """Clip 0.5, and 40 deviations of 2 * 0.5 / sqrt 2: 28.8."""
     raw = job(SITE).model_dump()
     raw["secure_aggregation"]["bound"] = 28.7
-    with pytest.raises(ConfigError, match=r"secure_aggregation\.bound: 28\.7 is under the clip and 40 deviations.*give 28\.8"):
+    with pytest.raises(ConfigError, match=r"secure_aggregation\.bound: 28\.7 .*give 28\.8"):
         plan(JobConfig.model_validate(raw))
     raw["secure_aggregation"]["bound"] = 28.8
     assert plan(JobConfig.model_validate(raw)).shares == 2
 
 
 def test_a_clip_that_the_grid_cannot_hold_is_refused_before_any_training() -> None:
-    with pytest.raises(ConfigError, match=r"privacy\.clip: noise of 2 times 1e-12 is under the grid's"):
+    with pytest.raises(ConfigError, match=r"privacy\.clip: .*2 times 1e-12"):
         plan(job(SITE | {"clip": 1e-12}))
 
 
 def test_too_many_colluders_are_refused_before_any_training() -> None:
-    with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: a sum of 3 sites would hold 1 shares"):
+    with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: .*3 sites.*1 shares"):
         plan(job(SITE, colluders=2))
 
 

@@ -132,7 +132,7 @@ def test_a_frozen_factor_has_no_gradient_and_a_bias_has_one() -> None:
 
 def test_a_parameter_of_another_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    with pytest.raises(ConfigError, match=r"'norm' is no part of a linear layer"):
+    with pytest.raises(ConfigError, match=r"'norm'"):
         PerSampleGradients(model, {"norm": model[1].weight})
 
 
@@ -153,7 +153,7 @@ def test_a_model_that_draws_without_a_module_that_says_so_is_refused(collector: 
 
     layer = DropPath(3, 4)
     gradients = collector(layer, {"weight": layer.weight, "bias": layer.bias})
-    with pytest.raises(ConfigError, match="the model draws random numbers in training"), gradients.collect(2):
+    with pytest.raises(ConfigError, match="random numbers"), gradients.collect(2):
         layer(torch.ones(2, 3)).mean().backward()
 
 

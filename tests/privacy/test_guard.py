@@ -203,10 +203,10 @@ def test_bytes_that_are_lost_after_a_release_are_not_made_anew(make: Make, tmp_p
     train(guard, "r", broadcast(job), result(job))
     (released,) = tmp_path.rglob("released.safetensors")
     released.unlink()
-    with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
+    with pytest.raises(RefusedError, match="bytes are lost"):
         train(guard, "r", broadcast(job), result(job))
     released.write_bytes(b"x")
-    with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read; nothing was sent; restore it") as error:
+    with pytest.raises(RefusedError, match=r"released\.safetensors: cannot be read.*restore it") as error:
         train(guard, "r", broadcast(job), result(job))
     assert error.value.reason is Reason.LEDGER
 
@@ -218,7 +218,7 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
     guard.refuse(Reason.TRAINING)
     assert [row.count for row in guard.ledger.entries()] == [1]
     for words in (1, 2):
-        with pytest.raises(RefusedError, match="has failed here before, and that answer stays"):
+        with pytest.raises(RefusedError, match="failed here before"):
             ask(make(job), job)
         (word,) = tmp_path.rglob("refused/*.json")
         word.unlink()
@@ -233,7 +233,7 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
     assert told == pytest.approx([epsilon_for("site", rows[:n], 1e-5) for n in (1, 2, 3)])  # the page counts words too
     (released,) = tmp_path.rglob("released.safetensors")
     released.unlink()
-    with pytest.raises(RefusedError, match="bytes are lost; nothing was sent"):
+    with pytest.raises(RefusedError, match="bytes are lost"):
         train(make(job), "r", broadcast(job), result(job))
 
 
@@ -341,7 +341,7 @@ def test_a_server_that_asks_for_more_rounds_than_the_job_has_gets_nothing(make: 
     job = private_job()
     guard = make(job)
     for place in ((2, 0), (0, 2), (-1, 0)):
-        with pytest.raises(RefusedError, match="the job has no task train in round"):
+        with pytest.raises(RefusedError, match="no task train in round"):
             guard.authorize(Kind.TRAIN, "r", Payload(*place, {}))
 
 
@@ -367,7 +367,7 @@ def test_a_server_cannot_have_a_release_for_nothing_by_replaying_it_with_zero_pe
 
 def test_a_plan_over_the_budget_is_refused_before_training_with_the_numbers(make: Make) -> None:
     job = private_job()
-    with pytest.raises(RefusedError, match=r"one site of data set 'ward-7' has spent epsilon 0 of 1 .* would be 3"):
+    with pytest.raises(RefusedError, match=r"'ward-7'.* epsilon 0 of 1 .* 3"):
         make(job, budgets={"site": {"epsilon": 1}}).authorize(Kind.HELLO, "r")
     make(job, budgets={"site": {"epsilon": 3.01}}).authorize(Kind.HELLO, "r")
 

@@ -51,7 +51,7 @@ def test_the_budget_outlives_jobs_and_stops_at_the_last_release_it_covers(tmp_pa
     ledger = Ledger(tmp_path / "l")
     ledger.spend(replace(ONE, count=AFFORDABLE - 1), BUDGET)
     ledger.spend(replace(ONE, job="other", run="run-2"), BUDGET)
-    with pytest.raises(RefusedError, match=r"has spent epsilon 2.993 of 3 at delta 1e-05; with this it would be 3.001"):
+    with pytest.raises(RefusedError, match=r"epsilon 2\.993 of 3 at delta 1e-05.*3\.001"):
         ledger.spend(replace(ONE, run="run-3"), BUDGET)
     assert len(ledger.entries()) == 2
     ledger.spend(replace(ONE, dataset="ward-8"), BUDGET)  # another data set, another budget
@@ -117,7 +117,7 @@ def test_a_release_is_written_before_another_is_checked(tmp_path: Path) -> None:
 def _die_in_a_transaction(path: Path) -> None:
     ledger = Ledger(path)
     ledger.spend(ONE, BUDGET)
-    with ledger._connect() as db:
+    with sqlite3.connect(path, isolation_level=None) as db:
         db.execute("BEGIN IMMEDIATE")
         db.execute("DELETE FROM releases")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -178,7 +178,7 @@ def test_a_record_level_release_ends_a_claim_about_the_whole_site(tmp_path: Path
     ledger = Ledger(tmp_path / "l")
     ledger.spend(ONE, BUDGET)
     record = replace(ONE, unit="record", round=1)
-    with pytest.raises(RefusedError, match=r"one site of data set 'ward-7' has spent epsilon 0\.\d+ of 3 .* would be inf"):
+    with pytest.raises(RefusedError, match=r"one site.*'ward-7'.* epsilon 0\.\d+ of 3 .* inf"):
         ledger.spend(record, BUDGET)
     ledger.spend(record, {"record": BudgetConfig(epsilon=3.0, delta=1e-5)})
     assert summary(ledger)[0]["epsilon"]["site"]["1e-05"] == math.inf
@@ -219,7 +219,7 @@ def test_a_value_of_another_kind_is_refused_in_a_line(change: str, tmp_path: Pat
     Ledger(path).spend(ONE, BUDGET)
     with sqlite3.connect(path) as db:
         db.execute(f"UPDATE releases SET {change}")
-    with pytest.raises(RefusedError, match=r"row 1 of the privacy ledger (is none of this version|was altered)"):
+    with pytest.raises(RefusedError, match=r"row 1 .*(version|altered)"):
         Ledger(path).rows()
 
 
@@ -290,3 +290,19 @@ def test_a_row_whose_mechanism_was_written_or_taken_out_later_breaks_the_chain(t
     db.close()
     with pytest.raises(RefusedError, match="row 1 of the privacy ledger was altered"):
         Ledger(tmp_path / "l").entries()
+
+
+@pytest.mark.parametrize(("factor", "covered"), [(1.0, True), (1 + 1e-7, True), (1 - 1e-7, False), (1.001, False)])
+def test_a_row_covers_a_release_of_the_same_terms_with_noise_not_under_its_own(
+    factor: float, covered: bool, tmp_path: Path
+) -> None:
+    """Another version may round noise otherwise; less noise than was charged is refused."""
+    ledger = Ledger(tmp_path / "l")
+    ledger.spend(ONE, BUDGET)
+    again = replace(ONE, noise_multiplier=ONE.noise_multiplier * factor)
+    if covered:
+        assert not ledger.spend(again, BUDGET)
+    else:
+        with pytest.raises(RefusedError, match="noise"):
+            ledger.spend(again, BUDGET)
+    assert ledger.entries() == [ONE]

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from opacus.accountants.utils import get_noise_multiplier
 from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError, RefusedError
 from consilium.federation.build import assemble_job, build_guard
 from consilium.messages import Kind
 from consilium.privacy.accounting import SLACK, GaussianEvent, gaussian_delta
+from consilium.privacy.composition import Entry
+from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
 from tests.conftest import small_config
 
@@ -91,6 +94,34 @@ def test_a_given_noise_multiplier_is_taken_and_its_epsilon_told() -> None:
     assert plan({"unit": "site", "noise_multiplier": 0, "clip": 0.3}).epsilon() == math.inf
 
 
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_plan_that_just_fits_a_budget_fits_when_it_is_charged(accountant: str, tmp_path: Path) -> None:
+    """Ten thousand steps of little noise are too many for prv's grid, so rdp's answer is charged."""
+    steps = {"unit": "record", "trust": "distributed", "sample_rate": 0.1, "divisor": 5.0, "clip": 1.0}
+    raw = small_config("fedit", rounds=10_000, local_steps=1).model_dump()
+    raw |= {"privacy": steps | {"noise_multiplier": 0.6, "accountant": accountant}, "secure_aggregation": {"colluders": 1}}
+    raw["federation"]["min_sites"] = 3
+    config = JobConfig.model_validate(raw)
+    found = make_plan(config, config.strategy)
+    row = Entry("d", "record", "zero-out", "distributed", "job", "run", 0, 0, found.noise_multiplier, 0.1, 10_000, 1.0)
+    budget = {"record": BudgetConfig(epsilon=found.epsilon(), delta=found.config.delta)}
+    Ledger(tmp_path / "ledger").spend(row, budget)
+    with pytest.raises(RefusedError, match="budget"):
+        Ledger(tmp_path / "ledger").spend(replace(row, round=1, count=100), budget)
+
+
+@pytest.mark.parametrize("rounds", [1, 20_000])
+def test_noise_in_shares_keeps_the_asked_epsilon_with_its_slack(rounds: int) -> None:
+    """Each release costs 1e-12 in epsilon beside the continuous Gaussian."""
+    raw = small_config("fedit", rounds=rounds, local_steps=1).model_dump()
+    raw |= {"privacy": SITE | {"trust": "distributed"}, "secure_aggregation": {"colluders": 1}}
+    raw["federation"]["min_sites"] = 3
+    config = JobConfig.model_validate(raw)
+    found = make_plan(config, config.strategy)
+    assert found.epsilon() <= 3
+    assert found.epsilon() == pytest.approx(3, rel=1e-6)
+
+
 def test_noise_to_signal_of_a_vit_b() -> None:
     """36 layers of 768 x 8, 12 sites: about 450 at sigma 11.5 with the server's noise, sqrt 12 more with local noise."""
     central = plan({"unit": "site", "noise_multiplier": 11.5, "clip": 0.3, "trust": "central"})
@@ -158,4 +189,4 @@ def test_a_site_s_budget_must_cover_what_the_paper_s_calibration_really_costs(tm
         guard = build_guard(job, "site-1", site, folder, folder, lambda event: None)
         with pytest.raises(RefusedError, match="privacy budget") if refused else nullcontext():
             guard.authorize(Kind.HELLO, "run")
-    assert guard._entry("run", 0, 0).job == "small (calibration: paper)"  # what the ledger says of it
+    assert job.config.title == "small (calibration: paper)"  # what the ledger says of it

@@ -110,7 +110,7 @@ def test_shares_together_keep_the_whole_noise_and_none_is_larger_than_it_must_be
 
 
 def test_noise_under_the_grid_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"privacy\.clip: noise of 1 times 1e-11 is under the grid's"):
+    with pytest.raises(ConfigError, match=r"privacy\.clip: .*1 times 1e-11"):
         share_deviation(1.0, 1e-11, 2)
 
 
@@ -122,7 +122,7 @@ def test_the_shares_that_count_are_those_of_the_smallest_sum_without_the_collude
 
 
 def test_a_sum_of_colluders_and_one_site_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: a sum of 3 sites would hold 1 share"):
+    with pytest.raises(ConfigError, match=r"secure_aggregation\.colluders: 2: .*3 sites.*1 share"):
         honest_shares(3, 2, 2)
 
 

@@ -63,7 +63,7 @@ def test_only_the_lowest_adapters_travel(low: int, expected: list[str]) -> None:
 def test_what_it_cannot_place_or_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot place adapter tensor 'x\.lora_A'"):
         FedSCA().role("x.lora_A", 0, 0)
-    with pytest.raises(ConfigError, match=r"strategy\.low: 7: the model has 6 adapters"):
+    with pytest.raises(ConfigError, match=r"strategy\.low: 7: .*6 adapters"):
         FedSCA(low=7).init_state(start())
     with pytest.raises(ConfigError, match=r"strategy\.alpha: -1"):
         strategy_of({"name": "fedsca", "alpha": -1})
@@ -227,7 +227,7 @@ def test_noise_on_sums_is_refused_with_a_server_that_looks_at_sites() -> None:
     raw = small_config("fedsca").model_dump()
     privacy = {"unit": "site", "epsilon": 3, "clip": 1.0}
     assert assemble_job(JobConfig.model_validate(raw | {"privacy": privacy}))
-    with pytest.raises(ConfigError, match=r"privacy\.trust: 'central': strategy 'fedsca' compares single sites"):
+    with pytest.raises(ConfigError, match=r"privacy\.trust: 'central': strategy 'fedsca'"):
         assemble_job(JobConfig.model_validate(raw | {"privacy": privacy | {"trust": "central"}}))
 
 

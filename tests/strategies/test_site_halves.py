@@ -282,7 +282,7 @@ def test_record_level_privacy_refuses_what_it_does_not_cover(strategy: dict[str,
 def test_a_strategy_that_does_not_say_so_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FedALA, "refuses_records", lambda self: None)
     raw = small_config("fedala").model_dump() | {"privacy": RECORD}
-    with pytest.raises(ConfigError, match=r"does more with records than privacy.unit record charges; use fedit"):
+    with pytest.raises(ConfigError, match=r"privacy\.unit record.*; use fedit"):
         assemble_job(JobConfig.model_validate(raw))
 
 
@@ -300,7 +300,7 @@ def test_two_passes_cost_twice_the_steps() -> None:
 
 def test_what_cannot_carry_a_local_adapter_is_refused() -> None:
     raw = small_config("feddpa").model_dump() | {"adapter": {"kind": "bottleneck", "width": 4}}
-    with pytest.raises(ConfigError, match=r"adapter.kind: 'bottleneck': .* local adapter.*; use lora"):
+    with pytest.raises(ConfigError, match=r"adapter\.kind: 'bottleneck': .*; use lora"):
         assemble_job(JobConfig.model_validate(raw))
     with pytest.raises(ConfigError, match=r"strategy.weighting: 'similarity' .*; use fixed"):
         assemble_job(small_text("feddpa"))

@@ -154,11 +154,12 @@ def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
 def test_a_folder_that_comes_meanwhile_stays(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = kept(tmp_path / "kept", LORA), tmp_path / "out"
 
-    def come(*args: object) -> None:
+    def come(made: Path, told: dict[str, Any]) -> None:
         out.mkdir()
         (out / "thesis.tex").write_text("years of work")
+        write_record(made, told)
 
-    monkeypatch.setattr("consilium.use.export._copy_licences", come)
+    monkeypatch.setattr("consilium.use.export.write_record", come)
     with pytest.raises(ConfigError, match="is there and is no earlier export"):
         export(open_model(folder, own=HERE), "peft", out, HERE, force)
     assert (out / "thesis.tex").read_text() == "years of work"
@@ -172,7 +173,7 @@ def test_what_fails_leaves_the_earlier_export(error: Exception, tmp_path: Path, 
     def full(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("consilium.use.export._copy_licences", full)
+    monkeypatch.setattr("consilium.use.export.write_record", full)
     with pytest.raises((OSError, CheckpointError), match="No space left"):
         export(open_model(folder, own=HERE), "peft", out, HERE, force=True)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]

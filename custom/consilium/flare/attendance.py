@@ -23,7 +23,7 @@ from consilium.errors import ConfigError
 from consilium.federation.runs import STATE
 from consilium.federation.versions import are_libraries, is_version
 from consilium.flare.attendance_report import KEY, Facts, own_facts
-from consilium.flare.revocation_check import wrap
+from consilium.flare.method_wrapper import wrap
 from consilium.storage import private_folder, write_atomic
 
 FILE = "attendance.json"

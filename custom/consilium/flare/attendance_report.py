@@ -6,6 +6,7 @@ It runs in the site's own process, which lives for months beside the jobs' proce
 import logging
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
+from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
 from consilium import __version__
 from consilium.federation.versions import libraries
+from consilium.flare.method_wrapper import wrap
 from consilium.messages import PROTOCOL
 
 KEY = "consilium_attendance"
@@ -31,6 +34,8 @@ JOB = "worker_process"
 """The module that FLARE runs for a job at a site."""
 LOOK = 60.0
 """Seconds between two looks at a certificate that is not valid, each with a line in the log."""
+ENGINE = 0.1
+"""Seconds between two looks for the client's engine."""
 
 
 def own_facts(certificate_ends: float | None = None) -> Facts:
@@ -62,6 +67,17 @@ def _not_valid(path: Path) -> str:
     return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask the hub for a renewed kit"
 
 
+def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: Any) -> None:
+    """Begin heartbeats once the client's engine is there, a moment after the registration.
+
+    FLARE 2.9 waits for it by the wall clock. Where that is set forward by a minute meanwhile, as at a machine's start, FLARE
+    never sends a heartbeat: after ten minutes the server forgets the site, which is connected by its own log.
+    """
+    while not client.engine:
+        time.sleep(ENGINE)
+    beat(client, *rest)
+
+
 class AttendanceReport(FLComponent):
     """A component of a site's own kit: has every heartbeat say `own_facts`. Nothing of the site's data is among them."""
 
@@ -69,6 +85,7 @@ class AttendanceReport(FLComponent):
         super().__init__()
         if Path(sys.argv[0]).stem != JOB:  # a site that is connected gets jobs, whose processes make this component too
             await_certificate(Path.cwd())  # FLARE is in the kit when it makes its components, before it connects
+            wrap(FederatedClientBase, "run_heartbeat", await_engine)
         self._ends: float | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -6,6 +6,7 @@ learns of it, so that the controller asks the site in. A site that went without 
 would wait for it for ten minutes, and then call a job that is complete ABNORMAL.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +45,8 @@ class LateSites(FLComponent):
         super().__init__()
         self._busy = threading.Lock()
         self._seen: dict[str, float] = {}
+        self._beats: dict[str, tuple[float, float]] = {}
+        """By token: FLARE's time of the last heartbeat, and when we saw that time first, by the monotonic clock."""
         self._tried: set[tuple[str, str]] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -54,7 +57,9 @@ class LateSites(FLComponent):
     def _look(self, engine: ServerEngine) -> None:
         try:
             here = {client.token: client for client in engine.get_clients()}
-            self._seen = {token: self._seen.get(token, time.monotonic()) for token in here}
+            now = time.monotonic()
+            self._seen = {token: self._seen.get(token, now) for token in here}
+            self._beats = {token: self._beat(token, client, now) for token, client in here.items()}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
             self._release(engine)
             for job_id, job in list(engine.job_runner.running_jobs.items()):
@@ -65,10 +70,15 @@ class LateSites(FLComponent):
         finally:
             self._busy.release()
 
+    def _beat(self, token: str, client: Client, now: float) -> tuple[float, float]:
+        """Return a client's entry in `_beats`. FLARE's own time is the wall clock's, which may be set meanwhile."""
+        former = self._beats.get(token)
+        return former if former and former[0] == client.last_connect_time else (client.last_connect_time, now)
+
     def _release(self, engine: ServerEngine) -> None:
         """Let jobs end whose server process has ended well, and that wait for a silent site's word alone."""
         for client in engine.get_clients():
-            if time.time() - client.last_connect_time > SILENT:
+            if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
                 for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
                     engine.job_runner.resolve_client_outcome(job_id, client.name)
                     self.logger.info(f"{client.name}: silent; job {job_id} ends without its word")

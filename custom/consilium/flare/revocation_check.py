@@ -4,7 +4,6 @@ session's token. FLARE 2.9 has no event that could refuse these, so its methods 
 
 import time
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from nvflare.fuel.hci.server.sess import SessionManager
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert, get_cn_from_cert
 
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.errors import ConfigError
+from consilium.flare.method_wrapper import wrap
 from consilium.flare.revocation import REFUSED, read
 
 
@@ -99,16 +99,3 @@ class RevocationCheck(FLComponent):
             manager.end_session_by_id(found.sess_id)
             raise ValueError(f"{found.user_name}: log in again")
         return found
-
-
-def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Have `around` called with what FLARE's method was, and then its arguments."""
-    method = getattr(owner, name, None)
-    if method is None:
-        raise ConsiliumError(f"FLARE has no {owner.__name__}.{name}, which this server needs; install the pinned nvflare")
-
-    @wraps(method)
-    def wrapped(*args: Any, **given: Any) -> Any:
-        return around(method, *args, **given)
-
-    setattr(owner, name, wrapped)

@@ -6,6 +6,9 @@ participation only: mu = sqrt(T) / sigma, delta(eps) = Phi(mu/2 - eps/mu) - e^ep
 
 Every answer is an upper bound, and comes in bounded time and memory. Where prv's grid would grow too large, rdp answers; and
 where some releases are sampled, an answer is never over what they would cost had everybody taken part, in closed form.
+
+Two computations of one cost differ in their last digits: other vector units, another order of sums. `planned` answers are
+raised by twice each accountant's numerical error, so a plan is never under what its releases are charged later.
 """
 
 import math
@@ -31,6 +34,10 @@ GRID = 2**18
 """Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
 MOST_ROWS = 32
 """Kinds of sampled releases that prv composes; rdp beyond."""
+ROOT_ERROR = 1e-10
+"""Absolute error in epsilon of the root of the closed form, the solver's xtol."""
+RELATIVE_ERROR = 1e-12
+"""Relative error of the closed form and of Opacus' series, which end at terms under exp(-30) = 1e-13."""
 WHOLE_ORDERS = (*range(2, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 FRACTIONS = 4.0
 """Opacus' series at fractional orders takes about 8 sigma terms; from this noise on whole orders do."""
@@ -60,7 +67,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return the exact epsilon at `delta`, at most 2e-10 too large; infinity where mu is."""
+    """Return the exact epsilon at `delta`, at most 2 ROOT_ERROR too large; infinity where mu is."""
     if math.isinf(mu):
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
@@ -68,14 +75,16 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     top = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the RDP bound lies above
     from scipy.optimize import brentq  # here: it takes a second to import, which most processes never need
 
-    return float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=1e-10)) * (1 + 1e-14) + 1e-10
+    root = float(brentq(lambda eps: gaussian_delta(mu, eps) - delta, 0.0, top, xtol=ROOT_ERROR))
+    return root * (1 + 1e-14) + ROOT_ERROR
 
 
-def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant = "exact") -> float:
+def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant = "exact", planned: bool = False) -> float:
     """Return an epsilon at `delta` that holds for all `spends` together; infinity if one has no noise.
 
-    With `exact`, spends on samples are counted by prv, because there is no closed form for them. Raises ConfigError for a
-    delta outside (0, 1).
+    With `exact`, spends on samples are counted by prv, because there is no closed form for them. A `planned` answer is not
+    under the answer for the same spends on another processor or in another order. Raises ConfigError for a delta outside
+    (0, 1).
     """
     check_delta(delta)
     spends = [spend for spend in spends if spend.count and spend.sample_rate]
@@ -84,17 +93,23 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
     if not all(spend.noise_multiplier > 0 for spend in spends):
         return math.inf
     slack = math.fsum(spend.count * spend.slack for spend in spends)
-    return _gaussian_cost(spends, delta * math.exp(-slack / 2), accountant) + slack
+    return _gaussian_cost(spends, delta * math.exp(-slack / 2), accountant, planned) + slack
 
 
-def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant) -> float:
+def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
     """Return the epsilon of continuous Gaussians."""
-    everybody = gaussian_epsilon(_mu(spends), delta)
+    everybody = _raised(gaussian_epsilon(_mu(spends), delta), planned)
     rows = _rows(spends)
     if accountant == "exact" and all(row.sample_rate == 1 for row in rows):
         return everybody
-    found = _rdp_epsilon(rows, delta, fractions=True) if accountant == "rdp" else _prv_epsilon(tuple(rows), delta)
+    rdp = accountant == "rdp"
+    found = _raised(_rdp_epsilon(rows, delta, fractions=True), planned) if rdp else _prv_epsilon(tuple(rows), delta, planned)
     return min(found, everybody) if any(spend.sample_rate < 1 for spend in spends) else found
+
+
+def _raised(epsilon: float, planned: bool) -> float:
+    """Return a `planned` epsilon of the closed form or of rdp: two answers lie up to two errors apart."""
+    return epsilon + 2 * ROOT_ERROR + 2 * RELATIVE_ERROR * epsilon if planned else epsilon
 
 
 def _mu(spends: Sequence[GaussianEvent]) -> float:
@@ -148,22 +163,29 @@ def _renyi_at(noise: float, rate: float, order: float) -> float:
 
 
 @lru_cache(maxsize=1024)  # each release asks of the ledger and of its plan, and in one process every site does
-def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float) -> float:
+def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float, planned: bool) -> float:
     """Return prv's upper bound, by Gopi et al.'s Algorithm 1 with Opacus' parts; rdp's where it needs too large a grid."""
     count, failure = sum(row.count for row in rows), delta / 1000
     alone = max(_rdp_epsilon([GaussianEvent(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
     reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: outside of this lies less than the failure
     points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # at an error of 1
-    found, error = _rdp_epsilon(rows, delta), max(0.01, points / GRID)
+    bound, found, error = _raised(_rdp_epsilon(rows, delta), planned), math.inf, max(0.01, points / GRID)
     while error < 0.5 and len(rows) <= MOST_ROWS:
-        found = min(found, _on_grid(rows, delta, failure, reach, error))
-        if found > 5 * error or points / (error / 10) > GRID:
+        found = min(found, _on_grid(rows, delta, failure, reach, error, planned))
+        if min(found, bound) > 5 * error or points / (error / 10) > GRID:
             break
         error /= 10  # small epsilons: an error of 0.01 would drown them
-    return found
+    if found <= bound:
+        return found
+    return _raised(_rdp_epsilon(rows, delta, fractions=True), planned)  # a plan by rdp has them, and may not be under this
 
 
-def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float) -> float:
+def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float, planned: bool) -> float:
+    """Return prv's upper bound with this discretization error, infinity where a loss does not fit the grid.
+
+    Rounding moves the grid's delta by (points + count) u at most, u = eps / 2. Twice that is taken off delta, so the answer is
+    an upper bound; four times for a `planned` answer, so that no other answer is over it.
+    """
     from opacus.accountants.analysis import prv
 
     count = sum(row.count for row in rows)
@@ -176,8 +198,8 @@ def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach:
             losses = [prv.PoissonSubsampledGaussianPRV(row.sample_rate, row.noise_multiplier) for row in rows]
             parts = [prv.discretize(prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid) for loss in losses]
             whole = prv.compose_heterogeneous(parts, [row.count for row in rows])
-            rounding = (grid.size + count) * np.finfo(float).eps  # of sums over the grid, and of powers of a spectrum
-            return _not_nan(float(whole.compute_epsilon(delta, failure + rounding, error)[2]))
+            rounding = (grid.size + count) * np.finfo(float).eps / 2  # of sums over the grid, and of powers of a spectrum
+            return _not_nan(float(whole.compute_epsilon(delta, failure + (4 if planned else 2) * rounding, error)[2]))
         except (RuntimeError, ValueError, IndexError, MemoryError, ZeroDivisionError):
             return math.inf  # a loss that this grid cannot hold
 
@@ -188,42 +210,56 @@ def _not_nan(value: float) -> float:
 
 @lru_cache(maxsize=64)
 def noise_multiplier(
-    epsilon: float, delta: float, count: int, sample_rate: float = 1.0, accountant: Accountant = "exact"
+    epsilon: float,
+    delta: float,
+    count: int,
+    sample_rate: float = 1.0,
+    accountant: Accountant = "exact",
+    slack: float = 0.0,
 ) -> float:
     """Return the smallest noise multiplier that keeps (epsilon, delta) over `count` equal releases; never too small.
 
-    Exact to 1e-9 in closed form, else to 1e-3 relative by bisection. Raises ConfigError for a budget nothing can keep.
+    `slack`: of each release, see GaussianEvent. Exact to 2e-9 relative in closed form, else to 1e-3 by bisection. It has ten
+    digits, so that other processors find the same. Raises ConfigError for a budget nothing can keep.
     """
     check_delta(delta)
     if not 0 < epsilon < LARGEST:
         raise ConfigError(f"privacy.epsilon: {epsilon}: expected a number above 0; 1 is strong, 8 is weak")
 
     def keeps(sigma: float) -> bool:
-        return epsilon_of([GaussianEvent(sigma, sample_rate, count)], delta, accountant) <= epsilon
+        return epsilon_of([GaussianEvent(sigma, sample_rate, count, slack)], delta, accountant, planned=True) <= epsilon
 
     low = math.sqrt(count) / _gaussian_mu(epsilon, delta)
     if accountant == "exact" and sample_rate == 1:
         return _first(keeps, low, 1e-10, epsilon)
     high = _first(keeps, low, 1.0, epsilon)
-    low = high / 2
+    low = _ten_digits(high / 2)
     while low > SMALLEST_NOISE and keeps(low):
-        low, high = low / 2, low  # sampling makes less noise do
+        low, high = _ten_digits(low / 2), low  # sampling makes less noise do
     while high / low > 1.001:
-        middle = math.sqrt(low * high)
+        middle = _ten_digits(math.sqrt(low * high))
         low, high = (low, middle) if keeps(middle) else (middle, high)
     return high
 
 
 def _first(keeps: Callable[[float], bool], start: float, step: float, epsilon: float) -> float:
-    """Return the first of start, start (1 + step), start (1 + 2 step), start (1 + 4 step) ... that keeps the budget."""
-    sigma = start
+    """Return the first of start, start (1 + step), start (1 + 2 step), start (1 + 4 step) ... that keeps the budget.
+
+    Each is tried with ten digits.
+    """
+    sigma = _ten_digits(start)
     while sigma <= LARGEST:
         if keeps(sigma):
             return sigma
-        sigma, step = start * (1 + step), 2 * step
+        sigma, step = _ten_digits(start * (1 + step)), 2 * step
     raise ConfigError(
         f"privacy.epsilon: {epsilon}: needs noise of over {LARGEST:.0f} times the clip; ask for more, or fewer rounds"
     )
+
+
+def _ten_digits(sigma: float) -> float:
+    """Return a number rounded up to ten digits, at most 1.5e-9 larger."""
+    return float(f"{sigma * (1 + 1e-9):.9e}")
 
 
 def _gaussian_mu(epsilon: float, delta: float) -> float:

@@ -124,7 +124,7 @@ class Answers(Masking):
 
         Of a former version, which noted no terms, the ledger alone knows them: what it has no row of is refused.
         """
-        if (terms is not None and terms.terms == row.terms) or (terms is None and self.ledger.released(row)):
+        if self.ledger.released(row) if terms is None else row.pays_for(terms):
             return
         was = f"noise multiplier {terms.noise_multiplier:.6g}" if terms else "none noted"
         raise RefusedError(

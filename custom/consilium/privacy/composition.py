@@ -76,6 +76,14 @@ class Entry:
         """What makes a row the same release."""
         return self.dataset, self.unit, self.run, self.round, self.phase, self.count > 0
 
+    def pays_for(self, release: Self) -> bool:
+        """Tell whether this row, once charged, covers a release: same terms, and noise not under what is charged.
+
+        Noise may be a millionth more, as of another version's rounding: then it costs less than is charged.
+        """
+        same = replace(release.terms, noise_multiplier=self.noise_multiplier) == self.terms
+        return same and self.noise_multiplier <= release.noise_multiplier <= self.noise_multiplier * (1 + 1e-6)
+
     @property
     def name(self) -> str:
         """The release in words."""

@@ -209,7 +209,7 @@ def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
 
 
 def _check_terms(known: Entry, entry: Entry) -> None:
-    if known.terms != entry.terms:
+    if not known.pays_for(entry):
         raise RefusedError(
             f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {known.noise_multiplier:.6g}, now "
             f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",

@@ -89,10 +89,13 @@ class Plan:
             raise RefusedError(f"release: {what}; nothing was sent")
 
     def epsilon(self, releases: int | None = None, delta: float | None = None) -> float:
-        """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's)."""
+        """Return the epsilon of a number of releases (default: all), at `delta` (default: the job's).
+
+        It is not under what the ledger charges for them, on whatever processor.
+        """
         count = self.releases if releases is None else releases
         spend = replace(self.event, count=self.event.count * count)
-        return epsilon_of([spend], delta or self.config.delta, self.config.accountant)
+        return epsilon_of([spend], delta or self.config.delta, self.config.accountant, planned=True)
 
     @property
     def site_noise(self) -> float:
@@ -267,7 +270,7 @@ def _sigma(privacy: SiteLevelDpConfig | DpSgdConfig, count: int, rate: float) ->
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.epsilon is not None  # the section has one of them
-    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant)
+    return noise_multiplier(privacy.epsilon, privacy.delta, count, rate, privacy.accountant, SLACK)
 
 
 def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) -> None:

@@ -21,7 +21,7 @@ from consilium.data.tally import Tally
 from consilium.errors import Reason
 from consilium.federation.build import Job, build_guard
 from consilium.federation.samples import site_data, watched
-from consilium.flare import context, filters, wire
+from consilium.flare import context, wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Hello, Payload, SiteInfo
@@ -30,6 +30,7 @@ from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.release import upload_shapes
 from tests.conftest import assembled, small_config
+from tests.flare import process_state
 
 SITE_LEVEL = {"unit": "site", "epsilon": 3, "clip": 0.5}
 RECORD_LEVEL = {"unit": "record", "epsilon": 3}
@@ -112,10 +113,10 @@ def client(tmp_path: Path) -> Iterator[MakeClient]:
         guard = build_guard(job, "site-1", settings, own, tmp_path, lambda event: None, job_id="flare-1", data=data)
         watch = watched(job.config, data)
         guard.ready = lambda: watch.check(lambda split, index: None)  # as the site does before a round
-        filters._guards[None, FLContext().get_identity_name()] = guard
+        process_state.put(guard)
         return Client(job, guard, Trainer(job))
 
-    with patch.dict(filters._guards), patch.dict(filters._sent), patch.dict(filters._refused):
+    with process_state.filters_put_back():
         yield make
 
 
@@ -143,7 +144,7 @@ class Kit:
         """Let the process end, and another begin."""
         self.executor.handle_event(EventType.END_RUN, FLContext())
         self.executor = SiteExecutor()
-        filters._guards.clear()
+        process_state.forget_guards()
 
     @property
     def rows(self) -> list[Entry]:
@@ -169,5 +170,4 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield make
     for one in made:
         one.begin_anew()
-    filters._sent.clear()
-    filters._refused.clear()
+    process_state.forget_messages()

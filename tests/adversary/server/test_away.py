@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 
 from consilium.errors import Reason
-from consilium.flare import filters, sites
 from consilium.privacy.ledger import Ledger
 from tests.adversary.server.conftest import RECORD_LEVEL
 from tests.adversary.server.test_before_a_round import BOTH
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site
+from tests.flare import process_state
 
 FOUR_ROUNDS = {"training": small_config("fedit", rounds=4).model_dump()["training"]}
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -48,7 +48,7 @@ def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, priv
     assert site.rows == before
     (tmp_path / "away").rename(share)
     assert site.train(2) is None
-    (found,) = sites._sites.values()
+    (found,) = process_state.sites_here()
     assert found.task.num_samples == 5
 
 
@@ -75,7 +75,7 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     assert site.train(0) is Reason.DATA
     listed.write_text(json.dumps(lists | {"training": every[1:]}))
     assert site.train(0) is None
-    (guard,), (made,) = filters._guards.values(), sites._sites.values()
+    (guard,), (made,) = process_state.guards(), process_state.sites_here()
     assert (made.task.num_samples, guard.num_samples, guard.plan) == (11, 11, made.plan)
     (row,) = [row for row in site.rows if row.count]
     assert (row.sample_rate, row.count) == (made.plan.event.sample_rate, made.plan.event.count)

@@ -7,17 +7,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from nvflare.apis.fl_context import FLContext
 
 from consilium.config.site import SiteConfig
 from consilium.errors import DataError, Reason, RefusedError
 from consilium.federation.build import build_site
-from consilium.flare import filters, wire
+from consilium.flare import wire
 from consilium.messages import Kind
 from consilium.privacy import audit
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
+from tests.flare import process_state
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -34,7 +34,7 @@ def test_a_release_of_zeros_costs_what_any_does(client: MakeClient) -> None:
 def _asked_with_zeros(site: Client, run: str) -> Reason | None:
     sent = site.broadcast(0, 1)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in sent.tensors.items()}
-    filters._guards[None, FLContext().get_identity_name()] = site.guard
+    process_state.put(site.guard)
     return wire.reason_of(site.ask("train", wire.encode(replace(sent, tensors=zeros), run, update=False)))
 
 
@@ -85,7 +85,7 @@ def test_a_hello_tells_of_no_training_that_was_not_paid(client: MakeClient, tmp_
 
 
 def _joined(site: Client) -> bool:
-    filters._guards[None, FLContext().get_identity_name()] = site.guard
+    process_state.put(site.guard)
     return site.ask("hello", wire.encode_dict(wire.HELLO, {"run": "run-1"}))[wire.HELLO]["joined"]
 
 
@@ -100,7 +100,8 @@ def test_what_a_word_costs_comes_into_the_record_once_however_late(privacy: dict
     for _ in range(3):
         assert wire.reason_of(again.ask("train", again.task())) is Reason.TRAINING
     (path,) = tmp_path.rglob("audit.jsonl")
-    assert [line["row"] for line in audit.read(path)["messages"] if "privacy" in line] == [f"run-1.{site.guard._digest[:16]}"]
+    rows = [line["row"] for line in audit.read(path)["messages"] if "privacy" in line]
+    assert rows == [f"run-1.{site.job.config.digest[:16]}"]
 
 
 @pytest.mark.parametrize("text", ['{"run-1.', "[]", '{"run": 3}', '{"run": {}}'])

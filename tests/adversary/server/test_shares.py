@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.config.job import JobConfig
@@ -15,7 +13,7 @@ from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.site import SiteConfig
 from consilium.errors import Reason
 from consilium.federation.build import build_guard
-from consilium.flare import filters, wire
+from consilium.flare import wire
 from consilium.messages import Payload
 from consilium.privacy.audit import read
 from consilium.privacy.secagg.attempt import Attempt
@@ -25,6 +23,7 @@ from consilium.privacy.secagg.terms import Message
 from consilium.storage import load_state
 from tests.adversary.server.conftest import Client, Trainer
 from tests.conftest import assembled, small_cells, training_only
+from tests.flare import process_state
 
 pytestmark = pytest.mark.slow
 SITES, RUN = ("site-1", "site-2", "site-3"), "run-1"
@@ -56,7 +55,7 @@ class Fleet:
         self.collector = Collector(folder / "server", config, f"{RUN}.{config.digest[:16]}", root, SERVER)
 
     def ask(self, name: str, task: str, message: Shareable) -> Shareable:
-        filters._guards[None, FLContext().get_identity_name()] = self.clients[name].guard
+        process_state.put(self.clients[name].guard)
         return self.clients[name].ask(task, message)
 
     def masks(self, name: str, question: Message) -> Shareable:
@@ -106,7 +105,7 @@ class Many(Trainer):
 
 @pytest.fixture(autouse=True)
 def _own_guards() -> Iterator[None]:
-    with patch.dict(filters._guards), patch.dict(filters._sent), patch.dict(filters._refused):
+    with process_state.filters_put_back():
         yield
 
 

@@ -18,7 +18,7 @@ from consilium.config.site import SiteConfig
 from consilium.errors import CheckpointError, DataError, Reason, RefusedError
 from consilium.federation.build import build_site
 from consilium.federation.member import Member
-from consilium.flare import filters, wire
+from consilium.flare import wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Kind, Payload
@@ -29,6 +29,7 @@ from consilium.storage import digest, load_state, save_state
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import Failing, admitted, answered, failing
 from tests.conftest import small_config
+from tests.flare import process_state
 
 BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
 SPEND = "consilium.privacy.ledger.Ledger.spend"
@@ -41,7 +42,7 @@ def rounds(number: int) -> dict:
 
 def asked(site: Client, round: int = 0, payload: Payload | None = None) -> Shareable:
     """Return what the site, whose guard may not be the last that was made, answers to training."""
-    filters._guards[None, FLContext().get_identity_name()] = site.guard
+    process_state.put(site.guard)
     return site.ask("train", wire.encode(payload or site.broadcast(round), "run-1", update=False))
 
 

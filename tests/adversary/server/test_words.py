@@ -16,7 +16,7 @@ from nvflare.apis.signal import Signal
 from consilium.config.site import SiteConfig
 from consilium.errors import ConsiliumError, Reason
 from consilium.federation.build import build_site
-from consilium.flare import filters, wire
+from consilium.flare import wire
 from consilium.flare.executor import SiteExecutor
 from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
 from consilium.messages import Payload
@@ -24,6 +24,7 @@ from consilium.privacy.composition import epsilon_for
 from consilium.storage import digest
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
 from tests.data.storing import make_site
+from tests.flare import process_state
 
 KEPT = "consilium.privacy.kept"
 
@@ -57,7 +58,7 @@ def answered(site: Client, task: Shareable) -> Shareable:
 def _at(site: Client, do: Callable[[FLContext], Shareable]) -> Shareable:
     context = FLContext()
     context.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
-    filters._guards[None, context.get_identity_name()] = site.guard
+    process_state.put(site.guard)
     return do(context)
 
 

@@ -8,7 +8,6 @@ import pytest
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
-from nvflare.apis.signal import Signal
 
 from consilium import __version__
 from consilium.errors import Reason
@@ -52,7 +51,7 @@ def test_an_odd_answer_costs_its_site_the_round_and_is_told_in_our_words(kind: s
     fl_ctx = context(["a", "b", "c"])
     federation.invitations.send(federation.coordinator, fl_ctx)
     federation.answers["c"] = lambda message: answer
-    federation._round(federation.coordinator, Signal(), fl_ctx)
+    federation.play_round(fl_ctx)
     assert federation.coordinator.state.round == 1
     (one,) = refused(tmp_path)
     assert (one["site"], one["round"], one["joining"]) == ("c", 0, False)
@@ -107,7 +106,7 @@ def test_an_odd_score_after_the_last_round_does_not_stop_the_results(tmp_path: P
         return answer
 
     federation.answers |= {"a": scored(0.5), "b": scored(0.25), "c": scored("\x1b[31m1.0")}
-    federation._final(federation.coordinator, Signal(), fl_ctx)
+    federation.play_final(fl_ctx)
     assert json.loads((tmp_path / "results.json").read_text()) == {
         "a": {"test/pretrained/dice": 0.5},
         "b": {"test/pretrained/dice": 0.25},

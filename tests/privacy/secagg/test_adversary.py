@@ -135,7 +135,7 @@ def test_keys_of_another_attempt_do_not_pass_for_this_ones(net: Net) -> None:
     net.prepare(second)
     task = net.task(second, "a", parties)
     prepared = task.masking["prepared"] | {"b": old["prepared"]["b"]}
-    with pytest.raises(RefusedError, match="'b' are not signed by it for this attempt"):
+    with pytest.raises(RefusedError, match="'b' are not signed"):
         net.parties["a"].open(tampered(task, prepared=prepared), ORDER)
     shares = task.masking["shares"] | {"b": old["shares"]["b"]}
     with pytest.raises(RefusedError, match="not as they were sealed"):
@@ -150,13 +150,13 @@ def test_a_site_is_masked_once_in_an_attempt(net: Net) -> None:
     fewer = net.task(attempt, "a", ["a", "b", "c"])
     model = replace(net.task(attempt, "a", parties), tensors={**SENT.tensors, "w": torch.zeros(2, 3)})
     for other in (fewer, model):
-        with pytest.raises(RefusedError, match="has answered train of this attempt, and this is another question"):
+        with pytest.raises(RefusedError, match=r"answered train.*another"):
             net.parties["a"].open(other, ORDER)
     with pytest.raises(RefusedError, match="has answered train"):
         net.parties["a"].open(net.task(attempt, "a", parties), [("w", (3, 2))])
-    with pytest.raises(RefusedError, match="has answered masked of this attempt"):
+    with pytest.raises(RefusedError, match="answered masked"):
         net.parties["a"].mask(attempt.place, {"w": net.updates["a"]["w"] + 1}, 1)
-    with pytest.raises(RefusedError, match="has answered masked of this attempt"):
+    with pytest.raises(RefusedError, match="answered masked"):
         net.parties["a"].mask(attempt.place, net.updates["a"], 2)
 
 
@@ -175,7 +175,7 @@ def test_sites_that_were_sent_different_models_get_masks_that_do_not_cancel(net:
         attempt.take_masked(name, net.masked(attempt, name, task))
     survivors = attempt.close_masked(parties)
     context = net.context(attempt, parties)
-    with pytest.raises(RefusedError, match="or it was sent another model than others"):
+    with pytest.raises(RefusedError, match="another model"):
         attempt.take_confirmed("b", net.parties["b"].answer(attempt.confirm_question(survivors)), survivors, context)
     net.confirm(attempt, parties, survivors, ["a", "c", "d"])
     refused(net, "b", attempt.reveal_question(), "0 sites have confirmed this sum, under the threshold of 3")
@@ -226,7 +226,7 @@ def test_a_colluder_who_signs_two_lists_opens_one_sum_only(net: Net) -> None:
         refused(
             net, "c", changed(attempt.reveal_question(), confirmed=confirmed), "have confirmed this sum, under the threshold"
         )
-    with pytest.raises(ConsiliumError, match="do not give back what it signed"):
+    with pytest.raises(ConsiliumError, match="what it signed"):
         attempt._seed("c", attempt.answers.of("prepare")["c"]["seed"])
 
 
@@ -238,13 +238,13 @@ def test_sites_that_are_shown_different_rosters_have_nothing_in_common(make_net:
     answer = net.parties["b"].answer(three.prepare_question())
     net.meet()
     four = net.collector.begin(0, 0, net.collector.roster)
-    with pytest.raises(RefusedError, match="not signed by it for this attempt"):
+    with pytest.raises(RefusedError, match="not signed"):
         four.take_prepared("b", answer | {"shares": answer["shares"] | {"d": answer["shares"]["a"]}})
     net.prepare(four, ["a", "c", "d"])
     told = {f: answer[f] for f in ("key", "seed", "signature")}
     task = net.task(four, "a", ["a", "c", "d"])
     forged = task.masking["prepared"] | {"b": told}
-    with pytest.raises(RefusedError, match="'b' are not signed by it for this attempt, its sites and its terms"):
+    with pytest.raises(RefusedError, match="'b' are not signed"):
         net.parties["a"].open(
             tampered(task, prepared=forged, shares=task.masking["shares"] | {"b": answer["shares"]["a"]}), ORDER
         )
@@ -303,7 +303,7 @@ def test_a_late_update_stays_masked_for_ever(net: Net) -> None:
         )
         words = words + sealing.mask(key, 7)
     assert not np.array_equal(words[:6].view(np.int64), net.updates["d"]["w"].reshape(-1).numpy())
-    with pytest.raises(ConsiliumError, match="do not give back what it signed"):
+    with pytest.raises(ConsiliumError, match="what it signed"):
         attempt._seed("d", attempt.answers.of("prepare")["d"]["seed"])
 
 
@@ -359,7 +359,7 @@ def test_fewer_shares_than_the_threshold_open_nothing(net: Net) -> None:
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a", "b"])
     attempt.terms = replace(attempt.terms, threshold=2)  # a server that makes do with two
-    with pytest.raises(ConsiliumError, match="do not give back what it signed"):
+    with pytest.raises(ConsiliumError, match="what it signed"):
         net.opened(attempt, NAMES, survivors)
 
 
@@ -368,7 +368,7 @@ def test_a_share_that_a_site_forges_stops_the_phase(net: Net) -> None:
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a", "b", "c"])
     attempt.answers.of("reveal")["b"]["shares"]["d"] = "00" * shamir.WIDTH
-    with pytest.raises(ConsiliumError, match="the shares of 'd' do not give back what it signed"):
+    with pytest.raises(ConsiliumError, match=r"shares of 'd'.*signed"):
         net.opened(attempt, NAMES, survivors)
 
 

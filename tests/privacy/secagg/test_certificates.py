@@ -77,9 +77,9 @@ def test_with_partners_named_only_their_very_keys_are_taken(keys: Keys, identiti
     careful = replace(identities["a"], asks=named)
     careful.check("b", identities["b"].certificate)
     careful.check("a", identities["a"].certificate)  # itself needs no naming
-    with pytest.raises(RefusedError, match=r"'c' has another key than in secure_aggregation\.partners"):
+    with pytest.raises(RefusedError, match=r"'c'.*secure_aggregation\.partners"):
         careful.check("c", identities["c"].certificate)
-    with pytest.raises(RefusedError, match=r"'d' is not among secure_aggregation\.partners"):
+    with pytest.raises(RefusedError, match=r"'d'.*secure_aggregation\.partners"):
         careful.check("d", identities["d"].certificate)
 
 
@@ -124,7 +124,7 @@ def test_a_roster_only_grows(identities: dict[str, Identity]) -> None:
     check_roster(roster, identities["a"], roster["a"], before, JOB, RUN, 3)
     renewed = roster | {"b": entry(identities["b"], JOB, RUN, "d" * 64)}
     for bad in ({n: roster[n] for n in "abd"}, renewed):
-        with pytest.raises(RefusedError, match=r"is gone from the roster, or has another key than before"):
+        with pytest.raises(RefusedError, match=r"roster.*another key"):
             check_roster(bad, identities["a"], roster["a"], before, JOB, RUN, 3)
 
 
@@ -134,5 +134,5 @@ def test_one_certificate_cannot_be_two_sites(keys: Keys, identities: dict[str, I
     twin = replace(
         identities["b"], name="e", certificate=pem_of(certificate_for("e", keys["b"].public_key(), "hub", keys["root"]))
     )
-    with pytest.raises(RefusedError, match="two sites of the roster have one key"):
+    with pytest.raises(RefusedError, match="one key"):
         check_roster(roster | {"e": entry(twin, JOB, RUN, "e" * 64)}, identities["a"], roster["a"], {}, JOB, RUN, 3)

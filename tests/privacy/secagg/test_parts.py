@@ -37,7 +37,7 @@ def test_the_largest_numbers_of_all_sites_together_do_not_wrap() -> None:
     total, weights = unflat(words * np.uint64(sites), [("x", (2,))])
     assert total["x"].tolist() == [3 * 5 * most, -3 * 5 * most]
     assert weights == 15
-    with pytest.raises(RefusedError, match=r"over the bound.*nothing was sent"):
+    with pytest.raises(RefusedError, match=r"bound"):
         flat({"x": torch.tensor([-most - 1])}, weight, most)
 
 
@@ -121,7 +121,7 @@ def test_two_sites_have_one_key_and_a_point_of_small_order_none() -> None:
     assert left == sealing.pair_key(two, sealing.public_of(one), "mask", b"context", ("b", "a"))
     assert left != sealing.pair_key(one, sealing.public_of(two), "seal", b"context", ("a", "b"))
     assert left != sealing.pair_key(one, sealing.public_of(two), "mask", b"another", ("a", "b"))
-    with pytest.raises(RefusedError, match="no key that two sites could share"):
+    with pytest.raises(RefusedError, match="no key"):
         sealing.pair_key(one, "00" * 32, "mask", b"context", ("a", "b"))
 
 

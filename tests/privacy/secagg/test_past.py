@@ -47,7 +47,7 @@ def test_a_new_attempt_with_another_model_is_refused_at_the_site_that_had_it(net
     again = net.collector.again(attempt)
     parties = net.prepare(again)
     net.masked(again, "a", net.task(again, "a", parties))
-    with pytest.raises(RefusedError, match="a new attempt sends another model than the last"):
+    with pytest.raises(RefusedError, match="another model"):
         net.parties["b"].open(net.task(again, "b", parties), [("w", (2, 3))])
 
 
@@ -55,7 +55,7 @@ def test_who_trained_in_a_phase_that_nobody_opened_goes_no_further(net: Net) -> 
     """What it keeps, local tensors and an optimizer's state, remembers a model that perhaps nobody else was sent."""
     trained(net, odd="b")
     for name in NAMES:
-        with pytest.raises(RefusedError, match="no proof that other sites were sent the same model"):
+        with pytest.raises(RefusedError, match="no proof"):
             asked_next(net, name, {})
 
 
@@ -70,7 +70,7 @@ def test_who_was_not_asked_to_open_the_sum_goes_on_with_the_others_signatures(ne
 def test_the_signatures_of_others_are_none_for_who_was_sent_another_model(net: Net) -> None:
     attempt, parties = trained(net, odd="d")
     past = opened(net, attempt, parties, NAMES[:3])
-    with pytest.raises(RefusedError, match="0 sites have confirmed this sum, under the threshold of 3"):
+    with pytest.raises(RefusedError, match=r"0 sites.*threshold of 3"):
         asked_next(net, "d", past)
 
 
@@ -97,9 +97,9 @@ def test_a_site_s_broken_keys_cost_it_its_part_and_not_the_phase(net: Net) -> No
     found = net.parties["d"].answer(attempt.prepare_question())
     told = attempt.context, b"d", b"zz", found["seed"].encode()
     forged = found | {"key": "zz", "signature": sign(net.identities["d"].key, "prepare", *told)}
-    with pytest.raises(RefusedError, match="no key that two sites could share"):
+    with pytest.raises(RefusedError, match="no key"):
         attempt.take_prepared("d", forged)
     net.prepare(attempt, NAMES[:3])
     weak = entry(net.identities["d"], net.config.digest, RUN, "00" * 32)
-    with pytest.raises(RefusedError, match="no key that two sites could share"):
+    with pytest.raises(RefusedError, match="no key"):
         net.new_collector().admit("d", weak)

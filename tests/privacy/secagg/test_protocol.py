@@ -44,7 +44,7 @@ def test_a_site_may_be_lost_between_any_two_messages(
 
 def test_under_the_least_nothing_is_asked_any_further(net: Net) -> None:
     attempt = net.begin()
-    with pytest.raises(ConsiliumError, match=r"2 of 4 sites have prepared, a sum needs 3 \(threshold 3 of 4\)"):
+    with pytest.raises(ConsiliumError, match=r"2 of 4 sites.*threshold 3 of 4"):
         net.prepare(attempt, ["a", "b"])
     parties = net.prepare(attempt)
     assert net.train(attempt, parties, ["a", "b"]) == []
@@ -136,5 +136,5 @@ def test_files_of_keys_are_the_users_alone_and_end_with_the_run(net: Net, tmp_pa
     assert path.stat().st_mode & 0o777 == 0o600
     net.parties["a"].record.end()
     assert path.read_text() == '{"ended": true}'
-    with pytest.raises(ConsiliumError, match="its keys are gone; start a new run"):
+    with pytest.raises(ConsiliumError, match=r"keys are gone.*new run"):
         net.parties["a"].answer({"step": "hello"})

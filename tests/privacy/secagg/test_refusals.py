@@ -24,7 +24,7 @@ def test_a_site_counts_what_a_sum_may_be_of_not_who_is_asked(tmp_path: Path, ide
     """Of four sites asked, with a threshold of 3, one may stay away."""
     asks = SitePartnersConfig(min_sites=4)
     net = Net(tmp_path, {name: replace(one, asks=asks) for name, one in identities.items()})
-    with pytest.raises(RefusedError, match=r"a sum may be of 3 sites, under secure_aggregation\.min_sites 4 of site\.yaml"):
+    with pytest.raises(RefusedError, match=r"3 sites.*secure_aggregation\.min_sites 4 of site\.yaml"):
         net.parties["a"].answer(net.begin().prepare_question())
 
 
@@ -59,13 +59,13 @@ def test_the_server_takes_no_shares_or_cancellations_that_are_none(net: Net) -> 
     attempt, parties = net.through()
     net.confirm(attempt, parties, parties, NAMES)
     context, found = net.context(attempt, parties), net.parties["a"].answer(attempt.reveal_question())
-    with pytest.raises(RefusedError, match="shares are not one of every party"):
+    with pytest.raises(RefusedError, match="one of every party"):
         attempt.take_revealed("a", found | {"shares": {"a": "00"}}, parties, context)
     swapped = dict(zip(parties, reversed(list(found["shares"].values())), strict=True))
-    with pytest.raises(RefusedError, match="not signed by it for this sum"):
+    with pytest.raises(RefusedError, match="not signed"):
         attempt.take_revealed("a", found | {"shares": swapped}, parties, context)
     forged = {"signature": sign(net.identities["b"].key, "cancel", attempt.context)}
-    with pytest.raises(RefusedError, match="its cancellation is not of this attempt"):
+    with pytest.raises(RefusedError, match="cancellation"):
         attempt.take_cancelled("a", forged)
     assert canonical(swapped) != canonical(found["shares"])
 
@@ -112,7 +112,7 @@ def test_an_entry_that_changes_and_a_key_of_another_site_are_refused(net: Net) -
     net.meet()
     fresh = Net(net.folder / "fresh", net.identities)
     question = net.collector.hello_question()
-    with pytest.raises(RefusedError, match="another key than before in this run"):
+    with pytest.raises(RefusedError, match="another key"):
         net.collector.admit("a", fresh.parties["a"].answer(question))
 
 
@@ -120,7 +120,7 @@ def test_an_entry_that_changes_and_a_key_of_another_site_are_refused(net: Net) -
 def test_a_record_that_is_none_ends_the_site_s_part(text: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(text)
     with (
-        pytest.raises(RefusedError, match="the record of secure aggregation cannot be read"),
+        pytest.raises(RefusedError, match=r"record.*cannot be read"),
         SiteRecord(tmp_path).opened(),
     ):
         pass
@@ -131,7 +131,7 @@ def test_noise_that_sums_have_no_room_for_is_refused_before_training() -> None:
     site = Masking()
     site.name, site.plan = "a", cast(Any, SimpleNamespace(clip=1.0, site_noise=1.0))
     site._check_room(41.0)
-    with pytest.raises(RefusedError, match="under the 41 that clip and noise may come to"):
+    with pytest.raises(RefusedError, match="under the 41 "):
         site._check_room(40.9)
 
 
