@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from consilium.federation.build import Job, assemble_job
 from consilium.federation.cross_site import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.late_sites import Arrivals
+from consilium.flare.revocation import read as read_revoked
 from consilium.flare.revocation import since
 from consilium.flare.simulator import OUTPUT, told
 from consilium.messages import Observer
@@ -149,10 +149,11 @@ def experiment(fl_ctx: FLContext, job: Job) -> str:
 
 
 def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
-    """Return what tells the sites whose credentials were revoked at this server from now on; see revocation.py."""
+    """Return a function that lists the names revoked at this server from now on; see revocation.py. Raises ConfigError."""
     if simulated():
         return set
-    return partial(since, Path(_workspace(fl_ctx).get_site_config_dir()), time.time())
+    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    return partial(since, local, read_revoked(local))
 
 
 def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
