@@ -68,7 +68,9 @@ class Coordinator:
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
-            self.log.resumed(self.state)
+            for changed in self.log.resumed(self.state):
+                text = f"resumed with another version: {changed}; the run's numbers are of both, see versions.json"
+                observer({"event": "warning", "text": text})
         else:
             self.log.trains(job.strategy, job.initial)
             self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
