@@ -19,6 +19,7 @@ from consilium.federation.checks import check_evaluation, check_hello, check_upd
 from consilium.federation.diagnostics import deviation
 from consilium.federation.early_stopping import ending, unheard, validated
 from consilium.federation.saved_model import SavedModel, keeps_local
+from consilium.federation.seals import Seals
 from consilium.federation.server_step import merged
 from consilium.federation.site_models import keep_shared
 from consilium.federation.start import server_start
@@ -38,7 +39,8 @@ from consilium.strategies.strategy import SiteResult
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs.
+    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs;
+    `seals`: the last seals of sites' ledgers, over all runs.
     welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
@@ -50,8 +52,9 @@ class Coordinator:
         resume: bool = False,
         aggregate: RoundAggregate | None = None,
         own: SiteConfig = SiteConfig(),  # noqa: B008
+        seals: Seals = Seals(),  # noqa: B008
     ) -> None:
-        self.job, self.folder, self.observer = job, folder, observer
+        self.job, self.folder, self.observer, self.seals = job, folder, observer, seals
         wanted = partial(Tracker, own.tracking.mlflow, folder, job.config, observer) if own.tracking else None
         self.log = RunLog(folder, job.config, resume, wanted)
         sweep(folder)
@@ -112,6 +115,7 @@ class Coordinator:
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
         self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples)
+        self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -193,6 +197,7 @@ class Coordinator:
             self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result, weight)
+        self.seals.note(name, result.ledger)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
@@ -275,6 +280,7 @@ class Coordinator:
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
         self.log.final(name, result)
+        self.seals.note(name, result.ledger)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None
 

@@ -24,6 +24,8 @@ from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.cross_site import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.federation.seals import FILE as SEALS
+from consilium.federation.seals import Seals
 from consilium.flare.late_sites import Arrivals
 from consilium.flare.revocation import read as read_revoked
 from consilium.flare.revocation import since
@@ -154,6 +156,11 @@ def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
         return set
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     return partial(since, local, read_revoked(local))
+
+
+def seals(fl_ctx: FLContext) -> Seals:
+    """Return the last seals of sites' privacy ledgers at this server; a simulation keeps none."""
+    return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
 
 
 def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:

@@ -276,7 +276,7 @@ def payload_bytes(tensors: Tensors) -> int:
 
 
 def _read_versions(path: Path) -> dict[str, str]:
-    """Return what a versions.json says; {} where there is none or nobody can read it: the numbers of a run do not depend on it."""
+    """Return what a versions.json says; {} where there is none or it cannot be read: no number depends on it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
