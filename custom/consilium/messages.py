@@ -1,5 +1,6 @@
 """All that crosses from one process to another, in plain terms: hellos, payloads, observer events, names of metrics."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -150,3 +151,8 @@ def allowed_metrics(task_metrics: Iterable[str]) -> frozenset[str]:
 def _allowed(metrics: frozenset[str]) -> frozenset[str]:
     scores = {str(MetricKey(split, stage, metric)) for split in SPLITS for stage in Stage for metric in metrics}
     return frozenset({TRAIN_LOSS, TRAIN_PENALTY, TRAIN_STEPS, TRAIN_SECONDS, TRAIN_MEMORY, SKIPPED, *scores})
+
+
+def is_hash(value: Any) -> bool:
+    """Tell whether a value is a SHA-256 in hex, or "" in the place of one."""
+    return isinstance(value, str) and re.fullmatch(r"|[0-9a-f]{64}", value) is not None

@@ -16,7 +16,7 @@ from nvflare.apis.event_type import EventType
 from consilium import __version__
 from consilium.cli.sites import told
 from consilium.errors import ConfigError
-from consilium.federation.runs import STATE
+from consilium.federation.runs import ATTENDANCE, STATE
 from consilium.flare import attendance
 from consilium.flare.attendance_report import own_facts
 from consilium.flare.kits import COMPONENTS, lacking, update
@@ -89,7 +89,7 @@ def test_at_the_server_a_table_of_80_columns_and_json(
         for n in names
     }
     (kit / STATE).mkdir()
-    (kit / STATE / attendance.FILE).write_text(json.dumps({"server": own_facts(), "sites": seen}))
+    (kit / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts(), "sites": seen}))
     monkeypatch.setenv("COLUMNS", "80")
     assert run(monkeypatch, "sites", "--kit", kit) == 0
     page = capsys.readouterr().out
@@ -141,7 +141,7 @@ SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} f
 )
 def test_a_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / STATE).mkdir()
-    (tmp_path / STATE / attendance.FILE).write_text(text)
+    (tmp_path / STATE / ATTENDANCE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
         attendance.read(tmp_path)
     unwrapped(monkeypatch)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,7 @@ def ledger(
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
+    seal: Annotated[list[str] | None, typer.Option(help="one that the server has had and the ledger lacks; repeat")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a privacy ledger that was lost or altered, as it stands now. Puts reason, user and seals on record."""
@@ -69,8 +71,10 @@ def accept(
 
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")
+    if wrong := [one for one in seal or () if not re.fullmatch("[0-9a-f]{64}", one)]:
+        raise ConfigError(f"--seal: {wrong[0][:80]!r}: no seal; give the 64 hex digits of the site's log")
     root, path, _ = _site(where)
-    said = go_on(root, Ledger(path), reason)
+    said = go_on(root, Ledger(path), reason, seal or ())
     if format is Format.JSON:
         print(json.dumps(said, indent=1))
     else:

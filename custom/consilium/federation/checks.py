@@ -16,7 +16,7 @@ from consilium.errors import ConsiliumError, Reason, RefusedError
 from consilium.federation.build import Job, metric_names
 from consilium.federation.versions import check_versions
 from consilium.linalg.together import norm, unusable
-from consilium.messages import Hello, Payload, Tensors, allowed_metrics
+from consilium.messages import Hello, Payload, Tensors, allowed_metrics, is_hash
 from consilium.privacy.lending import NUMBERS, belongs
 from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
@@ -59,7 +59,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
         remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
         raise RefusedError(f"{name}: no training samples; {remedy}")
-    if type(hello.joined) is not bool or not _is_hash(hello.checkpoint) or not _is_hash(hello.ledger):
+    if type(hello.joined) is not bool or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.seeded) is not bool:
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
@@ -142,7 +142,7 @@ def check_lent(job: Job, result: Payload) -> None:
 
 
 def _check_seal(result: Payload) -> None:
-    if not _is_hash(result.ledger):
+    if not is_hash(result.ledger):
         raise RefusedError("the seal of its privacy ledger is none")
 
 
@@ -209,10 +209,6 @@ def _check_numbers(kind: str, values: Mapping[str, Any]) -> None:
 def _is_number(value: Any) -> bool:
     """Tell whether it is a number that neither a record nor a picture stumbles over; NaN is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"|[0-9a-f]{64}", value) is not None
 
 
 def _first(names: Iterable[Any]) -> str:

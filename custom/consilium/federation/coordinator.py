@@ -19,6 +19,7 @@ from consilium.federation.checks import check_evaluation, check_hello, check_upd
 from consilium.federation.diagnostics import deviation
 from consilium.federation.early_stopping import ending, unheard, validated
 from consilium.federation.saved_model import SavedModel, keeps_local
+from consilium.federation.seals import Seals
 from consilium.federation.server_step import merged
 from consilium.federation.site_models import keep_shared
 from consilium.federation.start import server_start
@@ -39,7 +40,8 @@ from consilium.strategies.strategy import SiteResult
 class Coordinator:
     """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
 
-    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs.
+    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs;
+    `seals`: the last seals of sites' ledgers, over all runs.
     welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
     """
 
@@ -51,8 +53,9 @@ class Coordinator:
         resume: bool = False,
         aggregate: RoundAggregate | None = None,
         own: SiteConfig = SiteConfig(),  # noqa: B008
+        seals: Seals = Seals(),  # noqa: B008
     ) -> None:
-        self.job, self.folder, self.observer = job, folder, observer
+        self.job, self.folder, self.observer, self.seals = job, folder, observer, seals
         wanted = partial(Tracker, own.tracking.mlflow, folder, job.config, observer) if own.tracking else None
         self.log = RunLog(folder, job.config, resume, wanted)
         sweep(folder)
@@ -69,7 +72,9 @@ class Coordinator:
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
-            self.log.resumed(self.state)
+            for changed in self.log.resumed(self.state):
+                text = f"resumed with another version: {changed}; the run's numbers are of both, see versions.json"
+                observer({"event": "warning", "text": text})
         else:
             self.log.trains(job.strategy, job.initial)
             self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
@@ -113,6 +118,7 @@ class Coordinator:
         if hello.seeded:
             self.observer({"event": "warning", "text": not_private([hello.name])})
         self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
+        self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
 
     def _check_checkpoint(self, hello: Hello) -> None:
@@ -194,6 +200,7 @@ class Coordinator:
             self._trained.append(result.metrics)
             self.sites[name] = replace(self.asked[name], joined=True)
         self.log.received(name, result, weight)
+        self.seals.note(name, result.ledger)
         self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
         return None
 
@@ -294,6 +301,7 @@ class Coordinator:
         except RefusedError as refusal:
             return self.refuse(name, str(refusal))
         self.log.final(name, result)
+        self.seals.note(name, result.ledger)
         self.observer({"event": "final", "site": name, "metrics": result.metrics})
         return None
 

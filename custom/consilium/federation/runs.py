@@ -14,6 +14,8 @@ STATE = "_consilium"
 """The folder of all our files in a kit. FLARE deletes KIT/<job id> whenever a server says so, and no job id begins with _."""
 ERRORS = "errors"
 """In it: what errors said of a site's data, a file for each of FLARE's jobs."""
+ATTENDANCE = "attendance.json"
+"""In it at the server: which sites were here, and when."""
 RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)

@@ -20,14 +20,12 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.errors import ConfigError
-from consilium.federation.runs import STATE
+from consilium.federation.runs import ATTENDANCE, STATE
 from consilium.federation.versions import are_libraries, is_version
 from consilium.flare.attendance_report import KEY, Facts, own_facts
 from consilium.flare.method_wrapper import wrap
 from consilium.storage import private_folder, write_atomic
 
-FILE = "attendance.json"
-"""In the server kit's folder of ours."""
 MOST_SITES = 10_000
 """Sites that are kept; each has shown a certificate of the project."""
 EVERY = 10.0
@@ -55,7 +53,7 @@ class Attendance(FLComponent):
         """Learn where the kit is, and what it knows from before a restart."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._folder = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir()) / STATE
-            self._sites = _kept(self._folder / FILE)
+            self._sites = _kept(self._folder / ATTENDANCE)
         elif event_type == EventType.CLIENT_HEARTBEAT_PROCESSED:
             self._engine = fl_ctx.get_engine()
             if time.monotonic() - self._written >= EVERY:
@@ -91,9 +89,9 @@ class Attendance(FLComponent):
         if self._folder is None:
             return
         try:
-            write_atomic(private_folder(self._folder) / FILE, json.dumps(self._answer()).encode())
+            write_atomic(private_folder(self._folder) / ATTENDANCE, json.dumps(self._answer()).encode())
         except OSError as error:  # FLARE would log a traceback every ten seconds
-            self.logger.warning(f"{self._folder / FILE}: cannot be written ({error.strerror}); make room")
+            self.logger.warning(f"{self._folder / ATTENDANCE}: cannot be written ({error.strerror}); make room")
 
 
 def checked_facts(told: Any, now: float) -> Facts:
@@ -119,7 +117,7 @@ def _is_time(told: Any) -> bool:
 
 def read(kit: Path) -> Facts:
     """Return what the server's kit knows of its sites, from its file, on the server's machine. Raises ConfigError."""
-    path = kit / STATE / FILE
+    path = kit / STATE / ATTENDANCE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,10 @@ from consilium.federation.approval import check_approved
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.cross_site import former_run
 from consilium.federation.runs import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.federation.seals import FILE as SEALS
+from consilium.federation.seals import Seals
 from consilium.flare.late_sites import Arrivals
+from consilium.flare.revocation import read as read_revoked
 from consilium.flare.revocation import since
 from consilium.flare.simulator import OUTPUT, told
 from consilium.messages import Observer
@@ -149,10 +151,16 @@ def experiment(fl_ctx: FLContext, job: Job) -> str:
 
 
 def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
-    """Return what tells the sites whose credentials were revoked at this server from now on; see revocation.py."""
+    """Return a function that lists the names revoked at this server from now on; see revocation.py. Raises ConfigError."""
     if simulated():
         return set
-    return partial(since, Path(_workspace(fl_ctx).get_site_config_dir()), time.time())
+    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    return partial(since, local, read_revoked(local))
+
+
+def seals(fl_ctx: FLContext) -> Seals:
+    """Return the last seals of sites' privacy ledgers at this server; a simulation keeps none."""
+    return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
 
 
 def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:

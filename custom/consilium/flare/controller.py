@@ -77,7 +77,7 @@ class RoundController(Controller):
             if not context.simulated():
                 keep_inside(job.config, own)
             saved = former_state(job, context.former_server(fl_ctx, job))
-            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own)
+            self.coordinator = Coordinator(job, folder, observe, self.resume, aggregator.use(job), own, context.seals(fl_ctx))
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:

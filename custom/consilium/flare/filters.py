@@ -135,7 +135,9 @@ def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
     """Return the task that the guard makes of a message, which must be of the kind its name says."""
     if wire.reason_of(shareable) is not None:
         raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
-    if name in (Kind.HELLO, Kind.STATISTICS, Kind.MODEL):
+    if name == Kind.HELLO:
+        return guard.authorize(Kind.HELLO, wire.decode_ask(shareable), seal=wire.decode_seal(shareable))
+    if name in (Kind.STATISTICS, Kind.MODEL):
         return guard.authorize(Kind(name), wire.decode_ask(shareable, Kind(name).value))
     if name == Kind.MASKS:
         question, run = wire.decode_masks(shareable)

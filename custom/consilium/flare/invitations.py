@@ -40,7 +40,7 @@ class Invitations:
         with self._lock:
             waiting = {name: task for name, task in self.sent.items() if task.completion_status is None}
             names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
-            asks = {name: wire.encode_dict(wire.HELLO, {"run": coordinator.run}) for name in names}
+            asks = {name: wire.encode_hello(coordinator.run, coordinator.seals.of(name)) for name in names}
 
             def answer(name: str, result: Shareable) -> None:
                 try:

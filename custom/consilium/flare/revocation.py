@@ -7,10 +7,15 @@ process, `RoundController` in a job's, so that a running job goes on without the
 
 import json
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nvflare.lighter.utils import load_crt
+
 from consilium.errors import ConfigError
+from consilium.federation.runs import ATTENDANCE, STATE
 from consilium.report.clean import shown
 from consilium.storage import locked, note
 
@@ -24,7 +29,8 @@ COMPONENT = {"id": "revocation", "path": "consilium.flare.revocation_check.Revoc
 def revoke(name: str, kit: Path) -> str:
     """Refuse every credential of `name` made until now; return that time, in words. Raises ConfigError.
 
-    A name that is none of the project's is taken too: the server does not know all names.
+    A name that is none of the project's is taken too: the server does not know all names. Where this machine's clock is behind
+    a time that the kit has noted, that time counts: a certificate made before it would otherwise pass as a later one.
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
@@ -32,11 +38,19 @@ def revoke(name: str, kit: Path) -> str:
         raise ConfigError(f"{kit}: its server does not look at revocations; run `consilium allow KIT` and restart it first")
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
-    read(kit / "local")
-    now = time.time()
+    now = max(time.time(), *_passed(name, kit))
     with locked(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})
     return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _passed(name: str, kit: Path) -> Iterator[float]:
+    """Yield times that a server's kit has noted: its certificate's start, this name's last revocation, sites' heartbeats."""
+    yield load_crt(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
+    yield read(kit / "local").get(name, 0.0)
+    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):  # the server writes a damaged file anew
+        found = json.loads((kit / STATE / ATTENDANCE).read_text(encoding="utf-8"))["sites"]
+        yield from [float(one["last_seen"]) for one in found.values()]
 
 
 def read(local: Path) -> dict[str, float]:
@@ -50,9 +64,12 @@ def read(local: Path) -> dict[str, float]:
         raise ConfigError(f"{local / FILE}: cannot be read ({error}); restore it, until then nobody is let in") from None
 
 
-def since(local: Path, start: float) -> set[str]:
-    """Return the names revoked after `start`, seconds since 1970. Raises ConfigError."""
-    return {name for name, until in read(local).items() if until >= start}
+def since(local: Path, before: Mapping[str, float]) -> set[str]:
+    """Return the names whose revocation is another than in `before`, what `read` returned earlier. Raises ConfigError.
+
+    No time is compared: the clock may have been set back in between.
+    """
+    return {name for name, until in read(local).items() if before.get(name) != until}
 
 
 def is_checked(kit: Path) -> bool:

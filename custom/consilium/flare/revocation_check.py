@@ -1,9 +1,12 @@
 """What FLARE's server asks before it takes a credential: a certificate at a registration or a login, a token at a heartbeat, a
 session's token. FLARE 2.9 has no event that could refuse these, so its methods are wrapped, in this process only.
+
+A registration or session counts for the revocation that was in force when it was made. Times of this machine's clock are not
+compared: it may be set back between a registration and a revocation.
 """
 
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,16 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.fuel.hci.server.sess import SessionManager
+from nvflare.fuel.hci.server.sess import Session, SessionManager
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert, get_cn_from_cert
 
 from consilium.errors import ConfigError
 from consilium.flare.method_wrapper import wrap
 from consilium.flare.revocation import REFUSED, read
+
+SINCE = "consilium_revocation"
+"""In a session of FLARE's: until when its person's credentials were revoked at the login, None where they were not."""
 
 
 class RevocationCheck(FLComponent):
@@ -26,9 +32,10 @@ class RevocationCheck(FLComponent):
     def __init__(self) -> None:
         super().__init__()
         self._local: Path | None = None
-        self._verified: dict[str, float] = {}
+        self._verified: dict[str, float | None] = {}
         wrap(IdentityVerifier, "verify_common_name", self._certificate)
         wrap(ClientManager, "heartbeat", self._heartbeat)
+        wrap(SessionManager, "create_session", self._new_session)
         wrap(SessionManager, "get_session", self._session)
         wrap(SessionManager, "recreate_session", self._old_session)
 
@@ -55,7 +62,7 @@ class RevocationCheck(FLComponent):
             raise InvalidAsserterCert(str(error)) from None
         if until is not None and own.not_valid_before_utc.timestamp() <= until:
             raise InvalidAsserterCert(f"{name}: {REFUSED}")
-        self._verified[name] = time.time()
+        self._verified[name] = until
         return verified
 
     def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
@@ -79,23 +86,31 @@ class RevocationCheck(FLComponent):
             until = self.until(name)
         except ConfigError:
             return not registered
-        return until is not None and not (registered and self._verified.get(name, 0.0) > until)
+        return until is not None and not (registered and self._verified.get(name) == until)
 
-    def _session(self, get: Callable[..., Any], *args: Any) -> Any:
-        """Return a person's session, none that is older than the revocation."""
+    def _new_session(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
+        """Note the revocation in force at a login. With a list that cannot be read no certificate has passed before."""
+        found = create(*args, **given)
+        with suppress(ConfigError):
+            setattr(found, SINCE, self.until(found.user_name))
+        return found
+
+    def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
+        """Return a person's session, none that was made before the revocation in force."""
         found = get(*args)
-        return None if found and self._is_out(found.user_name, found.start_time > self._until(found.user_name)) else found
+        return found if found and self._stands(found) else None
 
-    def _until(self, name: str) -> float:
+    def _stands(self, session: Session) -> bool:
         try:
-            return self.until(name) or 0.0
+            until = self.until(session.user_name)
         except ConfigError:
-            return float("inf")
+            return False
+        return until is None or getattr(session, SINCE, None) == until
 
-    def _old_session(self, again: Callable[..., Any], manager: SessionManager, *args: Any) -> Any:
+    def _old_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
         """Have a revoked person log in anew: a session's token says nothing of the certificate that it came from."""
         found = again(manager, *args)
-        if self._until(found.user_name) > 0:
+        if not self._stands(found):
             manager.end_session_by_id(found.sess_id)
             raise ValueError(f"{found.user_name}: log in again")
         return found

@@ -17,12 +17,14 @@ from nvflare.fuel.utils import fobs
 
 from consilium.errors import Reason, RefusedError
 from consilium.flare import packing
-from consilium.messages import Kind, Payload, Tensors
+from consilium.messages import Kind, Payload, Tensors, is_hash
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
 KEY = "consilium"
 REASON = "consilium_reason"
+SEAL = "consilium_seal"
+"""The header of a hello with the last seal of the site's ledger."""
 HELD = "consilium_held"
 REFUSED = ReturnCode.EXECUTION_EXCEPTION
 """The one return code of every refusal: a choice of codes would tell more than the reason does."""
@@ -102,6 +104,24 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
         return payload, _text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
+
+
+def encode_hello(run: str, seal: str) -> Shareable:
+    """Return the question who a site is; `seal`: the last of its privacy ledger that the server has, "" for none.
+
+    The seal is a header, which sites of former versions do not read.
+    """
+    asked = encode_dict(HELLO, {"run": run})
+    if seal:
+        asked.set_header(SEAL, seal)
+    return asked
+
+
+def decode_seal(shareable: Shareable) -> str:
+    """Return the seal that came with a hello, "" for none. Raises RefusedError for what is none."""
+    if not is_hash(seal := shareable.get_header(SEAL, "")):
+        raise RefusedError(f"not a task {HELLO} of consilium: its seal is none", Reason.TASK)
+    return str(seal)
 
 
 def decode_ask(shareable: Shareable, key: str = HELLO) -> str:

@@ -80,11 +80,12 @@ class Guard(Answers):
 
     # what arrives ------------------------------------------------------------------------------------------------------
 
-    def authorize(self, kind: Kind, run: str, payload: Payload | None = None) -> Task:
+    def authorize(self, kind: Kind, run: str, payload: Payload | None = None, seal: str = "") -> Task:
         """Return the task to run, before the site sees anything of it. It can be answered once; a newer one ends it.
 
-        Admits the job first. Raises RefusedError for a run, round or phase that the job does not have, by policy, and when the
-        budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
+        Admits the job first. `seal`: the last of the site's ledger that the server has, which comes with a hello; "" for none.
+        Raises RefusedError for a run, round or phase that the job does not have, by policy, for a ledger that lacks rows, and
+        when the budget is used up. Record-level DP writes its ledger row here, because training itself is the cost.
         """
         self.end_task()
         own = places.own_run(self.name, run, self._digest, self.job_id)
@@ -93,6 +94,7 @@ class Guard(Answers):
         places.check_place(self.name, self.config, self.strategy, task, self.test_only)
         if task.run != self._admitted:
             self._admit(task.run)
+        recovery.check_seal(self.records, self.ledger, seal)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
             statistics.check_question(self.records, self.dataset, self.config, self.listed)

@@ -1,15 +1,16 @@
 """A lost or altered ledger: it stops every job, until the administrator has looked at it and said so on record.
 
 The records of what left (audit.jsonl) hold the ledger's last seal at every message. A seal that the ledger does not know means
-that rows are gone. Whoever can rewrite the ledger and all records can hide that; the seals in jobs' results at the server are
-beyond their reach.
+that rows are gone. A site cannot detect that ledger and records were restored together from an older state. The server keeps
+the last seal of each site and sends it with the next hello. A server that sends a wrong one keeps the site out, which it can in
+any case.
 """
 
 import getpass
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ def check(records: Path, ledger: Ledger) -> None:
         )
 
 
+def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
+    """Raise RefusedError if the ledger lacks the `seal` that the server has had of it, and nobody has accepted that."""
+    if seal and seal not in {*ledger.seals(), *accepted(records)}:
+        raise RefusedError(
+            f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "
+            "older, or others; nothing was sent; restore the newest, or run `consilium privacy accept KIT "
+            f"--seal {seal} --reason TEXT` to go on without what is lost",
+            Reason.LEDGER,
+        )
+
+
 def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
     """Raise RefusedError where the ledger knows data by their list's path, `listed`: under a name they would begin anew."""
     if listed and listed != dataset and ledger.entries(listed):
@@ -40,17 +52,18 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
         raise RefusedError(f"{who}: {what}; {remedy}", Reason.LEDGER, "the ledger has rows of the data list under its path")
 
 
-def accept(records: Path, ledger: Ledger, reason: str) -> dict[str, Any]:
+def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = ()) -> dict[str, Any]:
     """Let the ledger count as it stands, and put that on record in `records`/audit.jsonl; return the record's values.
 
-    The file as it was is kept beside it. One that is no ledger at all is replaced by an empty one.
+    `told`: seals that the server has received and no record here knows. The file as it was is kept beside it. One that is no
+    ledger at all is replaced by an empty one.
     """
     stamp = _stamp(records, ledger)
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)
     if ledger.path.is_file():
         shutil.copy2(ledger.path, copy)
     changed = _reseal(ledger)
-    lost = sorted({seal for _, seal in _lost(records, ledger)})
+    lost = sorted({seal for _, seal in _lost(records, ledger)} | (set(told) - {*ledger.seals()}))
     said = {"kind": ACCEPTANCE, "by": getpass.getuser(), "reason": reason, "rows": len(ledger.seals()), "lost": lost}
     said |= {
         "rows_with_new_seals": changed,

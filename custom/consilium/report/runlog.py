@@ -28,7 +28,11 @@ from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
 LOCK = ".run.lock"
 MEANS = "(mean of sites)"
 """The folder of means over sites in TensorBoard; no site can have this name."""
-PACKAGES = ("consilium", "nvflare", "torch", "monai", "peft", "segment-anything", "safetensors", "numpy")
+PACKAGES = (
+    "consilium", "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
+)  # fmt: skip
+VERSIONS, THEN = "versions.json", ", then "
+"""The file of versions, and what stands between two versions of a package in a run that was resumed with another."""
 
 
 class RunLog:
@@ -57,25 +61,34 @@ class RunLog:
         self._config = config
         self._tracker, self._finished = track() if track else None, False
 
-    def resumed(self, state: ServerState) -> None:
-        """Mark where a run goes on: what stands above of this phase or later ones happens again below."""
+    def resumed(self, state: ServerState) -> list[str]:
+        """Mark where a run goes on: what stands above of this phase or later ones happens again below.
+
+        Return a line for each package, and for the strategy's code, that is another than before.
+        """
         for event in read_lines(self.folder / "metrics.jsonl"):
             if event["event"] == "figure" and event["round"] < state.round:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and (event["round"], event["phase"]) < (state.round, state.phase):
                 self._curves.append(event["values"])
         self._line({"event": "resumed", "round": state.round, "phase": state.phase})
-        self._describe()
+        return self._describe()
 
     def started(self, state: ServerState, sites: list[str]) -> None:
         """Record that a phase begins, and who is asked."""
         self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
 
-    def _describe(self) -> None:
-        """Write job.yaml and versions.json: not before the run goes on, so that one refused leaves another's as they are."""
+    def _describe(self) -> list[str]:
+        """Write job.yaml and versions.json: not before the run goes on, so that one refused leaves another's as they are.
+
+        A version that has changed since the run began stays beside the new one: both made its numbers. Return those changes.
+        """
         write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
         found = versions() | self._config.packages | {"code": code_of(self._config)}
-        write_atomic(self.folder / "versions.json", json.dumps(found, indent=1).encode())
+        before = {name: told for name, told in _read_versions(self.folder / VERSIONS).items() if name in found}
+        changed = {name: f"{told}{THEN}{found[name]}" for name, told in before.items() if told.split(THEN)[-1] != found[name]}
+        write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
+        return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
 
     def trains(self, strategy: Strategy, initial: Tensors) -> None:
         """Record how many parameters travel, stay at a site and do not train: a new run begins."""
@@ -270,6 +283,15 @@ def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
 def payload_bytes(tensors: Tensors) -> int:
     """Return the bytes of the tensors' own values."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _read_versions(path: Path) -> dict[str, str]:
+    """Return what a versions.json says; {} where there is none or it cannot be read: no number depends on it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:
