@@ -33,6 +33,7 @@ from consilium.privacy import recovery
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.secagg.sum_ledger import check_whole
 
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
@@ -192,6 +193,7 @@ def _site(kit: Path) -> Iterator[Finding]:
         site = load_site(file)
         yield checked("approval", lambda: _approval(site, kit / "local"))
         yield checked("privacy ledger", lambda: _ledger(site, kit))
+        yield checked("ledger of sums", lambda: _sums(site, kit))
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
@@ -204,6 +206,11 @@ def _ledger(site: SiteConfig, kit: Path) -> str:
     ledger = Ledger(site.privacy.ledger_in(root))
     recovery.check(root, ledger)
     return f"{len(ledger.seals())} rows, all that the records of what left know of"
+
+
+def _sums(site: SiteConfig, kit: Path) -> str:
+    """Return what the ledger of sums holds. Raises RefusedError where lines are lost: no job without noise would run masked."""
+    return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
 def _describe(site: SiteConfig) -> str:
