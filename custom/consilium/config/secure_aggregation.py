@@ -21,7 +21,8 @@ class SecureAggregationConfig(Section):
     """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only.
 
     `threshold`: how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. Needed are
-    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites.
+    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites. Without noise all of
+    them must send an update, and no sums, of whatever runs, may show fewer than `threshold` hospitals together.
     """
 
     threshold: Annotated[int, Field(ge=2, le=10_000)] | None = None

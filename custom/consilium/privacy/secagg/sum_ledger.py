@@ -12,9 +12,11 @@ ledger of them. Of both the data and the layers are not known: they count for al
 Sums count together where they are of the same data and have a layer in common. Data are the same by the name that the privacy
 ledger has for them, or by their list's path; all generated data are one. A layer is known by its name in the model, whatever
 the kind, rank or values of its adapter: the first step of a LoRA's B is the layer's gradient times a known matrix, so sums of
-rank 7 take those of rank 8 apart. What they show together must hold the threshold of the new sum, or of an earlier one where
-that is larger, up to as many hospitals as the new sum has. Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against
-whoever issues certificates. The same weights under other names of layers, in another kind of model, are not recognized.
+rank 7 take those of rank 8 apart. What sums show together must hold the threshold of the new one, or of an earlier one where
+that is larger, up to as many hospitals as the new sum has.
+
+Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against whoever issues certificates. The same
+weights under other names of layers, in another kind of model, are not recognized.
 """
 
 import getpass
