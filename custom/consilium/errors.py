@@ -17,6 +17,7 @@ class Reason(StrEnum):
     LEDGER = "ledger"
     DATA = "data"
     DATASET = "dataset"
+    SUMS = "sums"
     STATISTICS = "statistics"
     MODEL = "model"
     CHECKPOINT = "checkpoint"
@@ -40,6 +41,7 @@ _TEXTS = {
     Reason.LEDGER: "the site's privacy ledger or record cannot be used",
     Reason.DATA: "the site's data cannot be read",
     Reason.DATASET: "the site has no data set as the job names it, or the job names none of several",
+    Reason.SUMS: "the site's data were in sums of other hospitals before, without noise",
     Reason.STATISTICS: "the site gives no statistics to this job",
     Reason.MODEL: "the site hands out no personalized model",
     Reason.CHECKPOINT: "the site's base weights or saved state cannot be used",

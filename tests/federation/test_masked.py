@@ -37,6 +37,10 @@ NAMES = ["site-1", "site-2", "site-3", "site-4"]
 SUMS = sorted(n for n in STRATEGIES if STRATEGIES[n].needs == "sums" and not STRATEGIES[n].pools_data)
 
 
+NOISE: dict[str, Any] = {"privacy": {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}}
+"""With noise of each site's own, sums may lack a site; by `noise_seed` it is the same with and without masks."""
+
+
 class Killed(Exception):
     """A process ends here."""
 
@@ -152,12 +156,13 @@ Plain = Callable[..., Coordinator]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, identities: Path) -> Plain:
-    """Return what runs FedIT without masks, once for all tests; `gone`: without site-1 in round 0."""
+    """Return what runs FedIT without masks, once for all tests; `gone`: without site-1 in round 0; `noise`: each site's own."""
 
     @cache
-    def run(gone: bool = False) -> Coordinator:
+    def run(gone: bool = False, noise: bool = False) -> Coordinator:
         lost: Lost = {"site-1": {(0, "train")}} if gone else {}
-        return Federation(job_of(), tmp_path_factory.mktemp("plain"), identities, lost).run()
+        job = job_of(**NOISE if noise else {})
+        return Federation(job, tmp_path_factory.mktemp("plain"), identities, lost).run()
 
     return run
 
@@ -216,9 +221,37 @@ def test_a_site_that_is_lost_before_a_message_counts_if_its_update_came(
     step: str, tmp_path: Path, identities: Path, plain: Plain
 ) -> None:
     """In round 0 site-1 is lost there, and is back in round 1. Plain: it answers, or does not."""
-    masked = Federation(job_of(secure={}), tmp_path / "masked", identities, {"site-1": {(0, step)}}).run()
-    assert same_state(masked, plain(gone=step in ("prepare", "train")))
+    masked = Federation(job_of(secure={}, **NOISE), tmp_path / "masked", identities, {"site-1": {(0, step)}}).run()
+    assert same_state(masked, plain(gone=step in ("prepare", "train"), noise=True))
     assert not list((tmp_path / "masked/server/masks").glob("*-*-*"))
+
+
+@pytest.mark.parametrize("round", [0, 1])
+@pytest.mark.parametrize("step", ["prepare", "train"])
+def test_without_noise_a_site_that_is_away_for_a_day_is_waited_for(
+    step: str, round: int, tmp_path: Path, identities: Path, plain: Plain
+) -> None:
+    """A sum without site-1 beside one with it would be its update. Masks of the day are cancelled where there are any."""
+    what = r"3 of 4 sites have prepared, a sum needs 4 \(all that are asked, without noise; site-1 not yet\); .* resume the run"
+    lost: Lost = {"site-1": {(round, step), (round, "prepare")} if step == "prepare" else {(round, "train")}}
+    with pytest.raises(ConsiliumError, match=what if step == "prepare" else "too few sites stay to the end of a phase"):
+        Federation(job_of(secure={}), tmp_path / "masked", identities, lost).run()
+    again = Federation(job_of(secure={}), tmp_path / "masked", identities, joined=round == 1)
+    assert same_state(again.run(resume=True), plain())
+
+
+def test_without_noise_who_comes_after_the_first_round_takes_no_part(tmp_path: Path, identities: Path, plain: Plain) -> None:
+    late = Federation(job_of(secure={}), tmp_path / "late", identities)
+    newcomer = late.members.pop("site-1")
+    coordinator, rounds = late.server()
+    run_phase(coordinator, late.members, None, rounds)
+    coordinator.welcome(newcomer.hello(coordinator.run))
+    late.members["site-1"] = newcomer
+    run_phase(coordinator, late.members, None, rounds)
+    three = Federation(job_of(), tmp_path / "three", identities)
+    del three.members["site-1"]
+    assert same_state(coordinator, three.run())
+    assert any("site-1 came after the run's first round" in str(event.get("reason")) for event in late.events)
 
 
 def test_too_few_at_the_end_stop_the_run_until_they_return(tmp_path: Path, identities: Path, plain: Plain) -> None:
@@ -250,7 +283,7 @@ def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
     coordinator.close()
     shutil.rmtree(home / "server")
     shutil.move(kept, home / "server")
-    what = "too few sites are left to open" if prepared else r"0 of 4 sites have prepared, a sum needs 3 \(threshold 3 of 4\)"
+    what = "too few sites are left to open" if prepared else "0 of 4 sites have prepared, a sum needs 4"
     with pytest.raises(ConsiliumError, match=f"{what}.*; 4 of 4 sites say `task`.*bring the newer checkpoint back") as error:
         Federation(federation.job, home, identities, joined=True).run(resume=True)
     assert "resume the run" not in str(error.value)
@@ -377,7 +410,8 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
         member.masks(coordinator.run, {"step": "confirm", "round": 0, "phase": 0, "attempt": 0, "survivors": NAMES})
     lines = [json.loads(x) for x in next((tmp_path / "sites/site-1").glob("*/audit.jsonl")).read_text().splitlines()]
     updates = [line for line in lines if line["kind"] == "update"]
-    assert [line["masked"] for line in updates] == [{"asked": 4, "threshold": 3, "least": 3, "colluders": 1}] * 2
+    terms = {"asked": 4, "threshold": 3, "least": 4, "colluders": 1}
+    assert [line["masked"] for line in updates] == [terms | {"sites": NAMES}] * 2
     assert [line["step"] for line in lines if line["kind"] == "masks"] == ["hello", *["prepare", "confirm", "reveal"] * 2]
     assert lines[-1]["kind"] == "refusal"
     assert "is none that this site is in" in lines[-1]["what"]
@@ -394,7 +428,8 @@ def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, ident
         federation.members["site-1"].masks(coordinator.run, {"step": "hello"})
     (home.parent / "state.safetensors").unlink()
     assert federation.members["site-1"].masks(coordinator.run, {"step": "hello"})  # a new key, which is not in the roster
-    run_phase(coordinator, federation.members, None, rounds)
+    with pytest.raises(ConsiliumError, match="3 of 4 sites have prepared, a sum needs 4"):
+        run_phase(coordinator, federation.members, None, rounds)
     refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
     assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
 
@@ -471,7 +506,8 @@ def test_what_a_masked_update_costs_is_eight_bytes_a_number_and_one_for_the_weig
 def test_a_weight_or_noise_that_sums_have_no_room_for_is_refused_with_the_remedy(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path / "weight", identities)
     federation.members["site-1"].guard.num_samples = 65_537
-    federation.run()
+    with pytest.raises(ConsiliumError, match="too few sites stay to the end of a phase"):
+        federation.run()
     reasons = [e["reason"] for e in federation.events if e["event"] == "refused"]
     assert reasons[0].startswith(
         "secure aggregation: a weight of 65537 where sums have room for 1 to 65536; set federation.max"

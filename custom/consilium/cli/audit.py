@@ -102,8 +102,11 @@ def _without_noise(left: list[dict[str, Any]]) -> str:
     """Return what protects the tensors that left, where no noise does."""
     if not left:
         return "no update and no model left"
-    masked = all("masked" in message for message in left)
-    return "no noise; updates left under masks, read by nobody alone" if masked else "none; updates left as trained"
+    if not all("masked" in message for message in left):
+        return "none; updates left as trained"
+    sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+    named = "; summed with: " + " | ".join(cell(", ".join(one)) for one in sets) if sets else ""
+    return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"
 
 
 def _row(message: dict[str, Any]) -> str:

@@ -36,17 +36,19 @@ def cost(
 ) -> None:
     """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
     from consilium.federation.build import assemble_job
-    from consilium.federation.cost import adapters, whole_run
+    from consilium.federation.cost import adapters, what_masks_hide, whole_run
     from consilium.federation.cost import compare as costs_of
     from consilium.federation.trained import trained_set
 
     config, source = load(job, override or [])
+    hides = what_masks_hide(config)
     ready = assemble_job(config, source)
     costs, bottlenecks, trained = costs_of(ready), adapters(ready), trained_set(config.adapter, ready.initial)
     whole, computes = whole_run(ready, costs[0], sites), _computes(ready, sites, samples, tested)
     if format is Format.JSON:
         hours = {"gpu_hours": gpu_hours(computes["run"], tflops), "tflops": tflops} if "run" in computes else {}
         own = {"trained_set": trained, **(bottlenecks or {}), "bytes": whole, "flops": computes, **hours}
+        own |= {"masks": hides} if hides else {}
         print(json.dumps([c.to_dict() | (own if i == 0 else {}) for i, c in enumerate(costs)], indent=1))
         return
     typer.echo(f"trains: {trained}")
@@ -67,6 +69,8 @@ def cost(
         f"{mib['run']} at {number_of(sites, 'site')}"
     )
     _tell_hours(computes, sites, tflops)
+    if hides:
+        typer.echo(f"* {hides}")
     if bottlenecks:
         typer.echo(
             f"* as FedSCA's Table 3 counts (all that trains, one way, decoder included): {mib['one_way']}, over {k} adapters "

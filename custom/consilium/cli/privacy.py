@@ -1,4 +1,4 @@
-"""The commands `consilium privacy ledger` and `accept`; `plan`, `attack` and `invert` have files of their own."""
+"""The commands `consilium privacy ledger`, `sums` and `accept`; `plan`, `attack` and `invert` have files of their own."""
 
 import json
 import math
@@ -59,15 +59,61 @@ def ledger(
 
 
 @app.command()
+def sums(
+    where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
+    allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
+    reason: Annotated[str, typer.Option(help="with --allow: why, for the record")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Show with which hospitals this site's data were summed under masks and without noise, or allow another set of them.
+
+    A server that has sums over two sets of hospitals can subtract them. A sum over another set than before is refused where
+    that would show too few hospitals. To allow one shows the server, in the worst case, the update of each that the sets
+    differ in.
+    """
+    from consilium.privacy.secagg import sum_ledger
+
+    root, _, _ = _site(where)
+    if allow:
+        if not reason.strip():
+            raise ConfigError("--reason: empty; say why this sum may show what it shows")
+        sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
+    sum_ledger.check_whole(root)
+    found = sum_ledger.read(root / sum_ledger.FILE)
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for one in found:
+        console.print(line(_sum_line(one), limit=2000))
+    if not found:
+        console.print("no sum under masks and without noise has been joined here")
+
+
+def _sum_line(one: dict[str, Any]) -> str:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"]))
+    if "sites" not in one:
+        return f"{stamp}  {one['kind']}: {len(one['lost'])} lines were lost"
+    named = f"{stamp}  {one['kind']}: {', '.join(one['sites'])}"
+    if "reason" in one:
+        return f"{named}; by {one['by']}: {one['reason']}"
+    return f"{named}; data {', '.join(one['data'])}; {len(one['layers'])} layers; {one['job']} {one['run']}"
+
+
+@app.command()
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
     seal: Annotated[list[str] | None, typer.Option(help="one that the server has had and the ledger lacks; repeat")] = None,
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Go on with a privacy ledger that was lost or altered, as it stands now. Puts reason, user and seals on record."""
+    """Go on with a privacy ledger or a ledger of sums that was lost or altered, as it stands now.
+
+    Puts reason, user and seals on record. Hospitals that lost lines of sums named are read from the records of what left.
+    """
     from consilium.privacy.ledger import Ledger
     from consilium.privacy.recovery import accept as go_on
+    from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")
@@ -80,6 +126,9 @@ def accept(
     else:
         kept = f"; as it was: {said['kept']}" if said["kept"] else ""
         typer.echo(f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}")
+        if said["lost_sums"] or said["sums_set_aside"]:
+            aside = f"; as it was: {said['sums_set_aside']}" if said["sums_set_aside"] else ""
+            typer.echo(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
 
 
 def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
-from consilium.schema import Positive, Section, read_fingerprint
+from consilium.schema import SMALLEST_NOISE, Positive, Section, read_fingerprint
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
@@ -21,7 +21,8 @@ class SecureAggregationConfig(Section):
     """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only.
 
     `threshold`: how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. Needed are
-    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites.
+    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites. Without noise all of
+    them must send an update, and no sums, of whatever runs, may show fewer than `threshold` hospitals together.
     """
 
     threshold: Annotated[int, Field(ge=2, le=10_000)] | None = None
@@ -59,12 +60,25 @@ def check_masked(job: "JobConfig") -> None:
         raise ValueError(
             "federation.weighting: 'samples': with privacy and secure_aggregation every site weighs 1; use uniform"
         )
-    if job.privacy is None and job.federation.fraction_train < 1:
+    if without_noise(job) and job.federation.fraction_train < 1:
         what = "sums over other sites in other rounds would show single ones"
         raise ValueError(f"federation.fraction_train: {job.federation.fraction_train}: without privacy {what}; use 1")
     if job.federation.max_weight is not None and job.federation.max_weight > MOST_WEIGHT:
         what = f"over the {MOST_WEIGHT} that secure_aggregation has room for"
         raise ValueError(f"federation.max_weight: {job.federation.max_weight}: {what}; lower it")
+
+
+def without_noise(job: "JobConfig") -> bool:
+    """Tell whether the masked sums of a job come to the server without noise: then only the same hospitals may be summed again.
+
+    A trusted server adds its noise later. The paper's calibration keeps no epsilon that means anything.
+    """
+    privacy = job.privacy
+    if job.secure_aggregation is None:
+        return False
+    if privacy is None or privacy.trust == "central" or privacy.calibration == "paper":
+        return True
+    return privacy.noise_multiplier is not None and privacy.noise_multiplier < SMALLEST_NOISE
 
 
 def most_weight(job: "JobConfig") -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.adapters.names import trained_layers
 from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
@@ -30,6 +31,7 @@ from consilium.models.stored import QUANTIZED, require_stored, store
 from consilium.privacy.guard import Guard
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
 from consilium.privacy.statistics import Terms
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
@@ -194,6 +196,7 @@ def build_guard(
     `data`: what the site trains on, which the plan must count; by default it is read here.
     """
     data = data or site_data(job.config, name, site, folder, root)
+    patients, own = patients_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
     shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
     return Guard(
         name,
@@ -202,11 +205,14 @@ def build_guard(
         allowed_metrics(metric_names(job.config)),
         site.privacy,
         shares,
-        patients_of(job.config, name, site, data),
+        patients,
         units_of(job.config, data),
         folder,
         root,
         Ledger(site.privacy.ledger_in(root)),
+        SumLedger(
+            root, (patients, str(data.path.resolve())) if own else (GENERATED,), trained_layers(job.initial), job.config.title
+        ),
         observer,
         job_id,
         str(data.path) if site.datasets else "",

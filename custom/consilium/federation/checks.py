@@ -254,6 +254,9 @@ def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
             told.append(f"{lost} of {len(asked)} sites say `ledger`: their record of this run cannot be used")
             steps.append("mend what their logs name; a site whose state of this run is lost stays out: then begin a new run")
         return f"{', '.join(told)}, and the others are too few; {'; '.join(steps)}"
+    if summed := list(reasons.values()).count(Reason.SUMS.text):
+        what = f"{summed} of {len(asked)} sites say `sums`: with earlier sums this one would show too few hospitals"
+        return f"{what}; begin a new run with the hospitals of earlier ones, or with `privacy:`; their logs say what else helps"
     if set(reasons.values()) == {Reason.JOB.text}:
         what = "where a log names a site's own settings, mend them and resume the run"
         return f"every refusal is `job`: {what}; else change the job and begin a new one"

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from consilium.adapters.names import bottleneck_count, bottleneck_position, is_part
+from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import without_noise
 from consilium.errors import ConfigError
 from consilium.federation.build import Job
 from consilium.messages import SiteInfo, Tensors
@@ -70,6 +72,18 @@ def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
     once = moved(job, own, rounds, 1)
     found = {"trained": trained, "run_site": once, "run": sites * once, "one_way": rounds * trained}
     return found | {"one_way_each": rounds * trained / max(bottleneck_count(job.initial), 1)}
+
+
+def what_masks_hide(config: JobConfig) -> str:
+    """Return what the masks of a job hide, and for how long; "" where it has none."""
+    if config.secure_aggregation is None:
+        return ""
+    if without_noise(config):
+        return (
+            "masks without noise hide a site's update within this run; over many runs only noise protects (privacy:), and "
+            "sites refuse sums of other hospitals than before"
+        )
+    return "masks hide a site's update within this run; over many runs its noise does, as far as the ledger's epsilon says"
 
 
 def moved(job: Job, own: Cost, parts: int, sites: int) -> int:

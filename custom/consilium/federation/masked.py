@@ -11,6 +11,7 @@ from typing import Any
 
 from cryptography import x509
 
+from consilium.config.secure_aggregation import without_noise
 from consilium.errors import ConsiliumError
 from consilium.federation.aggregate import RoundAggregate
 from consilium.federation.build import Job
@@ -85,6 +86,7 @@ class MaskedRounds:
         self.coordinator, config = coordinator, coordinator.job.config
         run = f"{coordinator.run}.{config.digest[:16]}"  # as the guards name it
         self._away: set[str] = set()
+        self.bare = without_noise(config)
         self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
 
     def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
@@ -102,9 +104,18 @@ class MaskedRounds:
             self._part()
 
     def _meet(self, ask: Ask) -> None:
-        """Ask sites that are new for their keys; without one a site takes no part, and is invited again later."""
+        """Ask sites that are new for their keys; without one a site takes no part, and is invited again later.
+
+        Without noise nobody is new once masks were asked for: another set of hospitals would show who is new.
+        """
         c, roster = self.coordinator, self.collector.roster
         new = [name for name in sorted(c.trainers) if name not in roster]
+        if self.bare and self.collector.has_begun:
+            for name in new:
+                what = "came after the run's first round, and without noise all its sums are of the same hospitals"
+                c.refuse(name, f"{name} {what}; begin a new run, see the privacy page on sums over several runs", joining=True)
+                del c.sites[name]
+            return
         question = self.collector.hello_question()
         ask(Kind.MASKS, dict.fromkeys(new, question), self.collector.admit, lambda: len(roster) >= c.quorum)
         for name in new:
@@ -117,7 +128,7 @@ class MaskedRounds:
         attempt = self.collector.stored(c.state.round, c.state.phase)
         if attempt is None:
             asked = set(c.start())
-            cohort = asked if c.job.config.privacy is not None else set(self.collector.roster)
+            cohort = set(self.collector.roster) if self.bare else asked
             attempt = self.collector.begin(c.state.round, c.state.phase, cohort)
             return attempt, c.sent
         self._away = {n for n in attempt.cohort if n not in c.sites and attempt.masked(n)}  # their updates are here

@@ -34,6 +34,7 @@ from consilium.privacy.composition import VOID
 from consilium.privacy.ledger import Ledger
 from consilium.privacy.secagg.certificates import fingerprint
 from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.secagg.sum_ledger import check_whole
 
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
@@ -193,6 +194,7 @@ def _site(kit: Path) -> Iterator[Finding]:
         site = load_site(file)
         yield checked("approval", lambda: _approval(site, kit / "local"))
         yield checked("privacy ledger", lambda: _ledger(site, kit))
+        yield checked("ledger of sums", lambda: _sums(site, kit))
         yield from examine_datasets(site)
         yield from examine_checkpoints(site)
     yield examine_device(site, _promised_gpus(kit))
@@ -211,6 +213,11 @@ def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
     jobs = ", ".join(sorted({entry.job for entry in void}))
     advice = f"{len(void)} rows (jobs {jobs}) are {VOID}. They still count. Treat what these jobs released as without noise"
     return Finding("privacy ledger", found, advice=advice)
+
+
+def _sums(site: SiteConfig, kit: Path) -> str:
+    """Return what the ledger of sums holds. Raises RefusedError where lines are lost: no job without noise would run masked."""
+    return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
 def _describe(site: SiteConfig) -> str:

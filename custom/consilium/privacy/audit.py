@@ -126,6 +126,19 @@ def verified(path: Path) -> Line:
     return {"file": str(path), "seal": before, "broken_line": broken, "messages": [x for x in lines if x]}
 
 
+def lines(path: Path) -> list[Line]:
+    """Return the lines of a record. Raises RefusedError for a damaged one: it may be the one that knows."""
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        found = [None]
+    if not all(isinstance(line, dict) and isinstance(line.get("ledger", ""), str) for line in found):
+        raise RefusedError(
+            f"{path}: a line is damaged; nothing was sent; look at it, or run `consilium privacy accept`", Reason.LEDGER
+        )
+    return found
+
+
 def read(path: Path) -> Line:
     """Return what `verified` does, with epsilon after each message that cost any."""
     found, spent = verified(path), dict[tuple[int, int, int], GaussianEvent]()

@@ -23,6 +23,7 @@ from consilium.privacy.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.release import check_complete, check_upload, geometries, privatized, sent_as_sums, source
 from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.privacy.secagg.terms import Terms
 from consilium.storage import locked, note, room_for
 from consilium.strategies.strategy import Strategy
@@ -52,6 +53,7 @@ class Guard(Answers):
     folder: Path
     records: Path
     ledger: Ledger
+    sums: SumLedger
     observer: Callable[[Mapping[str, Any]], None]
     job_id: str = ""
     listed: str = ""
@@ -71,6 +73,7 @@ class Guard(Answers):
         self._attempt = ""  # the run's name in the ledger, for the task that is asked
         self._records: dict[Path, audit.Record] = {}
         self._terms: Terms | None = None
+        self._summed: dict[str, Any] = {}
 
     @property
     def shown_samples(self) -> int:

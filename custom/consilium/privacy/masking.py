@@ -8,6 +8,7 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.config.secure_aggregation import without_noise
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Kind, Payload, Tensors
 from consilium.privacy import audit, places
@@ -20,6 +21,7 @@ from consilium.privacy.secagg.attempt import MASKED
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.party import Party
 from consilium.privacy.secagg.record import FILE, SiteRecord
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
 from consilium.privacy.secagg.terms import Message, Terms, read_place
 from consilium.strategies.strategy import Strategy
 
@@ -42,6 +44,7 @@ class Masking:
     strategy: Strategy
     policy: HospitalPrivacyPolicy
     folder: Path
+    records: Path
     ledger: Ledger
     job_id: str
     plan: Plan | None
@@ -51,6 +54,13 @@ class Masking:
     _records: dict[Path, audit.Record]
     _terms: Terms | None
     _digest: str
+    sums: SumLedger
+    _summed: dict[str, Any]
+
+    @property
+    def _bare(self) -> bool:
+        """Whether the sums of this job reach the server without noise."""
+        return without_noise(self.config)
 
     @property
     def masks(self) -> bool:
@@ -111,6 +121,8 @@ class Masking:
         section = self.config.secure_aggregation
         if section is None:
             return
+        if self._bare:
+            check_whole(self.records)
         if self.identity is None:
             raise RefusedError(f"{self.name}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
         if section.colluders < self.identity.asks.min_colluders:
@@ -130,7 +142,7 @@ class Masking:
         if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
             what = "this site has trained in this run, and its record of masks is lost"
             raise RefusedError(f"{home / FOLDER}: {what}; it cannot take part in it again; nothing was sent", Reason.LEDGER)
-        return Party(self.identity, self.config, run, SiteRecord(home / FOLDER))
+        return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), self.sums if self._bare else None)
 
     def _masked(self, task: Task, released: Payload, weight: int) -> Payload:
         """Return an update under masks, its one tensor; integers on the grid, as discrete noise makes them, stay as they are.
@@ -142,14 +154,19 @@ class Masking:
         if found != expected or released.scalars:
             raise RefusedError(f"{self.name}: not the tensors of this phase, or numbers beside them; nothing was sent")
         integers = quantize(released.tensors)
-        words = self._party(task.run).mask(read_place(task.payload.masking), integers, weight)
+        party = self._party(task.run)
+        words = party.mask(read_place(task.payload.masking), integers, weight)
+        self._summed = party.summed
         metrics = {} if self.plan else released.metrics
         return replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
 
     @property
     def _masks_said(self) -> dict[str, Any]:
-        """What the record says of the masks of an update."""
-        return {"masked": asdict(self._terms)} if self._terms is not None else {}
+        """What the record says of the masks of an update; without noise also whom it is summed with."""
+        if self._terms is None:
+            return {}
+        named = {"sites": self._summed["sites"]} if self._summed else {}
+        return {"masked": asdict(self._terms) | named} | ({SEAL: self._summed[SEAL]} if self._summed else {})
 
     def _end_masks(self, task: Task) -> None:
         """Forget the run's keys at its last evaluation: from then on no sum of it can be asked for."""

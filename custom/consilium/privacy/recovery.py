@@ -1,4 +1,4 @@
-"""A lost or altered ledger: it stops every job, until the administrator has looked at it and said so on record.
+"""A lost or altered ledger, of privacy or of sums: it stops jobs, until the administrator has looked and said so on record.
 
 The records of what left (audit.jsonl) hold the ledger's last seal at every message. A seal that the ledger does not know means
 that rows are gone. A site cannot detect that ledger and records were restored together from an older state. The server keeps
@@ -7,7 +7,6 @@ any case.
 """
 
 import getpass
-import json
 import shutil
 import time
 from collections.abc import Collection, Iterator
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from consilium.errors import Reason, RefusedError
-from consilium.privacy.audit import FILE, Record
+from consilium.privacy.audit import FILE, Record, lines
 from consilium.privacy.ledger import Ledger
+from consilium.privacy.secagg import sum_ledger
 
 ACCEPTANCE = "acceptance"
 
@@ -53,10 +53,10 @@ def check_name(who: str, dataset: str, listed: str, ledger: Ledger) -> None:
 
 
 def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = ()) -> dict[str, Any]:
-    """Let the ledger count as it stands, and put that on record in `records`/audit.jsonl; return the record's values.
+    """Let both ledgers count as they stand, and put that on record in `records`/audit.jsonl; return the record's values.
 
-    `told`: seals that the server has received and no record here knows. The file as it was is kept beside it. One that is no
-    ledger at all is replaced by an empty one.
+    `told`: seals that the server has received and no record here knows. The files as they were are kept beside them. One that
+    is no ledger at all is replaced by an empty one.
     """
     stamp = _stamp(records, ledger)
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)
@@ -70,6 +70,7 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
         "kept": str(copy) if copy.is_file() else None,
         "records_set_aside": aside,
         "ledger": ledger.seal(),
+        **sum_ledger.accept(records, stamp),
     }
     Record(records / FILE).add(said, again=True)
     return said
@@ -78,9 +79,15 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
 def _stamp(records: Path, ledger: Ledger) -> str:
     """Return the time in UTC as the end of a file's name, with a number where files of another acceptance have it."""
     now = time.strftime("%Y%m%d-%H%M%SZ", time.gmtime())
-    taken = {path.name for path in (*records.rglob(f"{FILE}.*"), *ledger.path.parent.glob(f"{ledger.path.name}.*"))}
+    files = (
+        *records.rglob(f"{FILE}.*"),
+        *records.glob(f"{sum_ledger.FILE}.*"),
+        *ledger.path.parent.glob(f"{ledger.path.name}.*"),
+    )
+    taken = {path.name for path in files}
     names = (now if number == 1 else f"{now}-{number}" for number in count(1))
-    return next(name for name in names if not taken & {f"{FILE}.{name}", f"{ledger.path.name}.{name}"})
+    kinds = FILE, sum_ledger.FILE, ledger.path.name
+    return next(name for name in names if not taken & {f"{kind}.{name}" for kind in kinds})
 
 
 def _reseal(ledger: Ledger) -> int:
@@ -97,27 +104,14 @@ def _lost(records: Path, ledger: Ledger) -> Iterator[tuple[Path, str]]:
     """Yield every seal of every record that is neither in the ledger nor accepted as lost, with the record."""
     known = {"", *ledger.seals(), *accepted(records)}
     for path in sorted(records.rglob(FILE)):
-        yield from ((path, seal) for seal in (line.get("ledger", "") for line in _lines(path)) if seal not in known)
+        yield from ((path, seal) for seal in (line.get("ledger", "") for line in lines(path)) if seal not in known)
 
 
 def accepted(records: Path) -> set[str]:
     """Return the seals of rows whose loss is on record under `records`. Raises RefusedError for a damaged record."""
     path = records / FILE
-    found = [line for line in _lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
+    found = [line for line in lines(path) if line.get("kind") == ACCEPTANCE] if path.is_file() else []
     return {seal for line in found for seal in line.get("lost", []) if isinstance(seal, str)}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a record. Raises RefusedError for a damaged one: it may be the one that knows."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        lines = [None]
-    if not all(isinstance(line, dict) and isinstance(line.get("ledger", ""), str) for line in lines):
-        raise RefusedError(
-            f"{path}: a line is damaged; nothing was sent; look at it, or run `consilium privacy accept`", Reason.LEDGER
-        )
-    return lines
 
 
 def _set_aside(records: Path, stamp: str) -> list[str]:
@@ -125,7 +119,7 @@ def _set_aside(records: Path, stamp: str) -> list[str]:
     found = []
     for path in sorted(records.rglob(FILE)):
         try:
-            _lines(path)
+            lines(path)
         except RefusedError:
             found.append(str(path.rename(path.with_name(f"{FILE}.{stamp}"))))
     return found

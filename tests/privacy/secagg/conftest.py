@@ -39,9 +39,12 @@ def identities(keys: dict[str, rsa.RSAPrivateKey]) -> dict[str, Identity]:
     return {name: Identity(name, keys[name], pem_of(found[name]), root, "hub") for name in NAMES}
 
 
-def secure_config(**section: object) -> JobConfig:
-    """Return a small job with secure aggregation."""
-    raw = small_config("fedit").model_dump() | {"secure_aggregation": section}
+NOISE = {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 1.0}
+
+
+def secure_config(privacy: dict[str, object] | None = NOISE, **section: object) -> JobConfig:
+    """Return a small job with secure aggregation and noise, in whose sums sites may be missing; None: without noise."""
+    raw = small_config("fedit").model_dump() | {"secure_aggregation": section, "privacy": privacy}
     return JobConfig.model_validate(raw)
 
 

@@ -34,7 +34,6 @@ def changed(question: Message, **values: Any) -> Message:
     ("values", "why"),
     [
         ({"cohort": ["b", "c", "d"]}, "not in the cohort"),
-        ({"cohort": ["a", "b", "c"]}, "without privacy the cohort is not the whole roster"),
         ({"cohort": ["a", "b", "c", "d", "d"]}, "a site twice"),
         ({"cohort": ["a", "b", "c", "nobody"]}, "one that is not there"),
         ({"cohort": "abcd"}, "no list of sites"),
@@ -46,6 +45,26 @@ def changed(question: Message, **values: Any) -> Message:
 )
 def test_a_forged_question_to_prepare_is_refused(net: Net, values: dict, why: str) -> None:
     refused(net, "a", changed(net.begin().prepare_question(), **values), why)
+
+
+def test_without_noise_all_of_the_roster_are_asked(make_net: Callable[..., Net]) -> None:
+    net = make_net(privacy=None)
+    refused(net, "a", changed(net.begin().prepare_question(), cohort=["a", "b", "c"]), "the cohort is not the whole roster")
+
+
+@pytest.mark.parametrize("step", ["train", "confirm"])
+def test_without_noise_a_sum_of_fewer_than_all_that_are_asked_is_refused(step: str, make_net: Callable[..., Net]) -> None:
+    """The server has all four, and says of d that it has not: with the sum of the next round d's update would be out."""
+    net = make_net(privacy=None)
+    attempt = net.begin()
+    parties = net.prepare(attempt)
+    fewer = ["a", "b", "c"]
+    if step == "train":
+        with pytest.raises(RefusedError, match="3 sites have prepared, under the 4 that a sum needs"):
+            net.masked(attempt, "a", net.task(attempt, "a", fewer))
+        return
+    assert net.train(attempt, parties, fewer) == []
+    refused(net, "a", attempt.confirm_question(fewer), "3 sites are in the sum, under the 4 that it needs")
 
 
 def test_no_step_that_there_is_not_and_none_before_the_first(net: Net) -> None:
@@ -156,7 +175,12 @@ def test_a_site_is_masked_once_in_an_attempt(net: Net) -> None:
         net.parties["a"].open(net.task(attempt, "a", parties), [("w", (3, 2))])
     with pytest.raises(RefusedError, match="answered masked"):
         net.parties["a"].mask(attempt.place, {"w": net.updates["a"]["w"] + 1}, 1)
-    with pytest.raises(RefusedError, match="answered masked"):
+
+
+def test_a_site_is_masked_once_whatever_its_weight(make_net: Callable[..., Net]) -> None:
+    net = make_net(privacy=None)
+    attempt, _ = net.through()
+    with pytest.raises(RefusedError, match="has answered masked of this attempt"):
         net.parties["a"].mask(attempt.place, net.updates["a"], 2)
 
 

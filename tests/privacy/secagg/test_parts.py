@@ -13,7 +13,7 @@ from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
 from consilium.privacy.secagg.signing import row, sign, signed
 from consilium.privacy.secagg.terms import Terms, terms_of
-from tests.privacy.secagg.conftest import secure_config
+from tests.privacy.secagg.conftest import NOISE, secure_config
 
 
 def test_numbers_go_to_the_nearest_point_of_the_grid_and_integers_stay() -> None:
@@ -150,6 +150,26 @@ def test_the_default_threshold_is_two_thirds_and_one(asked: int, section: dict, 
     assert (found.threshold, found.least) == expected
     assert found == Terms(asked, *expected, section.get("colluders", 1))
     assert found.honest == expected[1] - section.get("colluders", 1)
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        None,
+        NOISE | {"noise_multiplier": 0.0},
+        NOISE | {"noise_multiplier": 0.049},  # the ledger counts it as none
+        NOISE | {"trust": "central"},  # the server adds it to what it has
+        {"unit": "site", "epsilon": 1, "clip": 0.3, "calibration": "paper", "sites": 12, "samples": 6400},
+    ],
+)
+def test_without_noise_a_sum_is_of_all_that_are_asked(privacy: dict | None) -> None:
+    found = terms_of(secure_config(privacy), 12)
+    assert (found.threshold, found.least) == (9, 12)
+
+
+def test_noise_lets_a_sum_lack_a_site() -> None:
+    for more in ({"trust": "local"}, {"trust": "distributed"}, {"noise_multiplier": 0.05}):
+        assert terms_of(secure_config(NOISE | more), 12).least == 9
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from consilium.privacy.secagg.attempt import MASKED
 from tests.privacy.secagg.conftest import NAMES, Net, same
 
 
-def test_the_opened_sum_is_the_sum(net: Net) -> None:
+def test_the_opened_sum_is_the_sum(make_net: Callable[..., Net]) -> None:
+    net = make_net(privacy=None)
     net.weights = {"a": 1, "b": 70, "c": 3, "d": 65_536}
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, NAMES)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import without_noise
 from consilium.errors import ConsiliumError, RefusedError
 from consilium.messages import Payload
 from consilium.privacy.secagg import sealing, shamir
@@ -34,6 +35,10 @@ from consilium.storage import load_state, save_state, write_atomic
 
 MASKED = "masked"
 """The one tensor of a masked update: int64 (d + 1,), all numbers and the weight, under masks."""
+
+
+NAMED = 5
+"""Sites that a message names."""
 
 
 class Answers:
@@ -110,7 +115,7 @@ class Attempt:
         """Return P, which stays from now on. Raises ConsiliumError where it is too few."""
         parties = self._fixed("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
-            raise self._too_few(f"{len(parties)} of {self.terms.asked} sites have prepared", "parties")
+            raise self._too_few(len(parties))
         return parties
 
     def _fixed(self, what: str, make: Callable[[], list[str]]) -> list[str]:
@@ -119,10 +124,15 @@ class Attempt:
             write_atomic(path, json.dumps(make()).encode())
         return list(json.loads(path.read_text(encoding="utf-8")))
 
-    def _too_few(self, what: str, forget: str) -> ConsiliumError:
-        (self.folder / f"{forget}.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
-        need = f"a sum needs {self.terms.least} (threshold {self.terms.threshold} of {self.terms.asked})"
-        return ConsiliumError(f"secure aggregation: {what}, {need}")
+    def _too_few(self, there: int) -> ConsiliumError:
+        (self.folder / "parties.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
+        need = f"threshold {self.terms.threshold} of {self.terms.asked}"
+        if without_noise(self.config):
+            silent = self.silent("prepare", self.cohort)
+            more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+            need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"
+        what = f"{there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
+        return ConsiliumError(f"secure aggregation: {what}")
 
     # train -------------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,11 @@ class Collector:
         self.roster[name] = found
         write_atomic(self.folder / "roster.json", json.dumps(self.roster).encode())
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a phase has been begun: then the roster is one that sites have been shown."""
+        return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
+
     def stored(self, round: int, phase: int) -> Attempt | None:
         """Return the last attempt at a phase that this run has begun, None without one; those of other phases go."""
         wanted = f"{round}-{phase}-"

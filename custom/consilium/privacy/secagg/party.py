@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import most_weight
+from consilium.config.secure_aggregation import most_weight, without_noise
 from consilium.errors import Reason
 from consilium.messages import Payload, Tensors
 from consilium.privacy.randomness import secret_bytes
@@ -24,6 +24,7 @@ from consilium.privacy.secagg.questions import check_cancelled, check_confirmed,
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.roster import check_roster, entry, public_key
 from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
@@ -40,11 +41,13 @@ from consilium.privacy.secagg.terms import (
 
 
 class Party:
-    """One site in one run. `run` names it; `record` is its memory."""
+    """One site in one run. `run` names it; `record` is its memory of the run, `sums` that of sums without noise in all runs."""
 
-    def __init__(self, identity: Identity, config: JobConfig, run: str, record: SiteRecord) -> None:
+    def __init__(
+        self, identity: Identity, config: JobConfig, run: str, record: SiteRecord, sums: SumLedger | None = None
+    ) -> None:
         self.identity, self.config, self.run, self.record, self.asks = identity, config, run, record, identity.asks
-        self.name = identity.name
+        self.name, self.sums, self.summed = identity.name, sums, dict[str, Any]()
 
     # questions ---------------------------------------------------------------------------------------------------------
 
@@ -77,8 +80,10 @@ class Party:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_past(values, place, past)
         keys = self._roster(values, question)
-        cohort = read_cohort(question, self.name, keys, whole=self.config.privacy is None)
+        cohort = read_cohort(question, self.name, keys, whole=without_noise(self.config))
         terms = self._terms(len(cohort))
+        if self.sums is not None:
+            self.sums.check(cohort, self._least_shown(terms))
         context = self._context(place, question, cohort, terms)
         self._check_attempts(values, place, question, cohort, terms, keys)
         attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
@@ -108,6 +113,10 @@ class Party:
             what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
             raise refused(what, Reason.POLICY)
         return terms
+
+    def _least_shown(self, terms: Terms) -> int:
+        """Return how many hospitals must be in all that sums without noise show together."""
+        return max(terms.threshold, self.asks.min_sites)
 
     def _context(
         self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
@@ -165,6 +174,8 @@ class Party:
             if (place := read_place(question)) and (place.round, place.phase) != (payload.round, payload.phase):
                 raise refused("masks of another phase")
             terms, names = terms_of(self.config, len(attempt["cohort"])), names_sent(payload, values["names"])
+            if self.sums is not None:  # another run may have come between
+                self.sums.check(attempt["cohort"], self._least_shown(terms))
             prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
             keys = {name: one["key"] for name, one in prepared.items()}
             context = mask_context(bytes.fromhex(attempt["context"]), keys, order, what_was_sent(payload, names))
@@ -208,6 +219,7 @@ class Party:
             attempt = self._attempt(values, place.to_dict())
             told = _answered(attempt, "train")
             words = arithmetic.flat(integers, weight, self._largest(values, weight))
+            self._add_sum(attempt)
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
@@ -216,6 +228,13 @@ class Party:
                     stream = self._stream(attempt, told, name, public, len(words))
                     words = words + stream if name > self.name else words - stream
             return words
+
+    def _add_sum(self, attempt: dict[str, Any]) -> None:
+        """Note for all runs, before the update is masked, whom it is summed with; `summed` is for the record of what leaves."""
+        if self.sums is not None:
+            cohort = list(attempt["cohort"])
+            seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
+            self.summed = {"sites": cohort, SEAL: seal}
 
     def _stream(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
         private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])

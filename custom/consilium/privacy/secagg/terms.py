@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import without_noise
 from consilium.errors import Reason, RefusedError
 from consilium.messages import Payload, Tensors
 from consilium.privacy.secagg.arithmetic import Layout
@@ -61,12 +62,17 @@ def default_threshold(asked: int) -> int:
 
 
 def terms_of(config: JobConfig, asked: int) -> Terms:
-    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect nobody."""
+    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect nobody.
+
+    Without noise a sum is of all that are asked, or of nobody: so each knows before it masks anything whom its update is summed
+    with, and no server can choose.
+    """
     section = config.secure_aggregation
     if section is None:
         raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
     threshold = section.threshold or default_threshold(asked)
-    found = Terms(asked, threshold, max(threshold, config.federation.min_sites), section.colluders)
+    least = max(threshold, config.federation.min_sites, asked if without_noise(config) else 0)
+    found = Terms(asked, threshold, least, section.colluders)
     if found.problem:
         among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"
         raise RefusedError(f"{among}: {found.problem}", Reason.TASK)

@@ -1,0 +1,253 @@
+"""A site's ledger of sums: with which hospitals its data were summed without noise, over all runs, in sums.jsonl.
+
+It lies beside the privacy ledger and outlives every run, see differencing.py for the rule that it serves. A line is written and
+flushed to disk before the masked update of a new set leaves, in one step with the check, so two runs at once cannot both pass.
+Whether the sum was opened later does not matter: a server may have opened it.
+
+Lines are chained by SHA-256, as those of audit.jsonl are, and every update's line there names one of them. A file that is lost,
+cut or edited stops all jobs with masks and without noise until the administrator has accepted that, see recovery.py. Which
+hospitals lost lines named is then taken from the records of what left. So are sums that a former version made, which kept no
+ledger of them. Of both the data and the layers are not known: they count for all.
+
+Sums count together where they are of the same data and have a layer in common. Data are the same by the name that the privacy
+ledger has for them, or by their list's path; all generated data are one. A layer is known by its name in the model, whatever
+the kind, rank or values of its adapter: the first step of a LoRA's B is the layer's gradient times a known matrix, so sums of
+rank 7 take those of rank 8 apart. What sums show together must hold the threshold of the new one, or of an earlier one where
+that is larger, up to as many hospitals as the new sum has.
+
+Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against whoever issues certificates. The same
+weights under other names of layers, in another kind of model, are not recognized.
+"""
+
+import getpass
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.privacy import audit
+from consilium.privacy.secagg.differencing import UndecidedError, smallest_shown
+from consilium.storage import file_lock, room_for
+
+FILE = "sums.jsonl"
+SUM, ALLOWED, ACCEPTED = "sum", "allowed", "accepted"
+"""Kinds of lines: a set of hospitals that was summed, one that an administrator allows, lost lines that one has accepted."""
+SEAL = "sums"
+"""In a line of audit.jsonl: the seal of the line here that stands for the update's sum."""
+GENERATED = "generated data"
+SHOWN = 5
+"""Hospitals that a message names."""
+
+
+@dataclass(frozen=True)
+class PastSum:
+    """A sum without noise: its hospitals, and its `least`, see differencing.py. `data`, `layers`: None where not known."""
+
+    sites: frozenset[str]
+    data: frozenset[str] | None
+    layers: frozenset[str] | None
+    least: int
+
+
+class SumLedger:
+    """The ledger of sums in `records`, as a job sees it whose `data` have these names, and which trains these `layers`."""
+
+    def __init__(self, records: Path, data: Iterable[str], layers: Iterable[str], job: str = "") -> None:
+        self.records, self.path = records, records / FILE
+        self.data, self.layers, self.job = frozenset(data), frozenset(layers), job
+        self._last = ""
+        self._unlisted: list[PastSum] | None = None
+
+    def check(self, sites: Iterable[str], least: int) -> None:
+        """Raise RefusedError where a sum over these hospitals, with earlier ones, would show fewer than `least` of them."""
+        self._check(frozenset(sites), least, self._read())
+
+    def add(self, sites: Iterable[str], least: int, run: str) -> str:
+        """Write down a sum that a masked update is about to join; return the seal of the line that stands for it.
+
+        A set that is there already for these data and layers gets no second line. Raises RefusedError as `check`.
+        """
+        new = frozenset(sites)
+        with _locked(self.path):
+            lines = self._read()
+            self._check(new, least, lines)
+            if (known := next((line for line in lines if self._covers(line, new, least)), None)) is not None:
+                return str(known["seal"])
+            said = {"sites": sorted(new), "data": sorted(self.data), "layers": sorted(self.layers), "least": least}
+            audit.Record(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
+            return str(self._read()[-1]["seal"])
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Return all lines. Raises RefusedError where the file is damaged, or lacks what this process saw in it."""
+        lines = read(self.path)
+        if self._last and self._last not in {line["seal"] for line in lines}:
+            raise _lost(self.path, "lacks lines that it had a moment ago")
+        self._last = lines[-1]["seal"] if lines else ""
+        return lines
+
+    def _covers(self, line: Mapping[str, Any], sites: frozenset[str], least: int) -> bool:
+        """Tell whether a line says of a sum over these hospitals all that a new one would."""
+        if line["kind"] != SUM or frozenset(line["sites"]) != sites or line["least"] < least:
+            return False
+        return self.data <= set(line["data"]) and self.layers <= set(line["layers"])
+
+    def _check(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
+        if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
+            return
+        if self._unlisted is None:
+            self._unlisted = unlisted(self.records)
+        past = [*_sums(lines), *self._unlisted]
+        past = [one for one in past if one.data is None or one.data & self.data]
+        for group in {tuple(one for one in past if one.layers is None or layer in one.layers) for layer in self.layers}:
+            needed = max([least, *(min(one.least, len(new)) for one in group)])
+            try:
+                shown = smallest_shown(new, {one.sites for one in group}, needed)
+            except UndecidedError:
+                raise _refused(f"overlaps with {len(group)} earlier ones, too many to work out what they show", new) from None
+            if shown is not None:
+                held = f"less earlier ones shows {_named(shown)} alone, and at least {needed} must be in all that is shown"
+                raise _refused(held, new)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return every line of a ledger of sums with its seal, oldest first. Raises RefusedError for a file that was altered."""
+    found, before = list[dict[str, Any]](), ""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    except (OSError, ValueError):
+        raise _lost(path, "cannot be read") from None
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict) or line.get("previous") != before or not _is_line(line):
+            raise _lost(path, f"was altered in line {number}")
+        before = hashlib.sha256(text.encode()).hexdigest()
+        found.append(line | {"seal": before})
+    return found
+
+
+def _is_line(line: Mapping[str, Any]) -> bool:
+    lists = {SUM: ("sites", "data", "layers"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
+    texts = lists is not None and all(_is_texts(line.get(name)) for name in lists)
+    return texts and (line["kind"] != SUM or type(line.get("least")) is int)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def check_whole(records: Path) -> int:
+    """Return how many lines the ledger of sums has.
+
+    Raises RefusedError if it is damaged, or if a record of what left names a line that it lacks, and nobody accepted that.
+    """
+    lines = read(records / FILE)
+    for path, seal in lost(records, lines):
+        raise _lost(records / FILE, f"lacks what {path} names ({seal[:16]})")
+    return len(lines)
+
+
+def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
+    """Yield every seal that a record under `records` names and no line has or accepts as lost, with the record."""
+    known = {line["seal"] for line in lines} | {seal for line in lines if line["kind"] == ACCEPTED for seal in line["lost"]}
+    for path in sorted(records.rglob(audit.FILE)):
+        yield from ((path, seal) for line in audit.lines(path) if (seal := line.get(SEAL)) is not None and seal not in known)
+
+
+def unlisted(records: Path) -> list[PastSum]:
+    """Return the sums that records of what left know of and the ledger does not: of a former version, or of lost lines."""
+    known = {line["seal"] for line in read(records / FILE)}
+    return [one for path in sorted(records.rglob(audit.FILE)) for one in _unlisted(audit.lines(path), known)]
+
+
+def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
+    """Yield such sums of one run's record; one with noise has none."""
+    former = not any(SEAL in line for line in lines)
+    if former and any("privacy" in line for line in lines):
+        return
+    least = max((one for line in lines if type(one := _masked(line).get("threshold")) is int), default=0)
+    for line in lines:
+        named = line.get("survivors") if former else _masked(line).get("sites") if line.get(SEAL) not in known else None
+        if _is_texts(named) and named:
+            yield PastSum(frozenset(named), None, None, least)
+
+
+def _masked(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = line.get("masked")
+    return found if isinstance(found, dict) else {}
+
+
+def _sums(lines: list[dict[str, Any]]) -> list[PastSum]:
+    return [
+        PastSum(frozenset(line["sites"]), frozenset(line["data"]), frozenset(line["layers"]), line["least"])
+        for line in lines
+        if line["kind"] == SUM
+    ]
+
+
+def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
+    """Let sums over these hospitals pass from now on, whatever earlier ones show with them, and put that on record.
+
+    Returns what was recorded. Raises ConfigError for too few names, RefusedError for a ledger of sums that is not whole.
+    """
+    if len(named := sorted(set(sites))) < 2 or not all(named):
+        raise ConfigError(f"--allow: {','.join(named)!r}: name all hospitals of the sum, with commas between them")
+    check_whole(records)
+    said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
+    with _locked(records / FILE):
+        audit.Record(records / FILE).add(said, again=True)
+    audit.Record(records / audit.FILE).add(said | {"kind": "sum allowed"}, again=True)
+    return said
+
+
+def accept(records: Path, stamp: str) -> dict[str, Any]:
+    """Let the ledger of sums count as it stands; return the seals that it has lost, and where a damaged file was put.
+
+    What the lost lines said of hospitals is read from the records of what left.
+    """
+    path, aside = records / FILE, None
+    with _locked(path):
+        try:
+            lines = read(path)
+        except RefusedError:
+            aside, lines = path.rename(path.with_name(f"{FILE}.{stamp}")), []
+        if gone := sorted({seal for _, seal in lost(records, lines)}):
+            audit.Record(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
+    return {"lost_sums": gone, "sums_set_aside": str(aside) if aside else None}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time check and write; the file's own lock is its writer's, see audit.py."""
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = file_lock(path.with_name(f".{path.name}.lock"))
+    with lock:
+        yield
+
+
+def _named(sites: frozenset[str]) -> str:
+    more = len(sites) - SHOWN
+    return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _refused(what: str, sites: frozenset[str]) -> RefusedError:
+    """Return the refusal of a sum, with the ways out."""
+    remedy = (
+        "ask the hospitals of an earlier sum, or add noise (privacy:), or let the administrator run: "
+        f"consilium privacy sums KIT --allow {','.join(sorted(sites))} --reason TEXT"
+    )
+    return RefusedError(
+        f"secure aggregation without noise: a sum over {_named(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
+    )
+
+
+def _lost(path: Path, what: str) -> RefusedError:
+    remedy = "restore the file from a backup, or run `consilium privacy accept` to go on with what is left"
+    return RefusedError(f"{path}: the ledger of sums {what}; nothing was sent; {remedy}", Reason.LEDGER)

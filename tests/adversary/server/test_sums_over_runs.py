@@ -1,0 +1,494 @@
+"""A server that subtracts sums of several runs. Each run's masks hold, training repeats, and nobody lies."""
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from consilium import __version__
+from consilium.cli.main import app
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig, load_site
+from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.errors import ConsiliumError, RefusedError
+from consilium.federation.build import Job, assemble_job, build_guard
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.engine import Member, _ask, _welcome, simulate
+from consilium.federation.masked import MaskedRounds, aggregate_for
+from consilium.federation.site import Site
+from consilium.messages import Hello, Kind, Payload, Tensors
+from consilium.privacy import audit
+from consilium.privacy.release import upload_shapes
+from consilium.privacy.secagg import differencing, sum_ledger
+from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.sum_ledger import SumLedger
+from consilium.seeding import seed_for
+from tests.conftest import JOBS, assembled, small_config, training_only
+
+FOUR = ["site-1", "site-2", "site-3", "site-4"]
+THREE = FOUR[:3]
+SAMPLES = {name: 10 * number for number, name in enumerate([*FOUR, "site-5", "site-6"], 1)}
+NOISE = {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 1.0}
+WHY = "without noise"
+
+
+def job_of(**sections: Any) -> Job:
+    """Return a masked job of one round; `sections` replace or extend those of the small job."""
+    raw = training_only(small_config("fedit", rounds=1)).model_dump()
+    raw["federation"]["min_sites"] = 3
+    raw["secure_aggregation"] = {}
+    for name, values in sections.items():
+        raw[name] = raw[name] | values if isinstance(raw[name], dict) else values
+    return assembled(JobConfig.model_validate(raw))
+
+
+class Repeats:
+    """A site whose training repeats: its update is the same numbers in every run, up to the learning rate."""
+
+    def __init__(self, name: str, job: Job) -> None:
+        self.name, self.job = name, job
+
+    def hello(self, run: str) -> Hello:
+        return Hello(self.name, 0, False, __version__)
+
+    def train(self, run: str, payload: Payload) -> Payload:
+        return Payload(0, 0, {n: update(self.name, n, s) for n, s in upload_shapes(self.job.strategy, payload).items()})
+
+
+def update(site: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed_for(7, site, tensor))) / 50
+
+
+class Hospitals:
+    """Hospitals on kits of their own, whose state outlives runs, and a curious server that keeps every sum."""
+
+    def __init__(self, folder: Path, identities: Path) -> None:
+        self.folder, self.identities, self.runs, self.events = folder, identities, 0, list[Any]()
+        for name in SAMPLES:
+            (folder / name / "local").mkdir(parents=True)
+            (folder / name / "local" / "site.yaml").write_text("state: ../state\n")
+
+    def kit(self, name: str) -> Path:
+        return self.folder / name
+
+    def records(self, name: str) -> Path:
+        return self.folder / name / "state"
+
+    def site(self, name: str) -> SiteConfig:
+        return load_site(self.kit(name) / "local" / "site.yaml")
+
+    def member(self, job: Job, name: str, run: str) -> Member:
+        root, site = self.records(name), self.site(name)
+        guard = build_guard(job, name, site, root / "runs" / run, root, self.events.append)
+        guard.num_samples = SAMPLES[name]
+        guard.identity = simulated_identity(self.identities, name, site.secure_aggregation)
+        trainer: Any = Repeats(name, job)
+        return Member(trainer, guard)
+
+    def begin(self, names: Collection[str], job: Job, run: str = "", resume: bool = False) -> Any:
+        """Return (coordinator, rounds, members) of a run, by default a new one."""
+        self.runs += 1
+        run = run or f"run-{self.runs}"
+        members = {name: self.member(job, name, run) for name in names}
+        coordinator = Coordinator(job, self.folder / "server" / run, self.events.append, resume, aggregate_for(job))
+        _welcome(coordinator, members)
+        root = read_root(self.identities / "rootCA.pem")
+        return coordinator, MaskedRounds(coordinator, root, "server"), members
+
+    def sum(self, names: Collection[str], job: Job | None = None, run: str = "", resume: bool = False) -> Tensors:
+        """Return the sum that the server has of one round: its mean times the public weights."""
+        job = job or job_of()
+        coordinator, rounds, members = self.begin(names, job, run, resume)
+        try:
+            rounds.phase(partial(_ask, coordinator, members), lambda: None)
+        finally:
+            coordinator.close()
+        weight = sum(SAMPLES[name] for name in names)
+        state = coordinator.state
+        return {n: (t.double() - job.initial[n].double()) * weight for n, t in state.shared.items()}
+
+    def said(self, name: str) -> str:
+        """Return the last refusal that a site has put on record."""
+        lines = [line for path in self.records(name).rglob(audit.FILE) for line in audit.read(path)["messages"]]
+        return max((line for line in lines if "what" in line), key=lambda line: line["time"])["what"]
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("identities")
+    simulated_identities(folder, list(SAMPLES))
+    return folder
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path, identities: Path) -> Hospitals:
+    return Hospitals(tmp_path, identities)
+
+
+def shows(more: Tensors, fewer: Tensors, name: str) -> bool:
+    """Tell whether the difference of two sums is one hospital's own update."""
+    found = {n: (more[n] - fewer[n]) / SAMPLES[name] for n in more}
+    return all(torch.allclose(t, update(name, n, tuple(t.shape)).double(), atol=1e-5) for n, t in found.items())
+
+
+@pytest.mark.parametrize("sets", [(THREE, FOUR), (FOUR, THREE)], ids=["joins", "leaves"])
+def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospitals: Hospitals) -> None:
+    first = hospitals.sum(sets[0])
+    try:
+        second = hospitals.sum(sets[1])
+    except ConsiliumError as error:
+        assert "say `sums`" in str(error)  # noqa: PT017 - the attack's success is the failure
+    else:
+        more, fewer = (second, first) if len(sets[1]) == 4 else (first, second)
+        assert not shows(more, fewer, "site-4")
+    assert "shows site-4 alone, and at least 3 must be in all that is shown" in hospitals.said("site-1")
+    assert not list((hospitals.folder / "server" / "run-2").rglob("masked-*"))  # before anything was masked
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"training": {"lr": 1e-4}},
+        pytest.param({"training": {"seed": 5}}, marks=pytest.mark.slow),
+        pytest.param({"training": {"local_steps": 9, "optimizer": "sgd"}}, marks=pytest.mark.slow),
+        {"adapter": {"rank": 2}},
+        {"adapter": {"targets": "qv"}},
+        pytest.param({"name": "another_study"}, marks=pytest.mark.slow),
+        {"secure_aggregation": {"threshold": 4}},
+        pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_changed_job_changes_nothing_about_it(changed: dict, hospitals: Hospitals) -> None:
+    hospitals.sum(THREE)
+    with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
+        hospitals.sum(FOUR, job_of(**changed))
+
+
+def test_a_hospital_that_is_ill_for_a_day_stops_the_others_for_a_day(hospitals: Hospitals) -> None:
+    hospitals.sum(FOUR)
+    with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
+        hospitals.sum(THREE)
+    hospitals.sum(FOUR, job_of(training={"lr": 1e-4}))
+
+
+def test_with_noise_hospitals_may_come_and_go(hospitals: Hospitals) -> None:
+    hospitals.sum(THREE)
+    hospitals.sum(FOUR, job_of(privacy=NOISE))
+    hospitals.sum([*THREE, "site-5"], job_of(privacy=NOISE))
+    with pytest.raises(ConsiliumError, match="say `sums`"):
+        hospitals.sum(FOUR, job_of(privacy=NOISE | {"trust": "central"}))  # whose noise comes after the server has the sum
+
+
+def test_two_other_hospitals_are_too_few_where_one_may_collude(hospitals: Hospitals) -> None:
+    """threshold - colluders is 2 here. Of x_3 - x_4 a colluding site-4 takes its own part off."""
+    hospitals.sum(THREE)
+    with pytest.raises(ConsiliumError, match="2 of 3 sites say `sums`"):
+        hospitals.sum(["site-1", "site-2", "site-4"])
+    hospitals.sum(["site-1", "site-4", "site-5"])  # differs from the first in four
+
+
+def test_an_administrator_lets_one_set_pass_by_the_command_that_the_refusal_names(hospitals: Hospitals) -> None:
+    hospitals.sum(THREE)
+    with pytest.raises(ConsiliumError, match="say `sums`"):
+        hospitals.sum(FOUR)
+    for name in THREE:
+        command = hospitals.said(name).partition("consilium ")[2].replace("KIT", str(hospitals.kit(name)))
+        result = CliRunner().invoke(app, shlex.split(command.replace("TEXT", "'site-4 agreed to be shown'")))
+        assert result.exit_code == 0, result.output
+        assert "allowed: site-1, site-2, site-3, site-4" in result.output
+        (line,) = (one for one in audit.read(hospitals.records(name) / audit.FILE)["messages"])
+        assert (line["kind"], line["sites"], line["reason"]) == ("sum allowed", FOUR, "site-4 agreed to be shown")
+    hospitals.sum(FOUR)
+    hospitals.sum(THREE)
+    with pytest.raises(ConsiliumError, match="say `sums`"):
+        hospitals.sum([*THREE, "site-5"])
+
+
+def test_a_masked_update_that_left_counts_whether_its_sum_was_opened_or_not(hospitals: Hospitals) -> None:
+    """The run is killed between the masked updates and the opening, and goes on later; meanwhile another set is refused."""
+    coordinator, rounds, members = hospitals.begin(FOUR, job_of(), "study")
+
+    def killed(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        if any(isinstance(one, dict) and one["step"] == "confirm" for one in messages.values()):
+            raise KeyboardInterrupt
+        _ask(coordinator, members, kind, messages, take, enough)
+
+    with pytest.raises(KeyboardInterrupt):
+        rounds.phase(killed, lambda: None)
+    coordinator.close()
+    with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
+        hospitals.sum(THREE)
+    hospitals.sum(FOUR, run="study", resume=True)
+
+
+def test_a_run_that_nobody_was_masked_in_does_not_count(hospitals: Hospitals) -> None:
+    """site-4 is lost after its hello, so the others have prepared and nothing else: a run without it may begin."""
+    coordinator, rounds, members = hospitals.begin(FOUR, job_of())
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        there = {n: m for n, m in messages.items() if n != "site-4" or m["step"] == "hello"}
+        _ask(coordinator, members, kind, there, take, enough)
+
+    with pytest.raises(ConsiliumError, match="site-4 not yet"):
+        rounds.phase(ask, lambda: None)
+    coordinator.close()
+    hospitals.sum(THREE)
+
+
+def test_of_two_runs_at_once_the_second_is_stopped_before_it_trains(hospitals: Hospitals) -> None:
+    """Both have prepared, when neither was summed yet."""
+    later, rounds, members = hospitals.begin(FOUR, job_of())
+
+    def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
+        if kind is Kind.TRAIN:
+            hospitals.sum(THREE)
+        _ask(later, members, kind, messages, take, enough)
+
+    with pytest.raises(ConsiliumError, match="say `sums`"):
+        rounds.phase(ask, lambda: None)
+    later.close()
+    assert [one["event"] for one in hospitals.events if one["event"] == "refused"] == ["refused"] * 3
+
+
+def test_two_processes_that_write_at_once_do_not_both_pass(tmp_path: Path) -> None:
+    sets, passed, barrier = (THREE, FOUR), list[Any](), threading.Barrier(2)
+
+    def add(sites: Iterable[str]) -> None:
+        barrier.wait()
+        try:
+            passed.append(SumLedger(tmp_path, ["ward"], ["q"]).add(sites, 3, "run"))
+        except RefusedError:
+            passed.append(None)
+
+    threads = [threading.Thread(target=add, args=(one,)) for one in sets]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert passed.count(None) == 1
+    assert len(sum_ledger.read(tmp_path / sum_ledger.FILE)) == 1
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def edit(path: Path) -> None:
+    path.write_text(path.read_text().replace("site-3", "site-9"))
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe{" * 50)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def kept(folder: Path) -> Path:
+    """Return the ledger of two sums, whose updates are on record."""
+    ledger = SumLedger(folder, ["ward"], ["q"])
+    for number, sites in enumerate((THREE, ["site-1", "site-5", "site-6"])):
+        seal, masked = ledger.add(sites, 3, f"run-{number}"), {"threshold": 3, "sites": sites}
+        audit.Record(folder / "runs" / str(number) / audit.FILE).add({"kind": "update", "masked": masked, "sums": seal})
+    return ledger.path
+
+
+@pytest.mark.parametrize("harm", [lose, empty, cut, edit, damage, half])
+def test_a_harmed_ledger_of_sums_is_noticed_and_what_it_said_is_read_from_records(
+    harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = kept(tmp_path)
+    assert sum_ledger.check_whole(tmp_path) == 2
+    harm(path)
+    left = path.read_bytes() if path.exists() else None
+    with pytest.raises(RefusedError, match="the ledger of sums"):
+        sum_ledger.check_whole(tmp_path)
+    said = sum_ledger.accept(tmp_path, "20261125-000000Z")
+    assert 1 <= len(said["lost_sums"]) <= 2
+    if said["sums_set_aside"]:
+        assert Path(said["sums_set_aside"]).read_bytes() == left
+    sum_ledger.check_whole(tmp_path)
+    for sites in (FOUR, ["site-1", "site-5", "site-6", "site-2"]):
+        with pytest.raises(RefusedError, match=r"shows site-[24] alone"):
+            SumLedger(tmp_path, ["ward"], ["q"]).check(sites, 3)
+
+
+def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
+    path = kept(tmp_path)
+    lose(path)
+    sum_ledger.accept(tmp_path, "first")
+    seal = SumLedger(tmp_path, ["ward"], ["k"]).add(THREE, 3, "run-2")
+    audit.Record(tmp_path / "runs" / "2" / audit.FILE).add({"kind": "update", "masked": {"sites": THREE}, "sums": seal})
+    sum_ledger.check_whole(tmp_path)
+    cut(path)
+    with pytest.raises(RefusedError, match="the ledger of sums lacks what"):
+        sum_ledger.check_whole(tmp_path)
+
+
+def test_a_lost_ledger_of_sums_stops_jobs_until_it_is_accepted(hospitals: Hospitals) -> None:
+    hospitals.sum(THREE)
+    lose(hospitals.records("site-1") / sum_ledger.FILE)
+    with pytest.raises(ConsiliumError, match="2 sites are here"):
+        hospitals.sum(THREE)
+    assert any("the ledger of sums lacks" in str(one.get("reason")) for one in hospitals.events)
+    hospitals.sum(FOUR, job_of(privacy=NOISE))  # noise needs no such memory
+    command = ["privacy", "accept", str(hospitals.kit("site-1")), "--reason", "disk failed", "--format", "json"]
+    said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    assert len(said["lost_sums"]) == 1
+    with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
+        hospitals.sum(FOUR)  # site-1's records of what left know whom it was summed with
+    assert "shows site-4 alone" in hospitals.said("site-1")
+    hospitals.sum(THREE)
+
+
+def test_a_ledger_of_sums_that_is_lost_while_a_job_runs_is_noticed(tmp_path: Path) -> None:
+    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger.add(THREE, 3, "run")
+    lose(ledger.path)
+    with pytest.raises(RefusedError, match="lacks lines that it had a moment ago"):
+        ledger.check(THREE, 3)
+
+
+def test_sums_of_a_former_version_count_by_its_records(tmp_path: Path) -> None:
+    """It put on record whom it confirmed a sum of, and kept no ledger of sums."""
+    record = audit.Record(tmp_path / "runs" / "old" / "r.0" / audit.FILE)
+    record.add({"kind": "update", "masked": {"asked": 4, "threshold": 3, "least": 3, "colluders": 1}})
+    record.add({"kind": "masks", "step": "confirm", "survivors": THREE})
+    private = audit.Record(tmp_path / "runs" / "private" / "r.0" / audit.FILE)
+    spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
+    private.add({"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
+    private.add({"kind": "masks", "step": "confirm", "survivors": [*THREE, "site-5"]})
+    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    with pytest.raises(RefusedError, match="shows site-4 alone"):
+        ledger.check(FOUR, 3)
+    ledger.check(THREE, 3)
+
+
+@pytest.mark.parametrize("again", ["another name", "a link", "the same patients"])
+def test_the_same_list_is_the_same_data_by_whatever_name(again: str, hospitals: Hospitals) -> None:
+    made = make_phantoms(
+        hospitals.folder / "lists",
+        site="x",
+        kind="fundus",
+        training=2,
+        validation=0,
+        test=0,
+        seed=0,
+        size=64,
+        appearance=0.0,
+        annotation=0.0,
+    )
+    link = hospitals.folder / "lists" / "link.json"
+    link.symlink_to(made)
+    first = {"ward-7": {"datalist": str(made), "patients": "p"}}
+    second: dict[str, dict] = {
+        "another name": {"ward-8": {"datalist": str(made)}},
+        "a link": {"ward-7": {"datalist": str(link)}},
+        "the same patients": {"ward-8": {"datalist": str(hospitals.folder / "lists" / "other.json"), "patients": "p"}},
+    }[again]
+    (hospitals.folder / "lists" / "other.json").write_bytes(made.read_bytes())
+
+    def have(sets: dict) -> None:
+        for name in SAMPLES:
+            settings = json.dumps({"state": "../state", "datasets": sets})
+            (hospitals.kit(name) / "local" / "site.yaml").write_text(settings)
+
+    have(first)
+    hospitals.sum(THREE)
+    have(second)
+    with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
+        hospitals.sum(FOUR)
+
+
+def test_other_data_and_other_layers_are_sums_of_their_own(tmp_path: Path) -> None:
+    SumLedger(tmp_path, ["ward-7", "/a"], ["block.0.q", "block.0.k"]).add(THREE, 3, "run")
+    SumLedger(tmp_path, ["ward-8", "/b"], ["block.0.q"]).check(FOUR, 3)
+    SumLedger(tmp_path, ["ward-7", "/a"], ["block.1.q"]).check(FOUR, 3)
+    for data, layers in ((["ward-9", "/a"], ["block.0.q"]), (["ward-7", "/c"], ["block.0.k", "block.2.k"])):
+        with pytest.raises(RefusedError, match="shows site-4 alone"):
+            SumLedger(tmp_path, data, layers).check(FOUR, 3)
+
+
+def test_a_set_that_is_new_to_one_layer_is_looked_at_for_it(tmp_path: Path) -> None:
+    """THREE and FOUR are both known, the second of other layers only: for `q` it is new."""
+    SumLedger(tmp_path, ["ward"], ["q"]).add(THREE, 3, "run")
+    SumLedger(tmp_path, ["ward"], ["k"]).add(FOUR, 3, "run")
+    SumLedger(tmp_path, ["ward"], ["k"]).check(FOUR, 3)
+    with pytest.raises(RefusedError, match="shows site-4 alone"):
+        SumLedger(tmp_path, ["ward"], ["k", "q"]).check(FOUR, 3)
+
+
+def test_an_earlier_sum_s_threshold_holds_for_what_it_shows_later(tmp_path: Path) -> None:
+    """Twelve were promised to be nine at least. A job of seven with threshold 5 would show the other five."""
+    twelve = [f"h{number}" for number in range(12)]
+    SumLedger(tmp_path, ["ward"], ["q"]).add(twelve, 9, "run")
+    with pytest.raises(RefusedError, match="shows h10, h11, h7, h8, h9 alone, and at least 7"):
+        SumLedger(tmp_path, ["ward"], ["q"]).check(twelve[:7], 5)
+    SumLedger(tmp_path, ["ward"], ["q"]).check(twelve[:6], 5)  # six and six
+
+
+def test_many_sets_that_differ_in_many_and_show_one_together_are_refused(hospitals: Hospitals, tmp_path: Path) -> None:
+    """A+B+x - (A+C+x) - (D+B+x) + (D+C+x+y) is y, and any two of these differ in four hospitals or more."""
+    a, b, c, d = (["a1", "a2"], ["b1", "b2"], ["c1", "c2"], ["d1", "d2"])
+    ledger = SumLedger(tmp_path / "x", ["ward"], ["q"])
+    for sites in ([*a, *b, "x"], [*a, *c, "x"], [*d, *b, "x"]):
+        ledger.add(sites, 4, "run")
+    with pytest.raises(RefusedError, match="less earlier ones shows y alone"):
+        ledger.add([*d, *c, "x", "y"], 4, "run")
+
+
+def test_the_limit_that_the_page_names_sums_of_which_no_hospital_has_seen_all(hospitals: Hospitals) -> None:
+    """What is promised must not be more than what holds: (s1 + s2 - s3) / 2 is site-3's update, and each saw two of three."""
+    sets = [["site-1", "site-2", "site-3"], ["site-3", "site-4", "site-5"], ["site-1", "site-2", "site-4", "site-5"]]
+    one, two, three = (hospitals.sum(names) for names in sets)
+    half_sum = {n: (one[n] + two[n] - three[n]) / 2 for n in one}
+    assert shows(half_sum, {n: torch.zeros_like(t) for n, t in half_sum.items()}, "site-3")
+
+
+@pytest.mark.slow
+def test_two_simulations_show_what_the_rule_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation's hospitals live in its workspace and remember nothing of another, so masks hide within a run only.
+
+    By real training: the two aggregates and the weights, which are public, give site-4's update to rounding. What it trained
+    is caught where it leaves the site, before its masks.
+    """
+    trained: dict[str, Payload] = {}
+    train = Site.train
+    monkeypatch.setattr(Site, "train", lambda self, run, payload: trained.setdefault(self.name, train(self, run, payload)))
+    job = assemble_job(load_job(JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", {"training.rounds": 1}))
+    sums = []
+    for names in (THREE, FOUR):
+        folder = tmp_path / str(len(names))
+        trained.clear()
+        coordinator = simulate(job, {name: SiteConfig() for name in names}, folder, lambda event: None)
+        weight = sum(site.num_samples for site in coordinator.sites.values())
+        sums.append({n: (t.double() - job.initial[n].double()) * weight for n, t in coordinator.state.shared.items()})
+    weight, own = coordinator.sites["site-4"].num_samples, trained["site-4"].tensors
+    off = max(float(((sums[1][n] - sums[0][n]) / weight - own[n].double()).abs().max()) for n in own)
+    assert off < 5e-6 < 1e-3 < max(float(t.abs().max()) for t in own.values())
+
+
+def test_a_ledger_with_more_overlaps_than_can_be_worked_out_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger.add(["a", "b", "c", "d", "e", "f"], 3, "run")
+    ledger.add(["a", "b", "c", "g", "h", "i"], 3, "run")
+    monkeypatch.setattr(differencing, "MOST_STEPS", 1)
+    with pytest.raises(RefusedError, match="overlaps with 2 earlier ones, too many to work out"):
+        ledger.check(["a", "j", "k", "l", "m", "d"], 3)
