@@ -265,7 +265,12 @@ TERMS = {"threshold": 2, "asked": 3}
         ([{"kind": "hello"}, {"kind": "refusal", "reason": "budget"}], "no update and no model left"),
         (
             [{"kind": "update", "masked": {"threshold": 2, "asked": 3}}],
-            "no noise; updates left under masks, read by nobody alone",
+            "no noise; updates left under masks, which hide within this run; over many runs only noise protects",
+        ),
+        (
+            [{"kind": "update", "masked": {"threshold": 2, "asked": 3, "sites": ["a", "b", "c"]}}],
+            "no noise; updates left under masks, which hide within this run; over many runs only noise protects; "
+            "summed with: a, b, c",
         ),
         ([{"kind": "update", "masked": {"threshold": 2, "asked": 3}}, {"kind": "model"}], "none; updates left as trained"),
         ([{"kind": "update"}], "none; updates left as trained"),
