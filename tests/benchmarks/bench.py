@@ -3,6 +3,7 @@
 Pairs are measured in turn (A B A B ...) and the median of the pairwise ratios is printed, so a drifting machine matters little.
 """
 
+import math
 import statistics
 import subprocess
 import sys
@@ -28,12 +29,16 @@ from consilium.messages import SiteInfo
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
-from consilium.privacy.mechanism import Normal, geometry, privatize, seeded_normal, system_normal
+from consilium.privacy.discrete import discrete_gaussian
+from consilium.privacy.mechanism import geometry, privatize
+from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.runlog import payload_bytes
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities
 from consilium.strategies.strategy import LocalStep
 
+Normal = Callable[[tuple[int, ...]], torch.Tensor]
+"""Draws standard normals (shape), float64."""
 JOBS = Path(__file__).parents[2] / "jobs"
 
 
@@ -186,8 +191,15 @@ def noise() -> None:
     def ours(normal: Normal) -> list[torch.Tensor]:
         return [geometry(a, "right", 1.0).restore(normal((size, rank))) for a in peers]
 
-    for name, normal in (("system generator", system_normal), ("torch generator", seeded_normal(0))):
-        ratio = median_ratio(partial(paper, normal), partial(ours, normal), 10)
+    def exact(shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = discrete_gaussian(math.prod(shape), round(1 / UNIT))
+        return torch.from_numpy(drawn).double().mul_(UNIT).reshape(shape)
+
+    def of_torch(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    for name, normal in (("exact noise", exact), ("torch's generator", of_torch)):
+        ratio = median_ratio(partial(paper, normal), partial(ours, normal), 2)
         print(f"noise of 36 layers of 768 x 768, rank 8, {name}: paper's way / ours {ratio:.0f}")
 
 
@@ -222,7 +234,7 @@ def guard() -> None:
 
     def release_all() -> None:
         maps = {n: geometry(params[n[:-1] + "A"], "right", 1.0) for n in update}
-        privatize(update, maps, 1.0, 1.0, system_normal)
+        privatize(update, maps, 1.0, round(1 / UNIT))
 
     print(f"guard: clip and noise of a vit_b update / one step at 512: {median_ratio(release_all, step, 5):.3f}")
 
