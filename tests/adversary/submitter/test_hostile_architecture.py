@@ -215,11 +215,12 @@ KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_value_at_any_leaf_is_refused_or_harmless(kind: str) -> None:
-    """A default run takes every 7th for two classes, from a start of their own; the slow one all, for all classes."""
+    """A default run takes every 7th for two classes and all keys beside the model's own; the slow one all, for all classes."""
     name, config = FOLDERS[kind][0], full(kind)
     lay_out(name, given(name, config))  # as it is, it is taken
     every = list(attacks(config))
-    chosen = every[len(kind) % 7 :: 7] if kind in QUICK else every
+    beside = [(key, config | {key: value}) for key, value in ADDED.items()]
+    chosen = every[len(kind) % 7 :: 7] + beside if kind in QUICK else every
     refused = sum(require_harmless(what, name, given(name, one)) for what, one in chosen)
     assert refused > len(chosen) / 2
 
