@@ -1,10 +1,14 @@
 """`consilium status` at the widths people have: nothing is broken into pieces, nothing cut unseen."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from consilium.cli import submit
+from tests.conftest import run
 
 JOB = "0f0e3a52-7c1e-4a55-9d55-4d2f27ab81aa"
 WIDTHS = (60, 80, 140)
@@ -26,14 +30,27 @@ def progress() -> dict[str, Any]:
     site |= {"metrics": {"train/loss": 0.75, "validation/global/dice": 0.5, "validation/personalized/dice": 0.625}}
     names = ("university-hospital-of-the-north", "university-hospital-of-the-south", "c")
     scores = {"leading": ["dice"], "headings": {"dice": "Dice"}}
-    return {"rounds": 5, "sites": dict.fromkeys(names, site), "scores": scores}
+    return {"rounds": 5, "finished": True, "refused": [], "sites": dict.fromkeys(names, site), "scores": scores}
+
+
+@pytest.fixture
+def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return what `consilium status` prints where a server has these jobs."""
+
+    def listed(*jobs: dict[str, Any]) -> str:
+        admin = SimpleNamespace(jobs=lambda: list(jobs), reasons=lambda all: [""] * len(all))
+        monkeypatch.setattr("consilium.flare.session.connect", lambda kit: nullcontext(admin))
+        monkeypatch.setattr("consilium.flare.certificates.warnings", lambda kit: [])
+        assert run(monkeypatch, "status", "--kit", tmp_path) == 0
+        return capsys.readouterr().out
+
+    return listed
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, status: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    submit._list([job("ward-study"), job("another-study-with-a-long-name-of-its-own")])
-    text = capsys.readouterr().out
+    text = status(job("ward-study"), job("another-study-with-a-long-name-of-its-own"))
     assert max(map(len, text.splitlines())) <= width
     for whole in ("FINISHED:COMPLETED", JOB, "ward-study"):
         assert whole in text
@@ -42,9 +59,8 @@ def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    Console(width=width).print(submit._table(progress(), width))
+    monkeypatch.setenv("COLUMNS", str(width))
+    submit.show({"experiment": "e", "status": "RUNNING", "job_id": JOB, "problems": [], "progress": progress()})
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     assert ("university-hospital-of-the-north" in text) == (width == 140)
@@ -53,9 +69,8 @@ def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys:
     assert ("6,835" in text) == (width == 140)  # KiB down
 
 
-def test_in_a_pipe_a_table_is_wide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_a_table_is_wide(monkeypatch: pytest.MonkeyPatch, status: Any) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    submit._list([job("ward-study")])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "ward-study" in line]
+    (row,) = [line for line in status(job("ward-study")).splitlines() if "ward-study" in line]
     assert JOB in row
     assert "FINISHED:COMPLETED" in row

@@ -83,7 +83,7 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
     """Return an epsilon at `delta` that holds for all `spends` together; infinity if one has no noise.
 
     With `exact`, spends on samples are counted by prv, because there is no closed form for them. A `planned` answer is not
-    under the answer for the same spends on another processor or in another order. Raises ConfigError for a delta outside
+    under what `exact` says of the same spends, on another processor or in another order. Raises ConfigError for a delta outside
     (0, 1).
     """
     check_delta(delta)
@@ -93,7 +93,9 @@ def epsilon_of(spends: Sequence[GaussianEvent], delta: float, accountant: Accoun
     if not all(spend.noise_multiplier > 0 for spend in spends):
         return math.inf
     slack = math.fsum(spend.count * spend.slack for spend in spends)
-    return _gaussian_cost(spends, delta * math.exp(-slack / 2), accountant, planned) + slack
+    delta *= math.exp(-slack / 2)
+    found = _gaussian_cost(spends, delta, accountant, planned) + slack
+    return max(found, _gaussian_cost(spends, delta, "exact", planned) + slack) if planned else found  # ledgers charge by exact
 
 
 def _gaussian_cost(spends: Sequence[GaussianEvent], delta: float, accountant: Accountant, planned: bool) -> float:
@@ -169,15 +171,16 @@ def _prv_epsilon(rows: tuple[GaussianEvent, ...], delta: float, planned: bool) -
     alone = max(_rdp_epsilon([GaussianEvent(row.noise_multiplier, row.sample_rate)], failure / (8 * count)) for row in rows)
     reach = max(_rdp_epsilon(rows, failure / 4), alone)  # Remark 5.6: outside of this lies less than the failure
     points = 2 * (reach + 4) * math.sqrt(count * math.log(12 / failure) / 2)  # at an error of 1
-    bound, found, error = _raised(_rdp_epsilon(rows, delta), planned), math.inf, max(0.01, points / GRID)
-    while error < 0.5 and len(rows) <= MOST_ROWS:
+    error = max(0.01, points / GRID)
+    if error >= 0.5 or len(rows) > MOST_ROWS:
+        return _raised(_rdp_epsilon(rows, delta, fractions=True), planned)
+    found = _raised(_rdp_epsilon(rows, delta), planned)
+    while error < 0.5:
         found = min(found, _on_grid(rows, delta, failure, reach, error, planned))
-        if min(found, bound) > 5 * error or points / (error / 10) > GRID:
+        if found > 5 * error or points / (error / 10) > GRID:
             break
         error /= 10  # small epsilons: an error of 0.01 would drown them
-    if found <= bound:
-        return found
-    return _raised(_rdp_epsilon(rows, delta, fractions=True), planned)  # a plan by rdp has them, and may not be under this
+    return found
 
 
 def _on_grid(rows: Sequence[GaussianEvent], delta: float, failure: float, reach: float, error: float, planned: bool) -> float:

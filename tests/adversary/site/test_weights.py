@@ -1,16 +1,14 @@
 """A site that says it has a million samples: a federation may bound what one site counts for, and `status` shows it."""
 
-import io
 from pathlib import Path
 
 import pytest
 import torch
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
-from rich.console import Console
 
 from consilium import __version__
-from consilium.cli.submit import _table
+from consilium.cli.submit import show
 from consilium.federation.build import Job
 from consilium.federation.coordinator import Coordinator
 from consilium.flare import wire
@@ -73,10 +71,13 @@ def test_a_weight_that_is_none_is_left_out_of_flares_own_workflows(count: object
     assert all(torch.equal(t, torch.full_like(t, 0.5)) for t in model.params.values())
 
 
-def test_status_shows_who_counts_for_what(tmp_path: Path) -> None:
+def test_status_shows_who_counts_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = run(bounded(None), tmp_path)
     server.conclude()
-    console = Console(file=io.StringIO(), width=140)
-    console.print(_table(progress(tmp_path), 140))
-    assert "1000000 (100%)" in console.file.getvalue()
-    assert "24 (0%)" in console.file.getvalue()
+    monkeypatch.setenv("COLUMNS", "140")
+    show({"experiment": "e", "status": "RUNNING", "job_id": "j", "problems": [], "progress": progress(tmp_path)})
+    text = capsys.readouterr().out
+    assert "1000000 (100%)" in text
+    assert "24 (0%)" in text
