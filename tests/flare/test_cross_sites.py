@@ -10,16 +10,20 @@ import pytest
 import torch
 import yaml
 
+from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.federation.build import assemble_job, build_guard
+from consilium.federation.checkpoint import Saved
 from consilium.federation.checks import check_lent
+from consilium.federation.coordinator import Coordinator
+from consilium.federation.cross_site import CrossSites
 from consilium.federation.engine import simulate
 from consilium.federation.runs import known_run, run_folder
-from consilium.messages import Kind, Payload, Stage
+from consilium.messages import Hello, Kind, Payload, Stage
 from consilium.privacy import lending
 from consilium.use.evaluate import cross_sites
 from tests.conftest import small_config
@@ -109,6 +113,34 @@ def _check_wire(workspace: Path, run: Path) -> None:
 
 def _record(site: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for path in site.rglob("audit.jsonl") for x in path.read_text().splitlines()]
+
+
+def test_a_lent_model_scores_at_each_site_as_its_file_does(hospitals: Path, beside: Path) -> None:
+    results = json.loads((beside / "first/results.json").read_text())
+    shared, gives = crossed(beside / "second", hospitals, crossing())["values"]
+    assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
+    other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
+    assert gives == other.values[other.models.index("gives")].tolist()
+    assert gives != shared
+
+
+def test_the_matrix_has_the_scores_of_the_split_and_model_that_the_job_asks_for(tmp_path: Path) -> None:
+    """A site that also tells what nobody asked for changes nothing: 0.5 and 0.25 stand among scores of 0.9."""
+    job = assemble_job(crossing())
+    server = Coordinator(job, tmp_path / "second", lambda event: None)
+    server.welcome(Hello("gives", 4, True, __version__))
+    after = replace(job.strategy.init_state(job.initial), round=1)
+    matrix = CrossSites(server, job.config.cross_site, Saved("r", None, after))
+    scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
+    sent = matrix.shared()["gives"]
+    assert matrix.accept("gives", replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})) is None
+    matrix.take("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
+    sent = matrix.lent()["gives"]
+    told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})
+    assert matrix.accept("gives", told) is None
+    matrix.finish()
+    server.close()
+    assert json.loads((tmp_path / "second/cross_sites.json").read_text())["values"] == [[0.5], [0.25]]
 
 
 KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedala", "fedhera", "fedsca", "flora", "frlora"]

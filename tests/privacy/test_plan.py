@@ -57,6 +57,21 @@ def test_where_the_noise_is_added(trust: str, share: float) -> None:
     assert found.site_noise == pytest.approx(found.noise_multiplier * 0.3 * share)
 
 
+@pytest.mark.parametrize(
+    ("trust", "numbers", "ratio"),
+    [("local", 1, 1.0), ("local", 100, 10.0), ("central", 16, 1.0), ("central", 100, 2.5)],
+)
+def test_a_mean_that_drowns_in_noise_is_warned_of(trust: str, numbers: int, ratio: float) -> None:
+    """Sigma 4 and 16 sites: per number 4 / sqrt(16) of the clip from the sites, 4 / 16 from the server, times sqrt(numbers)."""
+    found = plan({"unit": "site", "noise_multiplier": 4.0, "clip": 0.5, "trust": trust})
+    assert noise_to_signal(found, numbers, 16) == pytest.approx(ratio)
+    assert [f"{ratio:g} times" in warning for warning in found.warnings(numbers, 16)] == [True] * (ratio > 1)
+
+
+def test_a_plan_without_noise_is_warned_of() -> None:
+    assert len(plan({"unit": "site", "noise_multiplier": 0.0, "clip": 0.5}).warnings(100, 16)) == 1
+
+
 @pytest.mark.parametrize("trust", ["local", "central"])
 def test_sampling_sites_makes_no_release_cheaper(trust: str) -> None:
     """Amplification needs secret cohorts, and logs, status and downloads show who took part."""

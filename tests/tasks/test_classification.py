@@ -68,6 +68,15 @@ def test_false_alarms_of_an_absent_class_lower_the_others_only() -> None:
     assert found["accuracy"] == 0.5
 
 
+def test_a_picture_that_is_broken_later_is_found_by_reading_it_again(tmp_path: Path) -> None:
+    task = make_task(tmp_path, [0, 1], [0, 20])
+    task.batch([0, 1], 0)
+    (tmp_path / "1.png").write_bytes(b"torn")
+    task.read_again("training", 0)
+    with pytest.raises(DataError, match=r"1\.png"):
+        task.read_again("training", 1)
+
+
 def test_loss_is_the_mean_cross_entropy_and_reaches_the_model(tmp_path: Path) -> None:
     task, model = make_task(tmp_path, [0, 1], [0, 20], augment=False), ByBrightness(2.0)
     loss = task.loss(model, task.batch([0, 1], 0))

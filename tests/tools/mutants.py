@@ -6,7 +6,7 @@
    whole when the code changed.
 2. Draw the same number of mutants in each room, by the seed. A larger count keeps those of a smaller one.
 3. Run each mutant in a copy of the tree, with the tests that reach it, the likeliest first, until one fails or `--seconds` of
-   tests are spent. A mutant whose tests take over three times as long as unbroken ones, and a minute, counts as killed.
+   tests are spent. A mutant counts as killed where a test takes three times the longest unbroken one's time and 20 s more.
 
 All state lies in `--state`: an interrupted call, repeated, goes on where it was. `--again` runs the survivors once more.
 Linux only: each mutant is a fork of a process that has loaded torch and the other libraries.
@@ -20,7 +20,6 @@ import importlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -173,11 +172,22 @@ def instrument(path: str, source: str) -> str:
     return ast.unparse(tree)
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """A pytest plugin that ends the process where a test takes too much processor time."""
+
+    seconds: float
+
+    def pytest_runtest_logstart(self) -> None:
+        """Begin to count anew."""
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+
+
 def in_fork(tree: Path, arguments: list[str], seconds: float, modules: set[str], **environment: str) -> int | None:
     """Run pytest in a fork of this process, in a copy of the tree. Return its exit code, or None if it took too long.
 
-    `seconds`: of processor time; ten times as long by the clock, for what waits for ever. The fork has the modules loaded
-    already. Its output goes to output.txt beside the tree.
+    `seconds`: of processor time that one test may take; all may take twenty times as long by the clock, for what waits for
+    ever. The fork has the modules loaded already. Its output goes to output.txt beside the tree.
     """
     for name in sorted(modules - sys.modules.keys()):
         if name.split(".")[0] not in OURS:
@@ -187,7 +197,6 @@ def in_fork(tree: Path, arguments: list[str], seconds: float, modules: set[str],
     if child == 0:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
         os.chdir(tree)
         output = os.open(tree.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(output, 1), os.dup2(output, 2)
@@ -196,8 +205,9 @@ def in_fork(tree: Path, arguments: list[str], seconds: float, modules: set[str],
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
             del sys.modules[name]
         sys.path[:] = ours + [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
-        os._exit(int(importlib.import_module("pytest").main(["-n0", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments])))
-    end, ended, status = time.monotonic() + 10 * seconds, 0, 0
+        options = ["-n0", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
+        os._exit(int(importlib.import_module("pytest").main(options, plugins=[_Limit(seconds)])))
+    end, ended, status = time.monotonic() + 20 * seconds, 0, 0
     try:
         while not ended and time.monotonic() < end:
             time.sleep(0.05)
@@ -208,7 +218,7 @@ def in_fork(tree: Path, arguments: list[str], seconds: float, modules: set[str],
         if not ended:
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if ended else None
-    return None if code in (-signal.SIGXCPU, -signal.SIGKILL) else code
+    return None if code == -signal.SIGPROF else code
 
 
 def copied(tree: Path) -> Path:
@@ -286,7 +296,7 @@ def recorded(state: Path, rooms: list[Path], folders: list[Path]) -> Reach:
             unfinished = state / "record.part"
             unfinished.unlink(missing_ok=True)
             shutil.copy2(ROOT / file, tree / file)  # as it is now: the copy may be older
-            code_of_exit = in_fork(tree, ["-p", "reach", str(file)], 1800, reach.modules, MUTANTS_RECORDS=str(unfinished))
+            code_of_exit = in_fork(tree, ["-p", "reach", str(file)], 600, reach.modules, MUTANTS_RECORDS=str(unfinished))
             print(f"recorded {number} of {len(files)}: {file} (exit code {code_of_exit})", flush=True)
             if not unfinished.exists():
                 continue
@@ -306,7 +316,8 @@ def run(mutant: Mutant, reach: Reach, tree: Path, budget: float) -> dict[str, ob
     os.utime(tree / mutant.path, (zlib.crc32(broken) // 2,) * 2)  # bytecode is stale by time and size: no two are alike
     expected = sum(reach.seconds.get(test, 0.0) for test in tests)
     began = time.monotonic()
-    code = in_fork(tree, ["-x", *tests], 60 + 3 * expected, reach.modules)
+    longest = max(reach.seconds.get(test, 0.0) for test in tests)
+    code = in_fork(tree, ["-x", *tests], 20 + 3 * longest, reach.modules)
     shutil.copy2(ROOT / mutant.path, tree / mutant.path)
     output = (tree.parent / "output.txt").read_text(errors="replace")
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -19,7 +19,7 @@ from consilium.federation.card import Card, page
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import simulate
 from consilium.federation.samples import site_data
-from consilium.federation.saved_model import SavedModel, note_best, read_best, read_kept, write_kept
+from consilium.federation.saved_model import CARD, SavedModel, note_best, read_best, read_kept, write_kept
 from consilium.federation.start import keep_inside, server_start
 from consilium.messages import Stage
 from consilium.storage import save_state
@@ -126,6 +126,21 @@ def _changed(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> C
         write_kept(folder, kept, kept.values, config, card)
 
     return write
+
+
+def test_the_card_tells_what_the_forward_pass_takes_beside_the_files(copy: Path) -> None:
+    def card() -> str:
+        return (copy / CARD).read_text()
+
+    plain = card()
+    for changes, told in (
+        ({"scaling": 2.5}, ["2.5"]),
+        ({"share": 0.3125}, ["0.6875", "0.3125"]),
+        ({"similar": 7919}, ["7919"]),
+    ):
+        _changed(lambda kept, card, changes=changes: (replace(kept, **changes), card))(copy)
+        assert all(number in card() and number not in plain for number in told)
+    assert SavedModel({}, 3).forward == {"rounds": 3, "scaling": 1.0, "share": 0.0, "similar": 0}
 
 
 def _header(change: Callable[[SavedModel, Card], tuple[SavedModel, Card]]) -> Callable[[Path], None]:
