@@ -152,8 +152,8 @@ def many_frames(path: Path) -> None:
 
 
 def run_lengths(path: Path) -> None:
-    """Write an RLE frame of 3 million pixels whose one segment goes on for 900 million."""
-    code = struct.pack("<16I", 1, 64, *[0] * 14) + b"\x81\0" * 7_000_000
+    """Write an RLE frame of 3 million pixels whose one segment goes on for 820 million."""
+    code = struct.pack("<16I", 1, 64, *[0] * 14) + b"\x81\0" * 6_400_000
     dicom(path, RLE, pixels(1500, 2000) + encapsulated(code))
 
 
@@ -342,10 +342,10 @@ def jpeg_scans(path: Path) -> None:
 
 
 def bmp_runs(path: Path) -> None:
-    """Write a BMP of 90 million pixels in one row, of steps over rows that are not there."""
+    """Write a BMP of 60 million pixels in one row, of steps over rows that are not there."""
     code = b"\0\x02\0\xff" * 1000 + b"\0\1"
     palette = bytes(1024)
-    info = struct.pack("<IiiHHIIiiII", 40, 90_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
+    info = struct.pack("<IiiHHIIiiII", 40, 60_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
     start = 14 + len(info) + len(palette)
     path.write_bytes(b"BM" + struct.pack("<IHHI", start + len(code), 0, 0, start) + info + palette + code)
 

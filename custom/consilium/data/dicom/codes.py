@@ -29,8 +29,8 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
             what = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
             raise DataError(f"{file}: frame {number} has {what}; replace it or take it off the list")
         check_work(f"{file}: frame {number}", code)
-        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > most:
-            raise DataError(f"{file}: frame {number} becomes {length:,} bytes, at most {most:,} are read; replace it")
+        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
+            raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
 
 
 def _lengths(code: bytes) -> Iterator[int]:

@@ -9,8 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from consilium.data.importers.base import Importer, Line, Options, Reading, files, slug, wrong_layout
-from consilium.data.importers.lines import REMEDY, find, joined, read_list, text_lines
-from consilium.data.opening import check_file
+from consilium.data.importers.lines import REMEDY, find, joined, read_lines, read_list
+from consilium.data.opening import check_file, text_lines
 from consilium.errors import DataError
 
 GSM8K_LAYOUT = "train.jsonl and test.jsonl with question and answer, the result behind ####"
@@ -31,7 +31,7 @@ def read_gsm8k(source: Path, options: Options) -> Reading:
     lines = []
     for name, split in (("train.jsonl", None), ("test.jsonl", "test")):
         path = find(source, [name], GSM8K_LAYOUT)
-        for index, raw in enumerate(text_lines(path, {"question": str, "answer": str})):
+        for index, raw in enumerate(read_lines(path, {"question": str, "answer": str})):
             lines.append(Line("gsm8k", f"{name}:{index}", _gsm8k(f"{path}: record {index + 1}", raw), split))
     return Reading(joined(lines), None)
 
