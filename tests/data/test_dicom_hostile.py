@@ -15,9 +15,10 @@ from tests.data import dicoms  # skips where the extra is missing
 from pydicom import uid  # isort: skip
 
 from consilium.data import dicom, volumes
+from consilium.data.codes import coded_shape
 from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom import frames as dicom_frames
-from consilium.data.dicom.codes import coded_shape
+from consilium.data.dicom import parsing
 from consilium.data.dicom.contours import contours
 from consilium.errors import DataError
 
@@ -163,7 +164,7 @@ MADE: dict[Callable[[Path], None], str] = {
     short: "its pixels end early",
     cut_off: "",
     cut_in_the_header: "",
-    huge: "at most 20,000 and 4,294,967,296 are",
+    huge: "at most 20,000 and 1,073,741,824 are",
     many_frames: "1,000,000,000 frames",
     no_rows: "has 0x6 pixels",
     negative_frames: "",
@@ -192,7 +193,7 @@ def test_a_bad_file_is_one_line_without_its_patient(
 ) -> None:
     path = tmp_path / "bad.dcm"
     make(path)
-    monkeypatch.setattr(dicom_files, "MOST_VOLUME", 2**25)  # a bomb of 64 MB will do
+    monkeypatch.setattr(parsing, "MOST_HEADER", 2**25)  # a bomb of 64 MB will do
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(DataError, match=MADE[make]) as raised:
@@ -256,10 +257,10 @@ def test_a_folder_of_too_many_files_is_refused_before_they_are_opened(tmp_path: 
 
 def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dicoms.stack(tmp_path, np.stack([GREY] * 3))
-    monkeypatch.setattr(dicom_frames, "MOST_VOLUME", 3 * 24 * 4 - 1)
+    monkeypatch.setattr(dicom_frames, "most_unpacked", lambda packed: 3 * 24 * 4 - 1)
     with pytest.raises(DataError, match="3 frames, 288 bytes"):
         volumes.header(tmp_path)
-    monkeypatch.setattr(dicom_frames, "MOST_VOLUME", 3 * 24 * 4)
+    monkeypatch.setattr(dicom_frames, "most_unpacked", lambda packed: 3 * 24 * 4)
     volumes.forget()
     assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
 

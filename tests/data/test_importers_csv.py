@@ -96,7 +96,7 @@ def test_what_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "a.png").unlink()
     for text, message in (
         (path.read_bytes(), "line 2: image 'a.png': no such file; paths start at the table's folder"),
-        ("image,label\nä,x".encode("latin-1"), "is no text in UTF-8; save it as CSV in UTF-8"),
+        ("image,label\nä,x".encode("latin-1"), "not UTF-8 in or behind line 1.*; save it as CSV in UTF-8"),
         (b"image,label\n" + b"x" * 200_000, "line 2: field larger than field limit"),
     ):
         path.write_bytes(text)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from consilium.data.copies import find_copies
+from consilium.data.copies import find_alike, find_copies
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
 from consilium.data.files import by_file
 from consilium.data.findings import Findings, Trace
@@ -42,6 +42,7 @@ def check_datalist(
         _take(report, split, item, _name(item, folder), found, classes)
     _check_classes(report, classes)
     find_copies(report)
+    find_alike(report)
     return report
 
 

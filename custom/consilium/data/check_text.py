@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from consilium.data.copies import find_copies
+from consilium.data.copies import find_alike, find_copies
 from consilium.data.datalist import SPLITS
-from consilium.data.findings import Findings, Trace
+from consilium.data.findings import PATIENT, Findings, Trace
 from consilium.data.text import Text, read_texts
 
 
@@ -23,9 +23,10 @@ def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_
         for text in data.splits[split]:
             _check(report, text, length_of, max_length)
             key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
-            marks = (("duplicate between {}", key), *([("patient in two {}", text.patient)] if text.patient else []))
+            marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
             report.traces.append(Trace(split, text.name, marks, training=split == "training"))
     find_copies(report)
+    find_alike(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
     for split, count in within.items():
         report.warn("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")

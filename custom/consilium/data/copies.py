@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from consilium.data.findings import Findings, Trace
+from consilium.data.findings import PATIENT, Findings, Trace
+from consilium.data.identifiers import ALIKE, alike
 
 NEAR = 12
 """Bits of 256 by which two pictures that look alike differ at most."""
@@ -27,6 +28,17 @@ def find_copies(report: Findings) -> None:
             seen.setdefault(mark, trace)
     for trace, like in _alike([trace for index, trace in enumerate(report.traces) if index not in told]):
         report.warn("looks alike in two splits", _line(trace, like))
+
+
+def find_alike(report: Findings) -> None:
+    """Warn of patients whose identifiers are nearly equal, by a sample of each: they may be one person."""
+    first: dict[str, str] = {}
+    for trace in report.traces:
+        for kind, key in trace.marks:
+            if kind == PATIENT:
+                first.setdefault(key, f"{trace.place}: {trace.name}")
+    for group in alike(first):
+        report.warn(ALIKE, " ~ ".join(first[key] for key in group))
 
 
 def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:

@@ -4,20 +4,17 @@ A label is a mask's path for segmentation, a class (name, or number from 0) for 
 class will do, see folders.py.
 """
 
-import hashlib
-import json
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from consilium.data.crop import Crop
 from consilium.data.folders import SLIDES, read_folders
+from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.opening import MOST_BYTES as MOST_FILE
-from consilium.data.opening import MOST_SLIDE, MOST_VOLUME_FILE, check_file, read_text, whole
+from consilium.data.opening import MOST_SLIDE, MOST_VOLUME_FILE, check_file, parse_json, read_text, whole
 from consilium.data.settings import Axis, Value
 from consilium.errors import DataError
 
@@ -31,20 +28,6 @@ Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
 """Takes split and place of an entry that cannot be used, and why."""
-
-
-def pseudonym(identifier: str) -> str:
-    """Return what stands for a patient or a study in this process, "" for none: equal for equal ones, and no way back.
-
-    The key is drawn anew by each process and never written.
-    """
-    return hashlib.blake2b(identifier.encode(), key=_key(), digest_size=12).hexdigest() if identifier else ""
-
-
-@cache
-def _key() -> bytes:
-    """Return this process's key, drawn when it is first asked for: a fork has its own."""
-    return secrets.token_bytes(32)
 
 
 @dataclass(frozen=True)
@@ -122,12 +105,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
 def read_json(path: Path) -> Any:
     """Return what a data list's file holds. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error}); fix the place named") from None
-    except RecursionError:
-        raise DataError(f"{path}: not valid JSON (nested too deep); write a list of entries per split") from None
+    return parse_json(str(path), text, "write a list of entries per split")
 
 
 def own_names(path: Path) -> dict[str, str]:
@@ -194,16 +172,6 @@ def _check_parts(where: str, item: Item) -> None:
         raise DataError(f'{where}: {item.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
     if item.tile is not None and _is_volume(item.image):
         raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
-
-
-def identifier(where: str, entry: dict[str, Any], key: str) -> str:
-    """Return what an entry says of its patient or study, "" for nothing; blanks around it are none of it: two spellings of one
-    patient would be two who are hidden. Raises DataError for what names nobody.
-    """
-    value = entry.get(key, "")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise DataError(f"{where}: {key} {_brief(value)} is neither text nor a whole number; write what names the {key}")
-    return str(value).strip()
 
 
 def _annotated(where: str, value: Any) -> tuple[str, ...] | None:

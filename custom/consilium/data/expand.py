@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from consilium.data import slides, volumes
-from consilium.data.datalist import DataList, Item, pseudonym
+from consilium.data.datalist import DataList, Item
+from consilium.data.identifiers import pseudonym, pseudonym_of
 from consilium.data.images import read_labels
 from consilium.data.inspect import Lost, left_of
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
@@ -51,7 +52,7 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         item,
         axis=item.across(settings.slices.axis),
         patient=item.patient or pseudonym(header.patient),
-        study=item.study or pseudonym(header.study or str(item.image)),
+        study=item.study or pseudonym(header.study) or pseudonym_of(item.image),
     )
     if item.slice is not None or header.grid.planes(known.axis) == 1:
         yield known
@@ -67,7 +68,7 @@ def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iter
         return
     if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
         raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-    whole = replace(item, study=item.study or pseudonym(str(item.image)))
+    whole = replace(item, study=item.study or pseudonym_of(item.image))
     rows, columns = slides.shape(item.image, wanted.level)
     for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
         one = replace(whole, tile=tile)

@@ -11,6 +11,8 @@ from consilium.data.settings import Value
 NAMED = 10
 """Samples of a kind that are named in a terminal; a report names all."""
 LEAKS = ("duplicate between splits", "volume in two splits", "study in two splits", "patient in two splits")
+PATIENT = "patient in two {}"
+"""The mark of a patient, see Trace."""
 WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
 """Problems that let training run, while its scores say nothing. All others stop it."""
 NO_TRAINING = "no training samples"

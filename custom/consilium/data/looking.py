@@ -10,7 +10,9 @@ import numpy as np
 from PIL import Image
 
 from consilium.data import pictures, slides, volumes
-from consilium.data.datalist import Item, pseudonym
+from consilium.data.datalist import Item
+from consilium.data.findings import PATIENT
+from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.labels import Labels
 from consilium.data.settings import PictureSettings, TilesConfig, Value
@@ -213,6 +215,6 @@ def _place(item: Item) -> str:
 def _marks(item: Item, same: str) -> tuple[tuple[str, str], ...]:
     """Return what must not be in two places, the strongest first. `same`: what makes a sample the very same."""
     whole = str(item.image) if volumes.is_volume(item.image) or item.tile else ""
-    own = ("study in two {}", item.study), ("patient in two {}", item.patient)
+    own = ("study in two {}", item.study), (PATIENT, item.patient)
     found = (("duplicate between {}", same), ("volume in two {}", whole), *own)
     return tuple((kind, key) for kind, key in found if key)

@@ -1,20 +1,28 @@
 """Volumes in NIfTI."""
 
+import gzip
+import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
+from nibabel.volumeutils import apply_read_scaling
 
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
 from consilium.data.numbers import whole_numbers
-from consilium.data.opening import MOST_VOLUME_FILE, check_volume, reading
+from consilium.data.opening import MOST_VOLUME_FILE, most_unpacked, reading
 from consilium.data.volumes import Header
 from consilium.errors import DataError
 
 MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
 """Of the units of length that a header may name."""
+MOST_EXTENSIONS = 2**26
+"""Bytes of a header's extensions, which lie before the voxels and are read with the header."""
+_HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168, "q")}
+"""By the header's size: who reads it, and where and how it says where its voxels begin."""
 
 
 def is_own(path: Path) -> bool:
@@ -25,17 +33,25 @@ def is_own(path: Path) -> bool:
 def header(path: Path) -> Header:
     """Return the grid of a volume of two or three dimensions. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
-        volume = _open(path)
+        volume = load(path)
         return Header(Grid(_shape(path, volume), _millimetres(volume) @ np.asarray(volume.affine, np.float64)))
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k): float32 where the header scales them, else the file's own type. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
-        volume = _open(path)
-        scaled = any(value not in (None, 0.0, 1.0) for value in volume.header.get_slope_inter())
-        data = np.asarray(volume.dataobj, dtype=np.float32 if scaled else None)
+        volume = load(path)
+        data = _scaled(volume.dataobj) if _is_scaled(volume) else np.asarray(volume.dataobj)
         return data.reshape(_shape(path, volume))
+
+
+def _scaled(stored: Any) -> np.ndarray:
+    """Return stored values in their unit, in float32; nibabel itself makes all of them float64 first."""
+    raw = stored.get_unscaled()
+    found = np.empty(raw.shape, np.float32, order="F")
+    for k in range(raw.shape[-1]):
+        found[..., k] = apply_read_scaling(raw[..., k], stored.slope, stored.inter)
+    return found
 
 
 def labels(path: Path, image: Header) -> Labels:
@@ -49,10 +65,35 @@ def _millimetres(volume: Any) -> np.ndarray:
     return np.diag([unit, unit, unit, 1.0])
 
 
-def _open(path: Path) -> Any:
-    volume = nibabel.load(path)
-    check_volume(path, volume)
+def load(path: Path) -> Any:
+    """Return a NIfTI volume of nibabel's, whose voxels are not yet read. Use within `reading`.
+
+    Raises DataError for one without voxels, or whose header asks for more memory than a file of its size may.
+    """
+    with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+        head = file.read(max(_HEADERS))
+    order = next((order for order in "<>" if len(head) > 4 and struct.unpack_from(f"{order}i", head)[0] in _HEADERS), None)
+    if order is None:
+        raise ValueError("no header of NIfTI")
+    kind, at, form = _HEADERS[struct.unpack_from(f"{order}i", head)[0]]
+    if (before := int(struct.unpack_from(order + form, head, at)[0])) > MOST_EXTENSIONS:
+        raise DataError(f"{path}: has {before:,} bytes before its voxels, at most {MOST_EXTENSIONS:,} are read; write it anew")
+    volume = kind.from_filename(path)
+    _check_size(path, volume)
     return volume
+
+
+def _check_size(path: Path, volume: Any) -> None:
+    """Raise DataError for a volume without voxels, or that takes more memory than a file of its size may."""
+    each = volume.get_data_dtype().itemsize + 4 * _is_scaled(volume)
+    needed, most = prod(volume.shape) * each, most_unpacked(path.stat().st_size)
+    if min(volume.shape, default=0) < 1 or needed > most:
+        found = f"{'x'.join(map(str, volume.shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
+        raise DataError(f"{path}: cannot be read as NIfTI ({found}); cut it into smaller ones", "too large")
+
+
+def _is_scaled(volume: Any) -> bool:
+    return (volume.dataobj.slope, volume.dataobj.inter) != (1.0, 0.0)  # nibabel takes both off the header that it returns
 
 
 def _shape(path: Path, volume: Any) -> tuple[int, int, int]:

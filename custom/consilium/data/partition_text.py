@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from consilium.data.datalist import SPLITS, DataList
-from consilium.data.opening import read_text
+from consilium.data.opening import text_lines
 from consilium.data.partition import SHARED_OUT, check_asked, share_out, write_summary
 from consilium.data.patients import together
 from consilium.data.text import FILES, Text, read_texts
@@ -134,8 +134,8 @@ def _of_kinds(splits: dict[str, list[Record]], data: DataList, kinds: Kinds) -> 
 
 
 def _records(path: Path, texts: Sequence[Text], by: str) -> list[Record]:
-    lines = enumerate(read_text(path, "give a JSONL file in UTF-8").split("\n"), start=1)
-    told = ((f"{path}:{number}", line) for number, line in lines if line.strip())
+    lines = enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1)
+    told = ((f"{path}:{number}", line.removesuffix("\n")) for number, line in lines if line.strip())
     return [Record(line, _value(where, line, by), text.patient) for (where, line), text in zip(told, texts, strict=True)]
 
 

@@ -1,11 +1,14 @@
 """Whose samples are whose: the patients of a split, by what a data list says."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
+from consilium.data.identifiers import ALIKE, alike
 
 S = TypeVar("S")
+_log = logging.getLogger(__name__)
 
 
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
@@ -28,6 +31,16 @@ def together(samples: Sequence[S]) -> list[list[S]]:
     for place, item in enumerate(samples):
         found.setdefault(item_patient(item) or place, []).append(item)
     return list(found.values())
+
+
+def warn_of_alike(data: DataList) -> None:
+    """Name, in the site's own log, samples of patients whose identifiers are nearly equal: they may be one person."""
+    first: dict[str, str] = {}
+    for split, items in data.splits.items():
+        for item in items:
+            first.setdefault(item_patient(item), f"{split}: {item.name}")
+    for group in alike(first):
+        _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
 
 
 def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -14,17 +14,21 @@ from typing import Any
 import numpy as np
 
 from consilium.data import pictures
+from consilium.data.codes import check_work, coded_shape
 from consilium.data.datalist import Tile
 from consilium.data.folders import SLIDES
 from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers, whole_numbers
-from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, reading
+from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, pages, reading
 from consilium.data.settings import PictureSettings
 from consilium.errors import DataError, UnfitError
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is told in one line, by us
 MOST_BLOCK = 2**26
 """Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
+MOST_BLOCK_BYTES = 2**28
+COMPRESSIONS = frozenset({1, 2, 3, 4, 5, 7, 8, 32773, 32946, 33003, 33005, 34712, 34925, 50000})
+"""None, CCITT, LZW, JPEG, deflate, PackBits, JPEG 2000 (three numbers), LZMA, Zstandard: their decoders stay within a block."""
 MOST_TILES = 10**6
 """Of one picture."""
 GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
@@ -172,11 +176,11 @@ def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
 def _tiff_layout(path: Path) -> Layout:
     from tifffile import TiffFile
 
+    pages(path)
     with TiffFile(path) as file:
         first = file.pages[0]
         if any(len(series.pages) > 1 for series in file.series):
-            pages = len(file.pages)
-            raise UnfitError(f"{path}: has {pages} pages; save each as a picture of its own", "several pages")
+            raise UnfitError(f"{path}: has {len(file.pages)} pages; save each as a picture of its own", "several pages")
         levels = [level.pages[0] for level in file.series[0].levels]
         for page in levels:
             _check(path, page)
@@ -193,13 +197,20 @@ def _check(path: Path, page: Any) -> None:
         raise UnfitError(f"{path}: is a TIFF of separate planes or layers; save it as grey or RGB")
     if page.photometric not in (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS):
         raise UnfitError(f"{path}: is a TIFF in {page.photometric}; save it as grey or RGB")
+    if page.compression not in COMPRESSIONS:
+        raise UnfitError(f"{path}: is a TIFF compressed as {page.compression}; save it with deflate, LZW, JPEG or JPEG 2000")
     rows, columns = _block(page)
-    if rows * columns * page.samplesperpixel > MOST_BLOCK:
+    if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * _bytes(page) > MOST_BLOCK_BYTES:
         what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
         raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
     needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
     if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
         raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")
+
+
+def _bytes(page: Any) -> int:
+    """Return how many bytes a pixel takes."""
+    return int(page.samplesperpixel) * (page.dtype.itemsize if page.dtype is not None else 1)
 
 
 def _block(page: Any) -> tuple[int, int]:
@@ -231,10 +242,14 @@ def _decoded(file: Any, page: Any, index: int) -> np.ndarray | None:
     offset, count = page.dataoffsets[index], page.databytecounts[index]
     if not count:
         return None
+    rows, columns = _block(page)
     file.filehandle.seek(offset)
     data = file.filehandle.read(count)
     if len(data) < count:
         raise ValueError("it ends early")
+    if (coded := coded_shape(data)) and (coded[0] > rows or coded[1] > columns):
+        raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
+    check_work(file.filehandle.name, data)
     block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0]
     found: np.ndarray = block[0]
     return found

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, pseudonym, read_datalist, read_json
+from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
+from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.errors import DataError
 from consilium.seeding import seed_for

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from consilium.data import slides, volumes
-from consilium.data.datalist import SPLITS, DataList, Item, pseudonym
+from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.files import by_file
+from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.intensity import windowed
 from consilium.data.labels import Labels

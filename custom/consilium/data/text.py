@@ -5,15 +5,15 @@ references instead of "output"; "final_answer", what exact match compares with; 
 from; "patient", whose it is, as in a list of pictures. Other keys are left alone.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from consilium.data.datalist import SPLITS, DataList, identifier, pseudonym
-from consilium.data.opening import read_text, whole
+from consilium.data.datalist import SPLITS, DataList
+from consilium.data.identifiers import identifier, pseudonym
+from consilium.data.opening import check_line, parse_json, text_lines, whole
 from consilium.errors import DataError
 
 FILES = {
@@ -22,8 +22,8 @@ FILES = {
     "test": ("test.jsonl",),
 }
 """File names of each split; the first that is there counts."""
-MOST_CHARACTERS = 1024**2
-"""Of one record: far more than any model reads, and what a tokenizer still takes in a second."""
+MOST_RECORDS = 2 * 10**6
+"""Of one file: over five times MetaMathQA."""
 WITH_INPUT = (
     "Below is a task, and a text that belongs to it. Write an answer that does what the task asks.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -78,12 +78,20 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
     return DataList(folder, {split: tuple(_records(files[0], pictures)) if files else () for split, files in found.items()})
 
 
-def _records(path: Path, pictures: bool) -> Iterator[Text]:
-    lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text of every line that holds a record. Raises DataError for more than MOST_RECORDS."""
+    records = 0
+    for number, line in enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1):
         if line.strip():
-            record = _record(f"{path}:{number}", path.name, number, line)
-            yield replace(record, image=_picture(f"{path}:{number}", path.parent, line)) if pictures else record
+            if (records := records + 1) > MOST_RECORDS:
+                raise DataError(f"{path}: holds more than {MOST_RECORDS:,} records; share them out among several files")
+            yield number, line
+
+
+def _records(path: Path, pictures: bool) -> Iterator[Text]:
+    for number, line in _lines(path):
+        record = _record(f"{path}:{number}", path.name, number, line)
+        yield replace(record, image=_picture(f"{path}:{number}", path.parent, line)) if pictures else record
 
 
 def _picture(where: str, folder: Path, line: str) -> Path:
@@ -99,12 +107,10 @@ def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> It
 
     With `pictures` every record needs one.
     """
-    lines = read_text(path, "give a JSONL file in UTF-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in _lines(path):
         try:
-            if line.strip():
-                record, where = _record(f"{path}:{number}", path.name, number, line, answered=False), f"{path}:{number}"
-                yield replace(record, image=_picture(where, path.parent, line)) if pictures else record
+            record, where = _record(f"{path}:{number}", path.name, number, line, answered=False), f"{path}:{number}"
+            yield replace(record, image=_picture(where, path.parent, line)) if pictures else record
         except DataError as error:
             bad.append(error)
 
@@ -143,14 +149,8 @@ def _final(where: str, value: Any) -> str | None:
 
 
 def _parse(where: str, line: str) -> Any:
-    if len(line) > MOST_CHARACTERS:
-        raise DataError(f"{where}: {len(line):,} characters, at most {MOST_CHARACTERS:,} are a record; shorten it or cut it up")
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); write one record a line") from None
-    except RecursionError:
-        raise DataError(f"{where}: not valid JSON (nested too deep); write one record a line") from None
+    check_line(where, line)
+    return parse_json(where, line, "write one record a line")
 
 
 def _text(where: str, key: str, value: Any) -> str:

@@ -15,6 +15,7 @@ from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
+from consilium.data.patients import warn_of_alike
 from consilium.errors import ConfigError
 from consilium.federation.diagnostics import check_deviation
 from consilium.federation.multi_device import ranks_of
@@ -171,6 +172,7 @@ def build_site(
     task = build_task(job.config, decoded, site)
     if warning := of_patients(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})
+    warn_of_alike(data)
     if model is None:
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 from PIL import Image
 
 from consilium import __version__
-from consilium.data.nifti import is_own as is_nifti
+from consilium.data import nifti
 from consilium.errors import DataError
 from consilium.storage import write_atomic
 
@@ -70,7 +69,7 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
 
 
 def _nifti(values: np.ndarray, source: Path) -> bytes:
-    origin = nibabel.load(source)
+    origin = nifti.load(source)
     shape = tuple(origin.shape) if values.ndim == 3 else values.shape
     header = origin.header.copy()
     header.set_data_dtype(values.dtype)
@@ -152,4 +151,4 @@ def is_dicom(path: Path) -> bool:
     """Tell whether an input's mask is a DICOM-SEG."""
     from consilium.data import volumes
 
-    return volumes.is_volume(path) and not is_nifti(path)
+    return volumes.is_volume(path) and not nifti.is_own(path)

@@ -19,6 +19,8 @@ from consilium.errors import DataError
 CLOSED = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
 """Kinds of contours that enclose something; points and open lines do not."""
 _AT_ONCE = 2**22
+_LONGEST_NUMBER = 64
+"""Characters; the standard has 16. numpy makes all numbers of a contour as long as the longest."""
 
 
 def check_space(path: Path, elements: Dataset, image: Header) -> None:
@@ -55,7 +57,7 @@ def _filled(path: Path, sequence: Iterable[Dataset], grid: Grid) -> np.ndarray:
     for contour in sequence:
         if contour.get("ContourGeometricType") not in CLOSED:
             continue
-        voxel = _voxels(_points(contour), grid)
+        voxel = _voxels(_points(path, contour), grid)
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
@@ -65,10 +67,16 @@ def _filled(path: Path, sequence: Iterable[Dataset], grid: Grid) -> np.ndarray:
     return found
 
 
-def _points(contour: Dataset) -> np.ndarray:
-    """Return the points (N, 3) of a contour, from the file's own text: pydicom makes an object of every number."""
+def _points(path: Path, contour: Dataset) -> np.ndarray:
+    """Return the points (N, 3) of a contour, from the file's own text: pydicom makes an object of every number.
+
+    Raises DataError for a number that is too long.
+    """
     raw: Any = contour.get_item("ContourData")
     values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
+    if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
+        what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"
+        raise DataError(f"{path}: {what}; replace it or take it off the list")
     return np.array(values).astype(np.float64).reshape(-1, 3)
 
 

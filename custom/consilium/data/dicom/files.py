@@ -6,7 +6,6 @@ warnings quote values, so both are silent in this process.
 
 import logging
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pydicom
-from pydicom import Dataset, dcmread
-from pydicom.filereader import _read_file_meta_info, read_preamble
-from pydicom.uid import DeflatedExplicitVRLittleEndian
+from pydicom import Dataset
 
 from consilium.data.dicom import MOST_FILES, is_own
-from consilium.data.opening import MOST_VOLUME, MOST_VOLUME_FILE, TAKE_OFF, check_file
+from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
+from consilium.data.identifiers import canonical
+from consilium.data.opening import MOST_VOLUME_FILE, TAKE_OFF, check_file
 from consilium.errors import DataError
 
 OTHERS = frozenset(
@@ -34,7 +33,6 @@ OTHERS = frozenset(
 """Kinds of objects (SOP classes) that may lie beside a series and are no part of it, though some have pixels."""
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
-_CHUNK = 2**20
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
@@ -64,27 +62,16 @@ def _silence() -> None:
         warnings.filterwarnings("ignore", module="pydicom")
 
 
-def open_file(path: Path, pixels: bool = False) -> Dataset:
-    """Return a file's elements, with `pixels` also those. Use within `reading`. Raises DataError."""
+def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:
+    """Return a file's elements, with `pixels` also those. Use within `reading`. Raises DataError.
+
+    `budget`: of the folder that the file is in.
+    """
     check_file(path, most=MOST_VOLUME_FILE)
-    _check_inflated(path)
-    found = dcmread(path, stop_before_pixels=not pixels, force=True)
+    found = parse(path, pixels, budget)
     if not found:
         raise DataError(f"{path}: cannot be read as DICOM (no element in it); {TAKE_OFF}")
     return found
-
-
-def _check_inflated(path: Path) -> None:
-    """Raise DataError for a deflated file that would grow beyond MOST_VOLUME: pydicom inflates it at once."""
-    with path.open("rb") as file:
-        read_preamble(file, True)
-        if _read_file_meta_info(file).get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
-            return
-        inflate, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
-        while (data := inflate.unconsumed_tail or file.read(_CHUNK)) and not inflate.eof:
-            size += len(inflate.decompress(data, _CHUNK))
-            if size > MOST_VOLUME:
-                raise DataError(f"{path}: cannot be read as DICOM (inflates beyond {MOST_VOLUME:,} bytes); {TAKE_OFF}")
 
 
 def series(path: Path) -> list[tuple[Path, Dataset]]:
@@ -94,7 +81,8 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     """
     if not (path := alone(path)).is_dir():
         return [(path, open_file(path))]
-    found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file))]
+    budget = Budget(path, MOST_OF_FOLDER)
+    found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file, budget=budget))]
     found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
     if not found:
         raise DataError(f"{path}: holds no DICOM image; {TAKE_OFF}")
@@ -139,8 +127,8 @@ def has_pixels(elements: Dataset) -> bool:
 
 def whose(elements: Dataset) -> str:
     """Return what names the patient in a file: the hospital's number, else name and day of birth. It stays in this process."""
-    name, born = (str(elements.get(key) or "").strip() for key in ("PatientName", "PatientBirthDate"))
-    return str(elements.get("PatientID") or "").strip() or (f"{name}|{born}" if name else "")
+    name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
+    return number or (f"{name}|{born}" if name else "")
 
 
 def _words(elements: Dataset, keyword: str) -> list[str]:

@@ -4,7 +4,7 @@ DICOM counts millimetres to the left, back and up; here they run to the right, f
 slices along the normal of columns and rows, so that a plane across the last axis is the stored picture.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from consilium.data.dicom import MOST_FILES
 from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
 from consilium.data.dicom.values import Scale, scale_of, shown
 from consilium.data.grid import Grid
-from consilium.data.opening import MOST_VOLUME
+from consilium.data.opening import most_unpacked
 from consilium.data.volumes import Header
 from consilium.errors import DataError
 
@@ -24,6 +24,8 @@ TOLERANCE = 0.25
 """Share of the distance between slices by which one may lie off its place."""
 _SAME = 1e-3
 """Millimetres below which two positions are one, and by which direction cosines may differ."""
+_OF_FRAME = 256
+"""Bytes that say of a segment's frame which one it is and where it lies."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
@@ -79,7 +81,7 @@ def stack(path: Path) -> Stack:
     if "Rows" not in first:
         what = "holds contours, which need their image's grid" if first.get("SOPClassUID") == CONTOURS else "holds no image"
         raise DataError(f"{path}: {what}; name an image")
-    _check_size(path, list(files.values()))
+    _check_size(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
@@ -98,8 +100,9 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     """Yield the frames of one file as it stores them."""
     count = count_of(elements)
     shape = int(elements.Rows), int(elements.Columns)
+    common = _without_place(elements)
     for number in range(count):
-        own = flat(elements, number)
+        own = flat(elements, number, common)
         yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
 
 
@@ -115,12 +118,16 @@ _MACROS = (
 """Groups of elements that a file of several frames has for each, or for all."""
 
 
-def flat(elements: Dataset, number: int) -> Dataset:
-    """Return the elements that say where frame `number` lies and what its values mean, as a file of one frame has them."""
+def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
+    """Return the elements that say where frame `number` lies and what its values mean, as a file of one frame has them.
+
+    `common`: what all frames have.
+    """
     groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
     if not any(groups):
-        return elements if count_of(elements) == 1 else _without_place(elements)
-    found = _without_place(elements)
+        return elements if count_of(elements) == 1 else common
+    found = Dataset()
+    found.update(common._dict)
     for group in (groups[0][0] if groups[0] else None, groups[1][number] if groups[1] else None):
         for macro in _MACROS:
             if group is not None and group.get(macro):
@@ -237,16 +244,18 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
         raise DataError(f"{path}: its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series")
 
 
-def _check_size(path: Path, files: Sequence[Dataset]) -> None:
-    """Raise DataError for images that would take more than MOST_VOLUME bytes, before one is decoded."""
-    segments = files[0].get("SOPClassUID") in SEGMENTATIONS  # each frame becomes a part of a mask: see masks.py
+def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
+    """Raise DataError for images that would take more memory than files of their size may, before one is decoded."""
+    segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # each frame is a part of a mask: see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
-    for elements in files:
+    packed = sum(file.stat().st_size for file in files)
+    for elements in files.values():
         count, rows, columns = count_of(elements), int(elements.Rows), int(elements.Columns)
         if rows < 1 or columns < 1:
             raise DataError(f"{path}: has {rows}x{columns} pixels; replace it or take it off the list")
         frames += count
         needed += (1 if segments else count) * rows * columns * max(4, int(elements.get("SamplesPerPixel") or 1))
-    if needed > MOST_VOLUME or frames > most:
-        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {MOST_VOLUME:,} are"
+    most = min(most, MOST_FILES + packed // _OF_FRAME)
+    if needed > (largest := most_unpacked(packed)) or frames > most:
+        found = f"{frames:,} frames, {needed:,} bytes; at most {most:,} and {largest:,} are of files of their size"
         raise DataError(f"{path}: cannot be read as DICOM ({found}); cut it into smaller ones")

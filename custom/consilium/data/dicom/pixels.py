@@ -16,6 +16,8 @@ from consilium.data.dicom.values import in_unit
 from consilium.data.opening import TAKE_OFF
 from consilium.errors import DataError
 
+MOST_ENTRIES = 2**16
+"""Of a palette."""
 _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
 """Of several that decode a file, the first of these does."""
 
@@ -72,7 +74,7 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
         return
     decoder = next((name for name in _DECODERS if name in get_decoder(syntax).available_plugins), "")
     for picture in iter_pixels(elements, decoding_plugin=decoder, allow_excess_frames=False):
-        yield _coloured(picture, elements)
+        yield _coloured(file, picture, elements)
 
 
 def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
@@ -85,15 +87,34 @@ def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
         yield bits.reshape(elements.Rows, elements.Columns)
 
 
-def _coloured(picture: np.ndarray, elements: Dataset) -> np.ndarray:
+def _coloured(file: Path, picture: np.ndarray, elements: Dataset) -> np.ndarray:
     """Return colours of 8 bits where a picture has any; grey as it is."""
     bits = int(elements.BitsStored)
     if elements.get("PhotometricInterpretation") == "PALETTE COLOR":
+        _check_palette(file, elements)
         picture = apply_color_lut(picture, elements)
         bits = 8 * picture.itemsize
     elif picture.ndim == 2:
         return picture
     return (picture[..., :3] >> max(0, bits - 8)).astype(np.uint8)
+
+
+def _check_palette(file: Path, elements: Dataset) -> None:
+    """Raise DataError for a palette of segments with more colours than a palette has (DICOM PS3.3, C.7.9.2)."""
+    for colour in ("Red", "Green", "Blue"):
+        coded = elements.get(f"Segmented{colour}PaletteColorLookupTableData")
+        about = elements.get(f"{colour}PaletteColorLookupTableDescriptor")
+        if not coded:
+            continue
+        words, at, entries = np.frombuffer(coded, np.uint8 if about[2] == 8 else "<u2").tolist(), 0, 0
+        while at + 1 < len(words):
+            kind, length = words[at : at + 2]
+            if kind > 1:
+                raise DataError(f"{file}: its palette refers to its own segments, which is not read; save it as RGB")
+            entries += length
+            at += 2 + length if kind == 0 else 3
+        if entries > MOST_ENTRIES:
+            raise DataError(f"{file}: its palette has {entries:,} colours, at most {MOST_ENTRIES:,} are read; save it as RGB")
 
 
 def _syntax(elements: Dataset) -> UID:

@@ -1,7 +1,6 @@
 """Texts answered in words or numbers: GSM8K, MetaMathQA, MedQuAD, Alpaca and E2E NLG, as their publishers ship them."""
 
 import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from xml.etree import ElementTree
 
 from consilium.data.importers.base import Importer, Line, Options, Reading, files, slug, wrong_layout
 from consilium.data.importers.lines import REMEDY, find, joined, read_lines, read_list
-from consilium.data.opening import check_file, read_text
+from consilium.data.opening import check_file, text_lines
 from consilium.errors import DataError
 
 GSM8K_LAYOUT = "train.jsonl and test.jsonl with question and answer, the result behind ####"
@@ -127,7 +126,7 @@ def read_e2e(source: Path, options: Options) -> Reading:
 
 def _e2e_rows(path: Path) -> list[tuple[str, str]]:
     """Return (mr, ref) of every row. Raises DataError."""
-    reader = csv.DictReader(io.StringIO(read_text(path, REMEDY), newline=""))
+    reader = csv.DictReader(text_lines(path, REMEDY, newline=""))
     try:
         heads, rows = reader.fieldnames or [], list(reader)
     except csv.Error as error:

@@ -1,13 +1,12 @@
 """What the importers of texts share: finding files by name, reading records, keeping equal prompts in one split."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from consilium.data.importers.base import Line, files, wrong_layout
-from consilium.data.opening import read_text
+from consilium.data.opening import check_line, parse_json, read_text, text_lines
 from consilium.errors import DataError
 
 Fields = Mapping[str, type]
@@ -30,13 +29,13 @@ def find(source: Path, names: Sequence[str], layout: str) -> Path:
 
 def read_lines(path: Path, fields: Fields) -> list[dict[str, Any]]:
     """Return the records of a JSONL file. Raises DataError, naming file and line."""
-    lines = enumerate(read_text(path, REMEDY).split("\n"), start=1)
+    lines = enumerate(text_lines(path, REMEDY), start=1)
     return [_record(f"{path}:{number}", line, fields) for number, line in lines if line.strip()]
 
 
 def read_list(path: Path, fields: Fields) -> list[dict[str, Any]]:
     """Return the records of a JSON list. Raises DataError, naming file and record."""
-    raw = _parsed(str(path), read_text(path, REMEDY))
+    raw = parse_json(str(path), read_text(path, REMEDY), REMEDY)
     if not isinstance(raw, list):
         raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {REMEDY}")
     return [_checked(f"{path}[{index}]", record, fields) for index, record in enumerate(raw)]
@@ -54,14 +53,8 @@ def read_labels(path: Path, count: int) -> list[str]:
 
 
 def _record(where: str, line: str, fields: Fields) -> dict[str, Any]:
-    return _checked(where, _parsed(where, line), fields)
-
-
-def _parsed(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({str(error)[:80]}); {REMEDY}") from None
+    check_line(where, line)
+    return _checked(where, parse_json(where, line, REMEDY), fields)
 
 
 def _checked(where: str, raw: Any, fields: Fields) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Pictures with a table: a CSV file that says of each its class and, where known, site, patient and split."""
 
 import csv
-import io
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, renamed_sites
+from consilium.data.opening import text_lines
 from consilium.errors import ConfigError, DataError
 from consilium.schema import nearest
 
@@ -43,12 +45,9 @@ def read_table(source: Path, options: Options) -> Reading:
 
 def _rows(source: Path, columns: Mapping[str, str]) -> list[Row]:
     """Return the table's lines by field; of fields without a column nothing is there."""
-    try:
-        text = source.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{source}: is no text in UTF-8; save it as CSV in UTF-8") from None
-    first = text.partition("\n")[0]
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count))
+    lines = text_lines(source, "save it as CSV in UTF-8", newline="")
+    first = next(lines, "")
+    reader = csv.DictReader(chain([first], lines), delimiter=max(",;\t", key=first.count))
     named = _columns(source, columns, [name.strip() for name in reader.fieldnames or []])
     reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
     try:
@@ -82,7 +81,7 @@ def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> Found:
     image = _picture(source.parent / values["image"])
     if image is None:
         raise DataError(f"{where}: image {values['image']!r}: no such file; paths start at the table's folder")
-    who = values.get("patient", "")
+    who = check_identifier(where, "patient", values.get("patient", ""))
     site = sites[values.get("site", "") or source.stem]
     return Found(site, who or values["image"], image, values["label"], split=SPLITS[split], is_patient=bool(who))
 

@@ -9,8 +9,9 @@ from typing import Any
 import nibabel
 import numpy as np
 
+from consilium.data import nifti
 from consilium.data.importers.base import Found, Importer, Made, Options, Reading, child, files, folders, slug, wrong_layout
-from consilium.data.opening import check_volume, reading
+from consilium.data.opening import reading
 from consilium.errors import DataError
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
@@ -146,9 +147,7 @@ def _frame(path: Path, row: dict[str, str], phase: str, count: int) -> int:
 
 def _open(path: Path) -> Any:
     with reading(path, "cannot be read as NIfTI", "replace it"):
-        volume = nibabel.load(path)
-        check_volume(path, volume)
-    return volume
+        return nifti.load(path)
 
 
 def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from consilium.data.datalist import SPLITS
+from consilium.data.identifiers import canonical
 from consilium.data.importers.base import Found, Line, Made, Options, Reading, Sample
 from consilium.data.opening import whole
 from consilium.errors import DataError
@@ -99,6 +100,9 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     A site whose publisher has test pictures only stays: it tests.
     Raises DataError for a site to take that is not there, or more sites than patients.
     """
+    samples = [
+        replace(one, group=canonical(one.group)) if isinstance(one, Found) and one.is_patient else one for one in samples
+    ]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
     samples = _only(samples, options.only) if options.only else samples
     samples = pool(samples, name, options) if options.sites else samples
@@ -115,6 +119,12 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
         else:
             dropped.append(site)
     return found, dropped
+
+
+def _of_one_spelling(sample: Sample) -> Sample:
+    """Return a sample whose patient is written as every other one of that patient."""
+    is_patient = isinstance(sample, Found) and sample.is_patient
+    return replace(sample, group=canonical(sample.group)) if is_patient else sample
 
 
 def _only(samples: Sequence[Sample], sites: Sequence[str]) -> list[Sample]:

@@ -1,0 +1,76 @@
+"""What a picture's code (JPEG, JPEG-LS, JPEG 2000) says of itself, read before a decoder makes room for it."""
+
+import struct
+
+from consilium.data.opening import MOST_SCANS
+from consilium.errors import DataError
+
+MOST_PARTS = 2**20
+"""Code blocks, precincts and tiles of a JPEG 2000, each of which takes hundreds of bytes: 64 x 64 pixels are usual for one."""
+_NO_FRAME = {0xC4, 0xC8, 0xCC}
+"""Markers of JPEG among those of frames (C0 to CF) that are none."""
+_J2K = b"\xff\x4f\xff\x51"
+_TILE = 16
+_STYLE, _STYLE_OF_COMPONENT, _TILE_PART, _DATA = 0xFF52, 0xFF53, 0xFF90, 0xFF93
+
+
+def coded_shape(code: bytes) -> tuple[int, int] | None:
+    """Return (rows, columns) by the header of a code of JPEG, JPEG-LS or JPEG 2000; None for others."""
+    if (at := _j2k(code)) >= 0:
+        columns, rows, left, above = (int.from_bytes(code[at + n : at + n + 4], "big") for n in (8, 12, 16, 20))
+        return rows - above, columns - left
+    at = 2 if code[:2] == b"\xff\xd8" else len(code)
+    while at + 9 <= len(code) and code[at] == 0xFF:
+        if code[at + 1] == 0xF7 or (0xC0 <= code[at + 1] <= 0xCF and code[at + 1] not in _NO_FRAME):
+            return int.from_bytes(code[at + 5 : at + 7], "big"), int.from_bytes(code[at + 7 : at + 9], "big")
+        at += 1 if code[at + 1] == 0xFF else 2 + int.from_bytes(code[at + 2 : at + 4], "big")
+    return None
+
+
+def check_work(where: str, code: bytes) -> None:
+    """Raise DataError for a code whose decoding takes far longer, or far more room, than its pixels."""
+    if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
+        raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
+    if (at := _j2k(code)) >= 0 and (parts := _parts(code, at)) > MOST_PARTS:
+        raise DataError(f"{where}: is a JPEG 2000 of {parts:,} parts, at most {MOST_PARTS:,} are read; save it anew")
+
+
+def _j2k(code: bytes) -> int:
+    """Return where the code stream of a JPEG 2000 begins, which may be within a file's boxes; -1 for none."""
+    if code[:4] == _J2K:
+        return 0
+    return code.find(_J2K, 0, 2**16) if code[4:8] == b"jP  " else -1
+
+
+def _parts(code: bytes, start: int) -> int:
+    """Return how many parts the decoder of a JPEG 2000 makes room for: an upper bound (ISO/IEC 15444-1, A.5 and A.6)."""
+    size, _, width, height, _, _, tile, tall, left, above, components = struct.unpack_from(">HHIIIIIIIIH", code, start + 4)
+    across, down = -(-(width - left) // max(1, tile)), -(-(height - above) // max(1, tall))
+    found, at, ends = 0, start + 4 + size, 0
+    while at + 4 <= len(code):
+        marker, length = struct.unpack_from(">HH", code, at)
+        if marker == _TILE_PART:
+            ends = at + struct.unpack_from(">I", code, at + 6)[0]
+        elif marker == _STYLE:
+            found = max(found, _of_style(code[at + 4 : at + 2 + length], 5, width, height, components))
+        elif marker == _STYLE_OF_COMPONENT:
+            first = at + (5 if components < 257 else 6)
+            found = max(found, _of_style(code[first : at + 2 + length], 1, width, height, components))
+        elif marker == _DATA:
+            if ends <= at:
+                break
+            at = ends
+            continue
+        at += 2 + length
+    return found + _TILE * across * down
+
+
+def _of_style(style: bytes, skipped: int, width: int, height: int, components: int) -> int:
+    """Return how many code blocks and precincts a picture is cut into by a style: flags, `skipped` - 1 bytes, and numbers."""
+    levels, across, down = style[skipped : skipped + 3]
+    precincts = style[skipped + 5 :] if style[0] & 1 else b"\xff" * (levels + 1)
+    found = -(-width >> (across & 15) + 2) * -(-height >> (down & 15) + 2) * 4 // 3
+    for level, each in enumerate(precincts[: levels + 1]):
+        less = levels - level
+        found += 4 * (-(-(width >> less) >> (each & 15)) * -(-(height >> less) >> (each >> 4)))
+    return found * components

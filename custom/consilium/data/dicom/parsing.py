@@ -1,0 +1,222 @@
+"""A DICOM file's elements, read within bounds: how many there are, how long some may be, and what a deflated file grows to.
+
+pydicom makes up to 1.3 kB of an item of 8 bytes and hundreds of bytes of a number of one digit, and inflates a file at once.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from pydicom import DataElement, Dataset, dcmread
+from pydicom.datadict import dictionary_has_tag, dictionary_VR, tag_for_keyword
+from pydicom.dataelem import RawDataElement
+from pydicom.dataset import FileMetaDataset
+from pydicom.filereader import _read_file_meta_info, data_element_generator, read_dataset, read_preamble
+from pydicom.pixels.utils import get_expected_length
+from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
+
+from consilium.data.opening import TAKE_OFF, most_unpacked
+from consilium.errors import DataError
+
+MOST_ELEMENTS = 10**6
+"""Elements of a file, an item of a sequence as four: 350 MB of Python's objects at most."""
+MOST_OF_FOLDER = 4 * MOST_ELEMENTS
+"""The same of a folder: 20,000 files of 200 elements."""
+MOST_HEADER = 2**28
+"""Bytes before the pixels of a deflated file."""
+MOST_VALUE = 2**16
+"""Bytes of a value that is read as a text or as numbers, each of which becomes an object."""
+MOST_TABLE = 2**18
+"""The same of a table of values or colours, which has up to 65,536 entries."""
+MOST_LEVELS = 32
+"""Sequences within sequences."""
+_ITEM = 4
+_ITEM_TAGS = (b"\xfe\xff\x00\xe0", b"\xff\xfe\xe0\x00")
+_UNCOUNTED = 2**18
+"""Bytes of a sequence whose items are not counted, for they cannot be too many: 32,768."""
+_SPARE = 2**16
+_END = 0xFFFE, 0xE0DD
+_PIXELS = frozenset({0x7FE00008, 0x7FE00009, 0x7FE00010})
+_READ = (
+    "SpecificCharacterSet", "ImageType", "SOPClassUID", "PatientName", "PatientID", "PatientBirthDate", "StudyInstanceUID",
+    "SeriesInstanceUID", "FrameOfReferenceUID", "ReferencedFrameOfReferenceUID", "ImagePositionPatient",
+    "ImageOrientationPatient", "PixelSpacing", "SpacingBetweenSlices", "SliceThickness", "SamplesPerPixel", "NumberOfFrames",
+    "PhotometricInterpretation", "PlanarConfiguration", "Rows", "Columns", "BitsAllocated", "BitsStored", "HighBit",
+    "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "VOILUTFunction",
+    "PixelPaddingValue", "PixelPaddingRangeLimit", "LUTDescriptor", "RedPaletteColorLookupTableDescriptor",
+    "GreenPaletteColorLookupTableDescriptor", "BluePaletteColorLookupTableDescriptor", "SegmentationType", "SegmentNumber",
+    "SegmentLabel", "ReferencedSegmentNumber", "MaximumFractionalValue", "ReferencedFrameNumber", "ROINumber", "ROIName",
+    "ReferencedROINumber", "ContourGeometricType", "TransferSyntaxUID",
+)  # fmt: skip
+_TABLES = (
+    "LUTData",
+    *(f"{kind}{c}PaletteColorLookupTableData" for kind in ("", "Segmented") for c in ("Red", "Green", "Blue")),
+)
+_LONGEST = {tag_for_keyword(keyword): MOST_VALUE for keyword in _READ} | dict.fromkeys(
+    map(tag_for_keyword, _TABLES), MOST_TABLE
+)
+"""Bytes of the elements that are read here, or by pydicom for us."""
+
+
+class Budget:
+    """How many elements may still be read of a file, or of all files of a folder."""
+
+    def __init__(self, path: Path, most: int = MOST_ELEMENTS) -> None:
+        self._path, self._left, self._most = path, most, most
+        self.error: DataError | None = None
+
+    def take(self, count: int) -> None:
+        """Raise DataError where no more elements may be read."""
+        self._left -= count
+        if self._left < 0:
+            raise self.refused(f"more than {self._most:,} elements and items of sequences")
+
+    def refused(self, what: str) -> DataError:
+        """Return the error for a file that asks for too much, and keep it."""
+        self.error = DataError(f"{self._path}: cannot be read as DICOM ({what}); {TAKE_OFF}")
+        return self.error
+
+
+class _Metered(io.RawIOBase):
+    """A file that pydicom reads from. Every head of an element or an item, 8 bytes, is taken from a budget.
+
+    Raises DataError for a value that is longer than any of its kind.
+    """
+
+    def __init__(self, file: IO[bytes], size: int, budget: Budget) -> None:
+        self._file, self._size, self._budget, self._head = file, size, budget, bytes(8)
+        self.name = getattr(file, "name", None)
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MOST_VALUE:
+            for order in "<>":
+                group, number = struct.unpack_from(f"{order}HH", self._head)
+                if size > _LONGEST.get(group << 16 | number, size):
+                    raise self._budget.refused(f"{size:,} bytes in the element {group:04X},{number:04X}")
+        if size > 8:
+            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # Python makes room for what is asked
+        found = self._file.read(size)
+        if size == 8:
+            self._head = found.ljust(8, b"\0")
+            self._budget.take(_ITEM if found[:4] in _ITEM_TAGS else 1)
+        return found
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _Inflating(io.RawIOBase):
+    """The elements of a deflated file, inflated as far as they are read; `most` bytes of them."""
+
+    def __init__(self, file: IO[bytes], budget: Budget, most: int) -> None:
+        self._file, self._budget, self.most = file, budget, most
+        self._unpack, self._data, self._at = zlib.decompressobj(-zlib.MAX_WBITS), bytearray(), 0
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._at + size
+        while len(self._data) < end and not self._unpack.eof:
+            packed = self._unpack.unconsumed_tail or self._file.read(2**20)
+            if not packed:
+                break
+            self._data += self._unpack.decompress(packed, 2**20)
+            if len(self._data) > self.most:
+                raise self._budget.refused(f"inflates beyond {self.most:,} bytes")
+        found = bytes(memoryview(self._data)[self._at : end])
+        self._at += len(found)
+        return found
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (self._at if whence == io.SEEK_CUR else 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
+    """Return the elements of a file, with `pixels` also those. Raises DataError for more than memory is given to.
+
+    `budget`: of the folder that the file is in.
+    """
+    budget = budget or Budget(path)
+    try:
+        return _parsed(path, pixels, budget)
+    except Exception as error:
+        raise (budget.error or error) from None  # pydicom makes an OSError of what is raised between items
+
+
+def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        metered: Any = _Metered(file, size, budget)
+        read_preamble(metered, True)
+        meta = _read_file_meta_info(metered)
+        if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+            found = _inflated(file, meta, most_unpacked(size), pixels, budget)
+        else:
+            file.seek(0)
+            found = dcmread(metered, stop_before_pixels=not pixels, force=True)
+            found.buffer = None
+    unread = list(_unread(found))
+    if sum(len(one.value or b"") for one in unread) > _UNCOUNTED:
+        for one in unread:
+            _count(one, budget)
+    return found
+
+
+def _unread(elements: Dataset) -> Iterator[RawDataElement]:
+    """Yield the sequences that pydicom reads when they are asked for."""
+    for one in elements._dict.values():
+        yield from _unread_of(one)
+
+
+def _unread_of(one: RawDataElement | DataElement) -> Iterator[RawDataElement]:
+    if isinstance(one, RawDataElement):
+        if one.value and (one.VR == "SQ" or (one.VR in (None, "UN") and _is_sequence(one.tag))):
+            yield one
+    elif one.VR == "SQ":
+        for item in one.value:
+            yield from _unread(item)
+
+
+def _is_sequence(tag: int) -> bool:
+    return dictionary_has_tag(tag) and dictionary_VR(tag) == "SQ"
+
+
+def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
+    """Take all that a sequence holds from a budget. Raises DataError, also for more than MOST_LEVELS."""
+    if level > MOST_LEVELS:
+        raise budget.refused(f"sequences nested over {MOST_LEVELS} deep")
+    value, order = sequence.value or b"", "<>"[not sequence.is_little_endian]
+    file = io.BytesIO(value)
+    items: Any = _Metered(file, len(value), budget)
+    while len(head := items.read(8)) == 8:
+        group, number, length = struct.unpack(f"{order}HHI", head)
+        if (group, number) == _END:
+            return
+        own = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
+        for one in data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian):
+            for below in _unread_of(one):
+                _count(below, budget, level + 1)
+
+
+def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
+    """Return the elements of a deflated file, as they are in one that is not."""
+    inflating = _Inflating(file, budget, min(most, MOST_HEADER))
+    stream: Any = _Metered(inflating, 2**63, budget)
+    found = read_dataset(stream, False, True, stop_when=lambda tag, vr, length: tag in _PIXELS)
+    if pixels:
+        expected = get_expected_length(found)
+        if expected > most:
+            raise budget.refused(f"{expected:,} bytes of pixels; at most {most:,} are of a file of its size")
+        inflating.most = inflating.tell() + expected + _SPARE
+        found.update(read_dataset(stream, False, True))
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    found.file_meta = meta
+    return found

@@ -1,0 +1,107 @@
+"""Identifiers of patients and studies: one spelling for each, and pseudonyms that stand for them in this process.
+
+A patient in two spellings would be two to privacy by patients, with twice the bound for the same person. So everything that
+names a patient goes through `pseudonym`: data lists, records, tables, DICOM files.
+"""
+
+import hashlib
+import re
+import secrets
+import unicodedata
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from consilium.errors import DataError
+
+ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
+"""What a check and a log call them."""
+_UNSEEN = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
+_UNSEEN |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
+"""Code points that show nothing, beside Unicode's controls (Cc) and formats (Cf): fillers and selectors of variants."""
+_APART = "~"
+_LEADING = re.compile(r"(?<!\d)0+(?=\d)")
+
+
+def canonical(identifier: str) -> str:
+    """Return the one spelling of an identifier, "" for none.
+
+    Characters are those of NFKC, so that é is one code point and a full-width digit is a digit; digits of any script are
+    0 to 9. What nobody sees goes, blanks around it go, and a run of blanks is one. A name in DICOM's form has no empty
+    components at its end: DOE^JOHN^^ is DOE^JOHN.
+    """
+    shown = "".join(" " if c.isspace() else "" if _unseen(c) else c for c in identifier)
+    plain = "".join(str(unicodedata.decimal(c, c)) for c in unicodedata.normalize("NFKC", shown))
+    text = " ".join(plain.split())
+    if "^" not in text:
+        return text
+    groups = ["^".join(part.strip() for part in group.split("^")).rstrip("^") for group in text.split("=")]
+    return "=".join(groups).rstrip("=")
+
+
+def loose(identifier: str) -> str:
+    """Return what is left of an identifier without case, punctuation, blanks and leading zeros."""
+    plain = canonical(identifier).casefold()
+    kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
+    return _LEADING.sub("", kept) or plain
+
+
+def _unseen(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _UNSEEN
+
+
+def check_identifier(where: str, key: str, value: str) -> str:
+    """Return the one spelling of an identifier that somebody wrote. Raises DataError for a character that nobody sees."""
+    for place, character in enumerate(value.strip(), start=1):
+        if _unseen(character):
+            name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
+            what = f"{key} has {name} as its character {place}, which nobody sees"
+            raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
+    return canonical(value)
+
+
+def identifier(where: str, entry: dict[str, Any], key: str) -> str:
+    """Return the one spelling of what an entry says of its patient or study, "" for nothing.
+
+    Raises DataError for what names nobody, and for a character that nobody sees.
+    """
+    value = entry.get(key, "")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
+        raise DataError(f"{where}: {key} {shown} is neither text nor a whole number; write what names the {key}")
+    return check_identifier(where, key, str(value))
+
+
+def pseudonym(identifier: str) -> str:
+    """Return what stands for a patient or a study in this process, "" for none: equal for equal ones, and no way back.
+
+    Identifiers are equal whose `canonical` spelling is; `alike` finds those that are nearly equal. The key is drawn anew by
+    each process and never written.
+    """
+    text = canonical(identifier)
+    return f"{_hashed(loose(text))}{_APART}{_hashed(text)}" if text else ""
+
+
+def pseudonym_of(path: Path) -> str:
+    """Return what stands for a file or a folder where nobody names its study."""
+    return _hashed(f"\0{path}")
+
+
+def alike(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return groups of different pseudonyms whose identifiers differ by case, punctuation, blanks or leading zeros alone."""
+    found: dict[str, dict[str, None]] = {}
+    for one in pseudonyms:
+        if _APART in one:
+            found.setdefault(one.rpartition(_APART)[0], {})[one] = None
+    return [tuple(group) for group in found.values() if len(group) > 1]
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), key=_key(), digest_size=12).hexdigest()
+
+
+@cache
+def _key() -> bytes:
+    """Return this process's key, drawn when it is first asked for: a fork has its own."""
+    return secrets.token_bytes(32)
