@@ -150,8 +150,14 @@ def unreadable(path: Path, remedy: str) -> RefusedError:
 
 
 def open_private(path: Path, mode: Literal["a", "a+", "w", "x"]) -> TextIO:
-    """Open a text file as `open` does; a new one is the user's alone."""
-    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE))
+    """Open a text file as `open` does; a new one is the user's alone.
+
+    "w" makes a new file in the place of a link or of a file with other names. A link is never appended to.
+    """
+    if mode == "w":
+        path.unlink(missing_ok=True)
+    new = os.O_EXCL if mode == "w" else 0
+    return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | new | os.O_NOFOLLOW, PRIVATE))
 
 
 def private_folder(path: Path) -> Path:

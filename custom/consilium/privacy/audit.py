@@ -43,7 +43,7 @@ class Record:
         """
         try:
             private_folder(self.path.parent)
-            with file_lock(self.path.with_suffix(".lock")), open_private(self.path, "a+") as file:
+            with file_lock(self.path.with_suffix(".lock")), open_private(self.path.resolve(), "a+") as file:
                 self._catch_up(file)
                 if again or _content(entry) not in self._known:
                     self._append(file, json.dumps({"time": time.time(), **entry, "previous": self._seal}))

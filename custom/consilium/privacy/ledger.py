@@ -118,7 +118,7 @@ class Ledger:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """Open the file, made if need be, so that no other process reads or writes until the block ends."""
         private_folder(self.path.parent)
-        open_private(self.path, "a").close()
+        open_private(self.path.resolve(), "a").close()
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             db.execute(_CREATE)
@@ -132,7 +132,7 @@ class Ledger:
         """Open the file; anything wrong with it is a refusal: without a ledger nothing leaves."""
         try:
             if not self.path.exists():
-                open_private(self.path, "a").close()
+                open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db

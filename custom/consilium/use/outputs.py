@@ -82,6 +82,11 @@ def _place(path: Path) -> tuple[int, int]:
 def _check_free(names: list[str], wanted: Wanted) -> None:
     if wanted.out.exists() and not wanted.out.is_dir():
         raise ConfigError(f"{wanted.out}: is a file; give a folder")
+    inside = {folder for name in names for folder in Path(name).parents if folder != Path()}
+    if away := sorted(folder for folder in inside if (wanted.out / folder).is_symlink()):
+        raise ConfigError(
+            f"--out: {shown(wanted.out / away[0])}: is a link to another folder; remove it, or give another --out"
+        )
     there = [name for name in names if (wanted.out / name).exists()]
     if there and not wanted.force:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
 from consilium.errors import ConfigError
+from consilium.report.clean import shown
+from consilium.tasks.language.templates import TemplateFailure, rendered
 
 PAPER_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -75,7 +76,13 @@ class Prompt:
         Words before it, such as an empty thought, are given with the question. Blanks alone are not: tokenizers that need one
         before a word put it there.
         """
-        start, said = self._chat("?"), self._chat("?", PROBE)
+        try:
+            start, said = self._said("?"), self._said("?", PROBE)
+            said.encode()
+        except TemplateFailure as error:
+            raise _no_chat(f"the tokenizer's template fails: {error}") from None
+        except UnicodeEncodeError:
+            raise _no_chat("the tokenizer's template writes half a character (a surrogate)") from None
         before, found, behind = said.removeprefix(start).partition(PROBE)
         if not (said.startswith(start) and found and behind):
             raise _no_chat("the tokenizer's template asks otherwise than it writes answers down")
@@ -83,17 +90,21 @@ class Prompt:
             raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is no special token")
         return before if before.strip(" ") else "", behind
 
-    def _chat(self, message: str, answer: str | None = None) -> str:
+    def _chat(self, message: str) -> str:
+        """Return a record's prompt. Raises ConfigError without the template's words, which may be the record's."""
+        try:
+            return self._said(message)
+        except TemplateFailure as error:
+            raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
+
+    def _said(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}]
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
             template = CLOCK + self.tokenizer.get_chat_template()
-            said = self.tokenizer.apply_chat_template(
-                turns, chat_template=template, tokenize=False, add_generation_prompt=answer is None
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise _no_chat(f"the tokenizer's template fails: {' '.join(str(error).split())[:200]}") from None
-        return str(said)
+        except (TypeError, ValueError) as error:  # several templates, and none is the default
+            raise _no_chat(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
+        return rendered(template, turns, {**self.tokenizer.special_tokens_map, "add_generation_prompt": answer is None})
 
 
 def _no_chat(why: str) -> ConfigError:
