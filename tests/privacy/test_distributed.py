@@ -361,5 +361,7 @@ def test_a_site_level_run_with_deer_under_masks_moves_by_the_noise_of_the_shares
     raw["privacy"]["trust"] = "central"
     plain = run(JobConfig.model_validate(raw), tmp_path / "plain")
     assert all(torch.allclose(masked[name], plain[name], atol=1e-5) for name in plain)
+    server = run(job(SITE | {"noise_multiplier": 0, "trust": "central"}, "deer"), tmp_path / "server")
+    assert all(torch.equal(masked[name], server[name]) for name in plain)  # the server adds the noise to the opened sum
     noisy = run(job(SITE, "deer"), tmp_path / "noisy")
     assert max(float((noisy[name] - plain[name]).abs().max()) for name in plain) > 1e-2

@@ -114,6 +114,13 @@ def test_noise_under_the_grid_is_refused() -> None:
         share_deviation(1.0, 1e-11, 2)
 
 
+def test_noise_that_64_bits_could_not_hold_is_refused() -> None:
+    """A deviation of 2^20 is 2^56 units, from which 64 deviations reach 2^62."""
+    assert share_deviation(1.0, 2.0**20 - 1, 1) < 2**56
+    with pytest.raises(ConfigError, match=r"privacy\.clip: noise of 1 times 2\.1e\+06 is over the 1\.04858e\+06"):
+        share_deviation(1.0, 2.1e6, 1)
+
+
 @pytest.mark.parametrize(("threshold", "least", "colluders", "shares"), [(9, 3, 1, 8), (3, 12, 1, 11), (3, 1, 1, 2)])
 def test_the_shares_that_count_are_those_of_the_smallest_sum_without_the_colluders(
     threshold: int, least: int, colluders: int, shares: int

@@ -4,7 +4,8 @@ A row is one release (or one block of equal releases). A budget is checked and t
 concurrent jobs cannot spend the same budget twice. A row's key is (data set, unit, run, round, phase), `run` being the site's
 own name for a job (see guard.py): writing it again spends nothing, writing it on other terms is refused.
 
-Every row holds a seal, the SHA-256 of the seal before it and its own content. An edited row breaks the chain; a row cut off,
+Every row names the mechanism of its noise; rows of versions that named none keep their seals and an empty name. Every row
+holds a seal, the SHA-256 of the seal before it and its own content. An edited row breaks the chain; a row cut off,
 or a file that is gone, shows because the record of what left (audit.py) and the server's results hold the last seal.
 
 What the rows cost one record or one whole site stands in composition.py.

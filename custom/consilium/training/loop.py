@@ -186,8 +186,8 @@ def _private_step(
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
-    What augments is of the step, and secret. Were it the batch's, or known, one record or patient more would change the
-    augmentation of all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
+    What augments is of the step, see `DpSgd`. Were it the batch's, one record or patient more would change the augmentation of
+    all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
     penalty, trained = regularizer(step), private.gradients.trained
     parts = private.parts(private.draw(), config.batch_size)
