@@ -85,6 +85,22 @@ def test_forward_and_gradients_are_those_of_the_formula(rank: int, tail: int) ->
         torch.testing.assert_close(parameter.grad, leaves[name].grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("trains", ["lora_A", "lora_B"])
+def test_one_factor_trains_beside_the_other_as_in_the_formula(trains: str) -> None:
+    model, given = net(), values(2, 3)
+    layers.load(model, given)
+    for name, parameter in trained(model).items():
+        parameter.requires_grad_(name.endswith(trains))
+    leaves = {n: t.clone().requires_grad_(n.endswith(trains)) for n, t in given.items()}
+    x = torch.randn(3, 2, 7)
+    model(x).square().sum().backward()
+    dense(model, leaves, x).square().sum().backward()
+    for name, parameter in trained(model).items():
+        assert (parameter.grad is not None) == name.endswith(trains)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, leaves[name].grad, rtol=1e-4, atol=1e-4)
+
+
 def test_the_tail_has_no_gradient_no_optimizer_state_and_keeps_every_bit() -> None:
     model, given = net(), values(2, 6)
     layers.load(model, given)

@@ -144,11 +144,12 @@ def test_disabled_is_the_base_and_ends_with_the_block() -> None:
     assert torch.equal(model(images), adapted)
 
 
-def test_errors_name_what_is_wrong() -> None:
+def test_errors_name_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"adapter\.targets: 'nothing' matches no linear layer"):
         tiny("nothing")
     with pytest.raises(ConfigError, match="no valid regular expression"):
         tiny("a(")
+    assert capfd.readouterr() == ("", "")
     model = tiny("paper")
     values = initial(model, 0)
     name = next(iter(values))

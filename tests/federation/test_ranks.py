@@ -17,6 +17,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.errors import ConfigError, ConsiliumError, Reason
 from consilium.federation.build import Job, assemble_job, build_site
 from consilium.federation.multi_device import ranks_of
+from consilium.federation.rank import store_of
 from consilium.federation.ranks import Share, found_by
 from consilium.federation.sharding import kept_whole
 from consilium.federation.site import Site
@@ -29,6 +30,12 @@ SENTENCES = {"kind": "sentences", "training": 5, "validation": 2, "test": 3}
 
 def ranks() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+
+
+def test_ranks_on_one_machine_find_each_other_by_a_file(tmp_path: Path) -> None:
+    one, other = store_of(tmp_path, 2), store_of(tmp_path, 2)
+    one.set("address", "here")
+    assert other.get("address") == b"here"
 
 
 @pytest.fixture

@@ -47,6 +47,23 @@ def test_a_job_says_how_many(tmp_path: Path) -> None:
     assert found[1]["test"] == found[0]["test"]
 
 
+@pytest.mark.parametrize(
+    ("sections", "asked", "quiet"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"statistics": {}}, False, True),
+        ({"privacy": {"unit": "site", "epsilon": 3, "clip": 1}}, False, True),
+    ],
+)
+def test_samples_answer_no_question_in_a_private_job_and_one_of_statistics(
+    sections: dict[str, object], asked: bool, quiet: bool, tmp_path: Path
+) -> None:
+    config = JobConfig.model_validate(small_cells("fedit").model_dump() | sections)
+    options = {"quiet": True} if asked else {}
+    assert site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.quiet is quiet
+
+
 def test_statistics_of_a_part_are_refused() -> None:
     """Counts of n and of n + 1 samples would differ by one patient's."""
     raw = small_cells("fedit").model_dump()

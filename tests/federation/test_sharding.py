@@ -85,6 +85,15 @@ def test_a_rank_s_gpu_is_chosen_before_its_mesh_is_made(monkeypatch: pytest.Monk
     assert calls == ["init", torch.device("cuda:3"), ("nccl", 1), ("cuda", (2,))]
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_a_rank_leaves_the_group_that_it_has_made(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list[bool]()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: made)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(True))
+    sharding.leave_world()
+    assert left == [True] * made
+
+
 @pytest.mark.parametrize(
     ("job", "change", "why"),
     [

@@ -75,6 +75,12 @@ def record_of(folder: Path) -> Path:
     return path
 
 
+def test_a_records_folder_is_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state" / audit.FILE
+    audit.Record(path).add({"kind": "hello"})
+    assert [one.stat().st_mode & 0o077 for one in (path, path.parent)] == [0, 0]
+
+
 @pytest.mark.parametrize("unit", ["site", "record"])
 def test_epsilon_on_record_is_the_ledgers(unit: str, private_runs: dict[str, Path]) -> None:
     (spent,) = summary(Ledger(private_runs[unit] / "sites/site-1/ledger.sqlite"))

@@ -237,6 +237,35 @@ def test_a_word_costs_a_release_and_what_is_tried_after_it_another(make: Make, t
         train(make(job), "r", broadcast(job), result(job))
 
 
+def test_a_word_whose_payment_broke_off_is_paid_when_it_is_asked_for_again(make: Make) -> None:
+    job = private_job()
+    ask(guard := make(job), job)
+    with patch.object(type(guard.ledger), "spend", side_effect=OSError("power cut")), pytest.raises(OSError, match="power"):
+        guard.refuse(Reason.TRAINING)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="has failed here before") as refused:
+            ask(make(job), job)
+        assert refused.value.reason is Reason.TRAINING
+    assert [row.count for row in guard.ledger.entries()] == [1]
+
+
+def test_a_site_has_joined_a_run_in_which_it_has_paid_for_a_release(make: Make) -> None:
+    """Other runs of the same data, and a word in place of a release, are none."""
+    job = private_job()
+    hello = {"joined": True, "version": "1", "checkpoint": "", "capacity": {}, "libraries": {}}
+
+    def joined(run: str) -> bool:
+        guard = make(job)
+        return bool(guard.greet(guard.authorize(Kind.HELLO, run), hello)["joined"])
+
+    assert not joined("one")
+    for run in ("one", "two"):
+        train(make(job), run, broadcast(job), result(job))
+    ask(guard := make(job), job, run="three")
+    guard.refuse(Reason.TRAINING)
+    assert [joined(run) for run in ("one", "two", "three", "four")] == [True, True, False, False]
+
+
 def test_in_steps_what_is_trained_after_a_word_costs_again(make: Make, tmp_path: Path) -> None:
     """Fresh coins and fresh noise on the same data are another release, also where the first training ended in a word."""
     job = private_job("fedit", {"unit": "record", "noise_multiplier": 2.0, "clip": 1.0})

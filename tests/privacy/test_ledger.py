@@ -20,6 +20,7 @@ from consilium.errors import RefusedError
 from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon, noise_multiplier
 from consilium.privacy.composition import DISCRETE, Entry, epsilon_for, merge, weakest
 from consilium.privacy.ledger import Ledger, summary
+from consilium.privacy.recovery import check_name
 
 BUDGET = {"site": BudgetConfig(epsilon=3.0, delta=1e-5)}
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
@@ -143,6 +144,16 @@ def test_a_ledger_that_cannot_be_used_refuses(content: bytes | None, tmp_path: P
         Ledger(path).spend(ONE, BUDGET)
     with pytest.raises(RefusedError, match="cannot be used"):
         Ledger(path).entries()
+
+
+def test_data_known_by_their_list_do_not_begin_anew_under_a_name(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l")
+    check_name("a", "ward-7", "/data/list.json", ledger)
+    ledger.spend(replace(ONE, dataset="/data/list.json"), {})
+    with pytest.raises(RefusedError, match=r"patients: /data/list\.json"):
+        check_name("a", "ward-7", "/data/list.json", ledger)
+    for dataset, listed in (("/data/list.json", "/data/list.json"), ("ward-7", ""), ("ward-7", "/data/other.json")):
+        check_name("a", dataset, listed, ledger)
 
 
 def test_merging_keeps_the_total() -> None:

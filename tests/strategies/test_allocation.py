@@ -119,6 +119,9 @@ def test_ranks_without_energy_come_after_all_that_have_some() -> None:
 def test_nonsense_is_refused(costs: list, budget: float) -> None:
     with pytest.raises(ConfigError):
         download_ranks([[1.0], [1.0]], costs, budget)
+    for bad in (Training(costs, [1, 1], budget, 1), Training([1, 1], costs, 1, budget)):
+        with pytest.raises(ConfigError):
+            train_ranks([[1.0], [1.0]], [1, 1], bad)
 
 
 ROW = st.lists(st.floats(0, 1), min_size=0, max_size=6).map(lambda row: sorted(row, reverse=True))

@@ -163,8 +163,9 @@ def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
 
 
 def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
-    strategy = HetLoRA(tiers={"all": Tier(4, 4)}, profile={"all": 1.0}, prune=0.5, prune_weight=0.1)
-    state = strategy.init_state({n: t + 1 for n, t in initial().items()})
+    """Of 7 ranks, of which the second layer has 6, three quarters are 5."""
+    strategy = HetLoRA(tiers={"all": Tier(8, 8)}, profile={"all": 1.0}, prune=0.75, prune_weight=0.1)
+    state = strategy.init_state({n: t + 1 for n, t in initial(rank=8).items()})
     aggregate = RoundAggregate(strategy)
     for name, factor in (("fades", -0.5), ("grows", 0.5)):
         site = SiteInfo(name, 1)
@@ -172,11 +173,11 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
         aggregate.add(site, Payload(0, 0, {n: factor * t for n, t in sent.tensors.items()}), 1, sent)
     state = strategy.merge(state, aggregate.take())
     ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "new")}
-    assert ranks == {"fades": 2, "grows": 4, "new": 4}
+    assert ranks == {"fades": 5, "grows": 7, "new": 8}
     params = {n: t.clone().requires_grad_() for n, t in strategy.broadcast(state, SiteInfo("grows", 1)).tensors.items()}
     penalty = strategy.regularizer(LocalStep(params, params, {}, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
-    expected = 0.1 * sum(b[:, 2:].norm() * a[2:].norm() for b, a in pairs)
+    expected = 0.1 * sum(b[:, 5:].norm() * a[5:].norm() for b, a in pairs)
     torch.testing.assert_close(penalty, expected)
 
 
