@@ -161,7 +161,7 @@ def test_ctrl_c_tells_the_command_to_go_on_with(
         if event["round"] == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("consilium.report.view.LiveView._on_step", stop)
+    monkeypatch.setattr("consilium.report.live_view.LiveView._on_step", stop)
     words = ["simulate", "job.yaml", "--sites", "2", "--workspace=my run", "--set", "training.lr=0.001"]
     assert run(monkeypatch, *words) == 130
     (said,) = capsys.readouterr().err.splitlines()

@@ -21,7 +21,8 @@ from consilium.federation.engine import simulate
 from consilium.federation.samples import site_data, watched
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
-from consilium.report.closing import result_table
+from consilium.report.results_table import results_table
+from consilium.report.tables import terminal
 from consilium.storage import load_state
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report import ReportConfig
@@ -146,7 +147,7 @@ def test_skipping_trains_as_if_the_sample_were_not_there(workers: int, tmp_path:
 def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines below the closing table."""
     console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(result_table(results, "job", TASKS["segmentation"].scores(config().task), 100))
+    console.print(terminal(results_table(results, TASKS["segmentation"].scores(config().task), "job"), 100))
     return [line.strip() for line in console.export_text().splitlines() if "left out" in line]
 
 

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.messages import loading
-from consilium.report.view import LiveView
+from consilium.report.live_view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 
 WIDTHS = (60, 80, 140)

@@ -16,9 +16,9 @@ from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report import predictions
-from consilium.report.of_data import undrawn
-from consilium.report.panels import overlay, panel, traced
+from consilium.report.image_grid import overlay, panel, traced
 from consilium.report.predictions import PREDICTIONS
+from consilium.report.private_logging import undrawn
 from consilium.storage import write_atomic
 from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report.clean import tag
-from consilium.report.of_data import undrawn
+from consilium.report.private_logging import undrawn
 from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
 

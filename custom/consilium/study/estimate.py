@@ -7,7 +7,7 @@ from consilium.federation.build import assemble_job
 from consilium.federation.cost import moved, own_cost
 from consilium.federation.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.participants import site_names
-from consilium.study.counted import record
+from consilium.study.flops_cache import save_flops
 from consilium.study.study import Cell, Study
 
 COUNTING = ("model", "adapter", "task", "strategy")
@@ -50,7 +50,7 @@ def count(study: Study) -> float | None:
 def keep(study: Study) -> float | None:
     """Count a study and put it on record; return its FLOPs."""
     flops = count(study)
-    record(study, flops)
+    save_flops(study, flops)
     return flops
 
 

@@ -18,7 +18,7 @@ from consilium.errors import ConfigError
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
-from consilium.study.mistakes import Mistakes
+from consilium.study.grid_errors import GridErrors
 from consilium.tasks.registry import TASKS
 
 STUDIES = Path("jobs/studies")
@@ -121,11 +121,11 @@ class Study:
         wanted = [labels for labels in self.grid() if not self._why_not(labels)]
         if not wanted:
             raise ConfigError(f"{self.path}: axes and exclude leave no cell; leave some values in")
-        mistakes, found = Mistakes(wanted), list[Cell]()
+        errors, found = GridErrors(wanted), list[Cell]()
         for place, labels in enumerate(wanted):
-            with mistakes.of(labels):
+            with errors.of(labels):
                 found.append(self._cell(labels, place))
-        mistakes.tell()
+        errors.raise_if_any()
         _check_apart(self.path, found)
         if not self.size:  # the smaller ones may be another task
             _check_published(self, found)
