@@ -16,7 +16,8 @@ from rich.text import Text
 
 from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.report.clean import line, shown
-from consilium.report.progress import ending, when
+from consilium.report.progress import ending
+from consilium.report.progress import when as refused_when
 from consilium.report.tables import fit
 from consilium.tasks.registry import Scores
 
@@ -63,8 +64,7 @@ class LiveView:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler:
+        if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
 
     def _say(self, text: str, style: str = "") -> None:
@@ -121,7 +121,7 @@ class LiveView:
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
-        self._say(f"{shown(event['site'])}: refused {when(event, self.rounds)}: {shown(event['reason'])}", "red")
+        self._say(f"{shown(event['site'])}: refused {refused_when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_undrawn(self, event: Mapping[str, Any]) -> None:
         self._say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
@@ -130,29 +130,26 @@ class LiveView:
         self._say(f"{shown(event['site'])}: {shown(event['text'])}")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
+        """Keep a site's scores; without a terminal say them: the loss of training and the leading score, if there are any."""
         metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
         if found := reported(metrics):  # a round may go without validation
             self.score = self.scores.lead(found)
-        scored = {stage: score_of(metrics, stage, self.score) for stage in Stage}
-        row |= {k: v for k, v in scored.items() if v is not None} | {"state": DONE, "part": 1.0}
+        scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
+        row |= scored | {"state": DONE, "part": 1.0}
         if not closing:
             self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
-        if not self._live:
-            self._say(f"{self._when(event, closing)}  {shown(event['site'])}: {self._scores(scored, row, closing)}")
-
-    def _when(self, event: Mapping[str, Any], closing: bool) -> str:
+        if self._live:
+            return
+        values = "  ".join(f"{stage} {value:.3f}" for stage, value in scored.items())
+        told = f"{self.scores.heading(self.score)} {values}" if values else ""
+        when = "closing evaluation"
         if closing:
-            return "closing evaluation"
-        part = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
-        return f"round {event['round'] + 1}/{self.rounds}{part}"
-
-    def _scores(self, found: Mapping[Stage, float | None], row: Mapping[str, Any], closing: bool) -> str:
-        """Return what was measured: the loss of training and the leading score, as far as there are any."""
-        values = "  ".join(f"{k} {v:.3f}" for k, v in found.items() if v is not None)
-        scores = f"{self.scores.heading(self.score)} {values}" if values else ""
-        if closing:
-            return scores or "nothing to score"
-        return "  ".join(part for part in (f"loss {row['loss']:.3f}", scores, self._eta()) if part)
+            told = told or "nothing to score"
+        else:
+            phase = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
+            when = f"round {event['round'] + 1}/{self.rounds}{phase}"
+            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, self._eta()) if part)
+        self._say(f"{when}  {shown(event['site'])}: {told}")
 
     def _fraction(self) -> float:
         done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
@@ -171,14 +168,6 @@ class LiveView:
         layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
         return Group(self._bar, fit(layouts, self.sites, self.console.width))
 
-    def _picked(self, names: Iterable[str]) -> tuple[list[str], str | None]:
-        """Return the sites that are shown, those at work first where the terminal has no room, and what the others do."""
-        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))
-        room = max(self.console.height - AROUND, 1)
-        left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
-        rest = f"and {left.total()} more: {', '.join(f'{count} {state}' for state, count in left.items())}"
-        return sorted(first[:room]), rest if left else None
-
     def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
         """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""
         heading = self.scores.heading(self.score)
@@ -188,8 +177,13 @@ class LiveView:
         numbers = list(headings)[:count]
         for key in numbers:
             table.add_column(headings[key], justify="right", no_wrap=True)
-        picked, table.caption = self._picked(names)
-        for name in picked:
+        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))  # sites at work where room is short
+        room = max(self.console.height - AROUND, 1)
+        left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
+        if left:
+            others = ", ".join(f"{count} {state}" for state, count in left.items())
+            table.caption = f"and {left.total()} more: {others}"
+        for name in sorted(first[:room]):
             row = self.sites[name]
             table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
         return table
