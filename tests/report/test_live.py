@@ -23,7 +23,7 @@ def begun(width: int, names: list[str], terminal: bool = True, height: int = 24)
 
 def lines(view: LiveView, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(view._render())
+    console.print(view.render())
     return console.file.getvalue().splitlines()
 
 

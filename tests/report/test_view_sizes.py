@@ -50,7 +50,7 @@ def live(width: int) -> str:
     scores = {"validation/global/dice": 0.125, "validation/personalized/dice": 0.625, "train/loss": 1.0}
     view({"event": "metrics", "site": "site-1", "round": 3, "metrics": scores})
     view({"event": "evaluate", "site": LONG[0], "round": 3, "stage": "validation/received"})
-    return shown(view._render(), width)
+    return shown(view.render(), width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

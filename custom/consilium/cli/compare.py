@@ -152,7 +152,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
     groups, why = grouped(found, absent)
-    numbers = read_published(study.published, axes, study.config.floor)
+    numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
     if study.size and numbers:

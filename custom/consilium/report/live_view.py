@@ -1,10 +1,11 @@
-"""What a person sees of a run while it goes on: a live table, or plain lines where there is no terminal."""
+"""The terminal while a run or a study goes on: a bar with a live table, or plain lines where there is no terminal."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -30,30 +31,18 @@ IDLE = {"": "not asked", READY: READY, WAITING: WAITING, DONE: DONE}
 """What a site that is not at work says, and how several of them are counted."""
 
 
-class LiveView:
-    """An observer that shows what goes on, round, site, step, ETA and the leading score so far. Use as a context manager.
+class LiveScreen(ABC):
+    """A bar with `render` below it while work goes on; plain lines where there is no terminal. Use as a context manager."""
 
-    `losses`: the last training loss of every site. Sites that a terminal has no lines for are counted below the others.
-    """
-
-    def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
-        self.console, self.rounds, self.title, self.scores = console, rounds, title, scores
-        self.sites: dict[str, dict[str, Any]] = {}
-        self.losses: dict[str, float] = {}
-        self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
-        self.score, self.loading, self._said = scores.leading[0], "", set[str]()
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(None),
-            TextColumn("{task.fields[eta]}"),
-            TimeElapsedColumn(),
-        )
-        self._bar = Progress(*columns, expand=True)
-        self._task = self._bar.add_task(shown(title), total=rounds, eta="")
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self.console = console
+        text = TextColumn("{task.description}", markup=False)
+        self._bar = Progress(text, BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn(), expand=True)
+        self._task = self._bar.add_task(shown(title, 40), total=total, eta="")
+        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
         self._live = live if console.is_terminal else None
 
-    def __enter__(self) -> "LiveView":
+    def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
@@ -62,14 +51,38 @@ class LiveView:
         if self._live:
             self._live.stop()
 
+    @abstractmethod
+    def render(self) -> Group:
+        """Return the bar and what stands below it."""
+
+    def bar(self, done: float, now: str, eta: str) -> Progress:
+        """Return the bar at a point of the work."""
+        self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
+        return self._bar
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line, whole: the terminal wraps it, a file keeps it as one."""
+        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
+
+
+class LiveView(LiveScreen):
+    """An observer that shows round, site, step, ETA and the leading score of a run.
+
+    `losses`: the last training loss of every site. Sites that a terminal has no lines for are counted below the others.
+    """
+
+    def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
+        self.rounds, self.scores = rounds, scores
+        self.sites: dict[str, dict[str, Any]] = {}
+        self.losses: dict[str, float] = {}
+        self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
+        self.score, self.loading, self._said = scores.leading[0], "", set[str]()
+        super().__init__(console, title, rounds)  # which renders
+
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event of a Coordinator or a Site."""
         if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
-
-    def _say(self, text: str, style: str = "") -> None:
-        """Print a line, whole: the terminal wraps it, a file keeps it as one."""
-        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
 
     def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
         return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
@@ -86,7 +99,7 @@ class LiveView:
             self.loading = f"{what} ..."
         if not self._live and what not in self._said:
             self._said.add(what)
-            self._say(f"{what} ...")
+            self.say(f"{what} ...")
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
         self.round, self.asked, self.loading = event["round"], len(event["sites"]), ""
@@ -97,15 +110,15 @@ class LiveView:
             self._row({"site": name})["state"] = WAITING
 
     def _on_privacy(self, event: Mapping[str, Any]) -> None:
-        self._say(f"privacy: {event['claim']}")
+        self.say(f"privacy: {event['claim']}")
         for warning in event["warnings"]:
-            self._say(f"privacy: {warning}", "yellow")
+            self.say(f"privacy: {warning}", "yellow")
 
     def _on_warning(self, event: Mapping[str, Any]) -> None:
-        self._say(f"warning: {shown(event['text'], LINE)}", "yellow")
+        self.say(f"warning: {shown(event['text'], LINE)}", "yellow")
 
     def _on_ended(self, event: Mapping[str, Any]) -> None:
-        self._say(ending(event))
+        self.say(ending(event))
         self.rounds = event["round"]
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
@@ -121,13 +134,13 @@ class LiveView:
 
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
-        self._say(f"{shown(event['site'])}: refused {refused_when(event, self.rounds)}: {shown(event['reason'])}", "red")
+        self.say(f"{shown(event['site'])}: refused {refused_when(event, self.rounds)}: {shown(event['reason'])}", "red")
 
     def _on_undrawn(self, event: Mapping[str, Any]) -> None:
-        self._say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
+        self.say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
 
     def _on_chosen(self, event: Mapping[str, Any]) -> None:
-        self._say(f"{shown(event['site'])}: {shown(event['text'])}")
+        self.say(f"{shown(event['site'])}: {shown(event['text'])}")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         """Keep a site's scores; without a terminal say them: the loss of training and the leading score, if there are any."""
@@ -147,9 +160,9 @@ class LiveView:
             told = told or "nothing to score"
         else:
             phase = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
-            when = f"round {event['round'] + 1}/{self.rounds}{phase}"
-            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, self._eta()) if part)
-        self._say(f"{when}  {shown(event['site'])}: {told}")
+            when, eta = f"round {event['round'] + 1}/{self.rounds}{phase}", self._eta()
+            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
+        self.say(f"{when}  {shown(event['site'])}: {told}")
 
     def _fraction(self) -> float:
         done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
@@ -157,16 +170,14 @@ class LiveView:
 
     def _eta(self) -> str:
         done, spent = min(self._fraction(), 1.0), time.monotonic() - self.began
-        return f"ETA {spent * (1 - done) / done:.0f} s" if done > 0 else ""
+        return f"{spent * (1 - done) / done:.0f} s" if done > 0 else ""
 
-    def _render(self) -> Group:
-        done = self._fraction() * self.rounds
+    def render(self) -> Group:
+        """Return the bar and a row per site."""
         now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
-        self._bar.update(self._task, completed=done, description=now, eta=self._eta())
-        if not self.sites:
-            return Group(self._bar)
+        bar = self.bar(self._fraction() * self.rounds, now, self._eta())
         layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
-        return Group(self._bar, fit(layouts, self.sites, self.console.width))
+        return Group(bar, *([fit(layouts, self.sites, self.console.width)] if self.sites else []))
 
     def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
         """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""

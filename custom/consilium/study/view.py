@@ -3,15 +3,15 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from consilium.report.clean import line, shown
+from consilium.report.clean import shown
+from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column as Heading
 from consilium.report.tables import Table as TextTable
 from consilium.report.tables import fit, terminal
@@ -22,7 +22,6 @@ from consilium.study.study import Cell
 
 SIGNS = {"waiting": ".", "interrupted": "~", "running": ">", "locked": "=", "failed": "x", "done": "#"}
 """Plain letters: a cell each, in every terminal."""
-LINE = 2000
 Records = Mapping[str, CellRecord]
 """By cell."""
 
@@ -32,32 +31,22 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class StudyView:
-    """Takes what `run_study` tells. Use as a context manager.
+class StudyView(LiveScreen):
+    """Takes the progress of `run_study`.
 
     A row for each value of the first axis, a sign for each cell of the others in their order, an ETA by finished cells.
     """
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
-        self.console, self.title, self.cells, self.workers = console, title, [one.cell for one in cells], workers
+        self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
         self.records = {one.cell.id: _before(one) for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
-        columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
-        self._bar = Progress(*columns, expand=True)
-        self._task = self._bar.add_task(shown(title, 40), total=len(cells), eta="")
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
-        self._live = live if console.is_terminal else None
+        super().__init__(console, title, len(cells))  # which renders
 
-    def __enter__(self) -> "StudyView":
-        if self._live:
-            self._live.start()
+    def __enter__(self) -> Self:
         if (done := self._count("done")) and not self._live:
-            self._say(f"{done} of {len(self.cells)} cells are done already")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._live.stop()
+            self.say(f"{done} of {len(self.cells)} cells are done already")
+        return super().__enter__()
 
     def __call__(self, planned: Planned, said: "Part | CellRecord") -> None:
         """Take how far a cell is, or how it ended."""
@@ -70,15 +59,12 @@ class StudyView:
         self.records[cell.id] = said
         self.parts.pop(cell.id, None)
         if said.state == "failed":
-            self._say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
+            self.say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
             eta = f", ETA {self.eta()}" if self.eta() else ""
-            self._say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{eta}")
+            self.say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{eta}")
         elif said.state == "locked" != before:
-            self._say(f"{cell.name}: another process is at it; waiting", "yellow")
-
-    def _say(self, text: str, style: str = "") -> None:
-        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
+            self.say(f"{cell.name}: another process is at it; waiting", "yellow")
 
     def _count(self, *states: str) -> int:
         return sum(self.records[cell.id].state in states for cell in self.cells)
@@ -98,11 +84,10 @@ class StudyView:
     def render(self) -> Group:
         """Return the bar, the grid and what is running."""
         done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
-        eta = f"ETA {self.eta()}" if self.eta() else ""
-        self._bar.update(self._task, completed=done, description=f"{shown(self.title, 40)} {self._place()}", eta=eta)
+        bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}", self.eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(self._bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
+        return Group(bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
 
     def _rows(self) -> dict[str, list[Cell]]:
         """Return the cells by their value on the first axis."""

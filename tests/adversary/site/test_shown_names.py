@@ -109,7 +109,7 @@ def test_the_live_view_and_the_closing_table(tmp_path: Path) -> None:
         view({"event": "refused", "site": HOSTILE, "round": 0, "joining": False, "reason": HOSTILE})
         metrics = {"validation/global/dice": 0.5, "train/loss": 0.5}
         view({"event": "metrics", "site": HOSTILE, "round": 0, "metrics": metrics})
-        check(printed(view._render()))
+        check(printed(view.render()))
     check(console.file.getvalue())
     check(printed(terminal(results_table({HOSTILE: {"test/pretrained/dice": 0.5}}, DICE, HOSTILE), 120)))
 
